@@ -1,0 +1,178 @@
+"""The model as a chain of blocks, and a block's parameters as views of memory that someone else owns.
+
+A block is a module that is never cut. It comes from a factory, which is called only when the block is built, so that
+a model larger than memory never exists whole; or it is a module that already lives, whose parameters are moved home.
+Between its visits to the device a block is a husk: the module with empty parameters.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from seqpart.device import Device
+from seqpart.errors import ModelError
+from seqpart.layout import Layout, spec_of
+
+Factory = Callable[[], nn.Module]
+
+
+class Block:
+    """One link of the chain: `number` in the chain, `name` in the model's own state_dict."""
+
+    def __init__(self, number: int, name: str, source: nn.Module | Factory) -> None:
+        self.number, self.name, self._source = number, name, source
+        self._husk: nn.Module | None = None
+
+    def __str__(self) -> str:
+        return f"block {self.number} ({self.kind})"
+
+    @property
+    def kind(self) -> str:
+        if isinstance(self._source, nn.Module):
+            return type(self._source).__name__
+        return getattr(self._source, "__name__", None) or type(self._source).__name__
+
+    @property
+    def home(self) -> str:
+        """Name of its weights in the store."""
+        return f"block-{self.number:05d}"
+
+    @property
+    def state_home(self) -> str:
+        """Name of its optimizer state in the store."""
+        return f"{self.home}.optimizer"
+
+    def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """The module, and its parameters and buffers by name as fake tensors: shapes that own no memory."""
+        if isinstance(self._source, nn.Module):
+            module = self._source
+            return module, {name: _fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
+        try:
+            with mode:
+                module = _called(self._source, self)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{self} cannot be built without memory: {type(error).__name__}: {error}. "
+                "Its factory must not read the values of its own tensors."
+            ) from error
+        return module, tensors_of(module)
+
+    def build(self, device: Device, seed: int) -> nn.Module:
+        """The real module, its random initial weights keyed by (seed, block)."""
+        device.seed(seed, "build", self.number)
+        module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
+        self._husk = module
+        return module
+
+    @property
+    def husk(self) -> nn.Module:
+        assert self._husk is not None, f"{self} was not built"
+        return self._husk
+
+
+class Chain(Sequence[Block]):
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks = tuple(blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._blocks[index]
+
+
+def as_chain(model: object) -> Chain:
+    """An nn.Sequential, a list of modules or a list of factories as a chain.
+
+    Raises ModelError for anything else, for an empty model and for parameters shared by two blocks.
+    """
+    if isinstance(model, nn.Sequential):
+        named = list(model.named_children())
+    elif isinstance(model, Sequence) and not isinstance(model, str | bytes):
+        named = [(str(number), part) for number, part in enumerate(model)]
+    else:
+        raise ModelError(
+            f"a model must be an nn.Sequential, a list of modules or a list of block factories; found "
+            f"{type(model).__name__}. A module with its own forward cannot be cut: give its blocks in order."
+        )
+    if not named:
+        raise ModelError("the model has no blocks: give at least one.")
+    wrong = [f"entry {name} is a {type(part).__name__}" for name, part in named if not callable(part)]
+    if wrong:
+        raise ModelError("a model's entries must be modules or factories (callables that return one): " + "; ".join(wrong))
+    chain = Chain(Block(number, name, part) for number, (name, part) in enumerate(named))
+    _refuse_shared(named)
+    return chain
+
+
+def _refuse_shared(named: list[tuple[str, nn.Module]]) -> None:
+    owner: dict[int, str] = {}
+    problems = []
+    for name, part in named:
+        if not isinstance(part, nn.Module):
+            continue
+        for key, tensor in tensors_of(part).items():
+            here = f"{name}.{key}"
+            other = owner.setdefault(id(tensor), here)
+            if other != here:
+                problems.append(f"{here} is {other}")
+    if problems:
+        raise ModelError(
+            "blocks must not share parameters, since each has one home: " + ", ".join(problems) + ". Give each block its own."
+        )
+
+
+def _called(factory: Factory, block: Block) -> nn.Module:
+    module = factory()
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{block}: the factory returned a {type(module).__name__}, not an nn.Module.")
+    return module
+
+
+def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers (also those that a state_dict leaves out) by name; each tensor once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    return Layout.of(spec_of(name, tensor) for name, tensor in tensors.items())
+
+
+def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
+    """Let the module's tensors be `views`. The memory stays with its owner, who must outlive the attachment."""
+    parameters = dict(module.named_parameters())
+    for name, view in views.items():
+        if name in parameters:
+            parameters[name].data = view
+        else:
+            path, _, leaf = name.rpartition(".")
+            module.get_submodule(path)._buffers[leaf] = view
+
+
+def detach(module: nn.Module) -> None:
+    """Make the module a husk: its tensors keep their types and own nothing."""
+    for parameter in module.parameters():
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    for name, buffer in list(module.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        module.get_submodule(path)._buffers[leaf] = torch.empty(0, dtype=buffer.dtype)
+
+
+def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`module(x)` with `tensors` in place of its own."""
+    output = functional_call(module, dict(tensors), (x,))
+    if not isinstance(output, torch.Tensor):
+        raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
+    return output

@@ -1,0 +1,229 @@
+"""What each block costs in bytes and operations, found without allocating any of it.
+
+A block runs forward and backward on fake tensors: shapes and types without memory. A dispatch mode watches storages
+be born and die, so every live byte between the operations is counted exactly; what a kernel takes inside one
+operation is not seen, and belongs to the plan's margin.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from seqpart.blocks import Block, Chain, layout_of, run_fake
+from seqpart.direct import round_up
+from seqpart.errors import DataError, ModelError
+from seqpart.layout import Layout
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCost:
+    """Bytes of one block for one micro-batch; every figure is a whole number of bytes."""
+
+    layout: Layout
+    trainable: tuple[str, ...]
+    gradients: int
+    forward_peak: int
+    """Most bytes alive while it runs forward with a graph, beyond those before it."""
+    saved: int
+    """Bytes alive when it has run: what autograd saved, and its output."""
+    saved_alone: int
+    """The same without the output, unless autograd saved that too."""
+    backward_peak: int
+    """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
+    again_peak: int
+    """The same when its gradients exist already and a second micro-batch is added to them."""
+    inference_peak: int
+    """Most bytes alive while it runs forward without a graph."""
+    input: int
+    output: int
+    output_shape: tuple[int, ...]
+    """Without the batch dimension."""
+    flops: int
+    """Floating point operations of one forward pass."""
+
+    @property
+    def weights(self) -> int:
+        return self.layout.nbytes
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages alive among the results of operations; views and inputs are not counted twice."""
+
+    def __init__(self, granule: int = 1) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._granule = granule
+        self._known: dict[int, Any] = {}
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are somebody else's: weights, the input."""
+        for tensor in tensors:
+            self._known[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key = id(storage)
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+        size = round_up(storage.nbytes(), self._granule)
+        self._known[key] = weakref.ref(storage, lambda _: self._died(key, size))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _died(self, key: int, size: int) -> None:
+        self.live -= size
+        self._known.pop(key, None)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Restart the peak at what is alive now."""
+        self.peak = self.live
+        yield
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for part in result:
+            yield from _tensors(part)
+
+
+def measure_chain(
+    chain: Chain | Sequence[Block], input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[BlockCost, ...]:  # fmt: skip
+    """Costs of every block for micro-batches of `batch` rows of `input_shape`.
+
+    Raises DataError where the rows do not suit the first block, ModelError where one block's output does not suit
+    the next; the message names the block and the shapes.
+    """
+    costs = []
+    shape = input_shape
+    for block in chain:
+        cost = _measure_block(block, (batch, *shape), dtype, granule)
+        costs.append(cost)
+        shape = cost.output_shape
+    return tuple(costs)
+
+
+def _measure_block(block: Block, shape: tuple[int, ...], dtype: torch.dtype, granule: int) -> BlockCost:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module, tensors = block.fake(mode)
+    module.train()
+    trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
+    try:
+        with mode, _quiet_random():
+            training = _watch_training(module, tensors, shape, dtype, granule)
+            inference, flops = _watch_inference(module, tensors, shape, dtype, granule)
+    except ModelError as error:
+        raise ModelError(f"{block}: {error}") from None
+    except Exception as error:
+        text = f"{block} cannot take rows of shape {shape[1:]}: {str(error).splitlines()[0] if str(error) else error!r}"
+        raise (DataError(text) if block.number == 0 else ModelError(text)) from error
+    return replace(
+        training,
+        layout=layout_of(tensors),
+        trainable=trainable,
+        gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),
+        inference_peak=inference,
+        flops=flops,
+    )
+
+
+@contextmanager
+def _quiet_random() -> Iterator[None]:
+    """Measuring must not move the run's random state."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _watch_training(
+    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int
+) -> BlockCost:
+    peaks, saved, saved_alone = [], 0, 0
+    forward_peak = 0
+    output_shape: tuple[int, ...] = ()
+    output = 0
+    leaves = {name: tensor for name, tensor in tensors.items()}
+    with LiveBytes(granule) as live:
+        for _ in range(2):  # the second micro-batch adds to gradients that exist
+            x = torch.empty(shape, dtype=dtype, requires_grad=True)
+            live.ignore([x, *leaves.values()])
+            before = live.live
+            with live.watch():
+                y = run_fake(module, leaves, x)
+            if y.shape[:1] != shape[:1]:
+                raise ModelError(f"it turned {shape[0]} rows into shape {tuple(y.shape)}; dimension 0 must stay the batch.")
+            forward_peak, saved = live.peak - before, live.live - before
+            output_shape, output = tuple(y.shape[1:]), round_up(_nbytes(y), granule)
+            if not y.requires_grad:  # nothing to train, and nothing to carry a gradient through
+                peaks.append(0)
+                continue
+            edge = get_gradient_edge(y)
+            gradient = torch.empty_like(y)
+            # In a chain the next block's backward has let go of this output by now.
+            del y
+            start = live.live
+            saved_alone = start - before - output
+            with live.watch():
+                torch.autograd.backward(edge, grad_tensors=gradient)
+                peaks.append(live.peak - start)
+            del edge, gradient
+            x.grad = None
+            del x
+    return BlockCost(
+        layout=Layout(()), trainable=(), gradients=0, forward_peak=forward_peak, saved=saved, saved_alone=saved_alone,
+        backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
+        output=output, output_shape=output_shape, flops=0,
+    )  # fmt: skip
+
+
+def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _watch_inference(
+    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int
+) -> tuple[int, int]:
+    x = torch.empty(shape, dtype=dtype)
+    with torch.no_grad(), LiveBytes(granule) as live:
+        live.ignore([x, *tensors.values()])
+        run_fake(module, tensors, x)
+        peak = live.peak
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run_fake(module, tensors, x)
+    return peak, counter.get_total_flops()
+
+
+def measure_loss(loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1) -> tuple[int, int]:
+    """(saved, peak): bytes that `loss` of an output (batch, *output_shape) keeps, and its most during forward and backward."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, LiveBytes(granule) as live:
+        y = torch.empty((batch, *output_shape), requires_grad=True)
+        live.ignore([y])
+        value = loss(y)
+        saved = live.live
+        value.backward()
+        return saved, live.peak

@@ -1,0 +1,213 @@
+"""CPU and CUDA behind the same calls. `if cuda` stands in this file and nowhere else.
+
+On CPU the device is this process's own anonymous memory: uploads are no copies, events are None. On CUDA uploads go
+from pinned memory on the current stream, and an event says when the host buffer may be reused.
+"""
+
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from seqpart.direct import aligned
+from seqpart.errors import OptionError
+
+_M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
+
+
+class Device:
+    """The CPU; also the interface that CUDA keeps."""
+
+    kind = "cpu"
+    host_tier = "ram"
+    granule = 1
+    """The allocator rounds every tensor up to a multiple of this many bytes."""
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        return f"CPU, {torch.get_num_threads()} threads"
+
+    def total_memory(self) -> int:
+        return min(psutil.virtual_memory().total, _cgroup_limit())
+
+    def free_memory(self) -> int:
+        return min(psutil.virtual_memory().available, _cgroup_free())
+
+    def settle(self) -> None:
+        """Make freed memory leave the process at once.
+
+        By default glibc keeps 225-290 MB of dead heap. With a fixed threshold every tensor over 64 KiB is a mapping
+        of its own, returned when it dies; the cost is page faults, most of it won back by huge pages
+        (THP_MEM_ALLOC_ENABLE, set in seqpart/__init__.py).
+        """
+        try:
+            libc = ctypes.CDLL("libc.so.6")
+        except OSError:  # not glibc: the meter still holds the limit
+            return
+        libc.mallopt(_M_MMAP_THRESHOLD, 65536)
+        libc.mallopt(_M_MMAP_MAX, 1 << 30)
+        libc.mallopt(_M_ARENA_MAX, 1)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 buffer on the device, page-aligned, owned by the caller."""
+        return aligned(nbytes)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 buffer from which `upload` is fast."""
+        return aligned(nbytes)
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """`host` on the device. On CPU the same memory, so it must rest until the step that uses it is over."""
+        return host
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind everything issued so far; None where nothing runs behind our back."""
+        return None
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Block the calling thread until `event` has happened."""
+
+    def seed(self, *key: int | str) -> None:
+        """Random state as a function of place (run seed, step, block, micro-batch), never of call order."""
+        torch.default_generator.manual_seed(keyed_seed(*key))
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        # The CPU allocator has no exception type of its own; this is the one text that we match.
+        return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        )
+
+    def release_cached(self) -> None:
+        """Give memory that the allocator keeps for reuse back to the system."""
+
+    def allocator_peak(self) -> int | None:
+        """Most bytes that the framework's allocator held at once, where it counts them."""
+        return None
+
+
+class CudaDevice(Device):
+    kind = "cuda"
+    host_tier = "pinned"
+    granule = 512
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.torch = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch)
+        # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
+        # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
+        torch.backends.cudnn.benchmark = False
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch)
+
+    def total_memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch).total_memory)
+
+    def free_memory(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def settle(self) -> None:
+        """The caching allocator is capped by the meter; nothing to settle here."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        # Rounded to a power of two by the pinned allocator anyway: few buffers, allocated once.
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.
+        return host.to(self.torch, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event | None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch))
+        return event
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def seed(self, *key: int | str) -> None:
+        super().seed(*key)
+        torch.cuda.default_generators[self.torch.index].manual_seed(keyed_seed(*key))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def allocator_peak(self) -> int | None:
+        return int(torch.cuda.max_memory_reserved(self.torch))
+
+
+def open_device(name: str) -> Device:
+    """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. Raises OptionError for anything else."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return Device()
+    kind, _, index = name.partition(":")
+    if name != "auto" and (kind != "cuda" or (index and not index.isdigit())):
+        raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N; found {name!r}.")
+    if not torch.cuda.is_available():
+        raise OptionError(f"--device {name}: no usable CUDA GPU was found. Use --device cpu.")
+    number = int(index or 0)
+    if number >= torch.cuda.device_count():
+        raise OptionError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA GPU(s), counted from 0.")
+    return CudaDevice(number)
+
+
+def keyed_seed(*key: int | str) -> int:
+    """63 bits from `key`: the same on every machine and in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _cgroup_number(name: str) -> int | None:
+    path = Path("/sys/fs/cgroup") / name
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_limit() -> int:
+    return _cgroup_number("memory.max") or 1 << 62
+
+
+def _cgroup_free() -> int:
+    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
+    return max(0, limit - used) if limit and used is not None else 1 << 62
+
+
+def host_memory_free() -> int:
+    """RAM that this process may still take: what the system and the cgroup leave."""
+    return Device().free_memory()
+
+
+def describe_versions() -> dict[str, str]:
+    import platform
+
+    return {
+        "seqpart": _version("seqpart"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": f"{os.cpu_count()} CPUs, {psutil.virtual_memory().total / 1e9:.1f} GB RAM",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

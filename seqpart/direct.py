@@ -1,0 +1,157 @@
+"""Files read and written around the page cache, into buffers that we reuse.
+
+Why not mmap or plain read(): pages of the cache are memory that the limit does not see, and a private file mapping
+counts against RLIMIT_DATA whole. O_DIRECT wants addresses, offsets and sizes in multiples of a page; where the file
+system refuses it the same calls go through the cache and drop the pages behind them.
+"""
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+
+from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError
+
+PAGE = 4096
+REQUEST = 8 << 20
+"""Bytes of one read or write. 4-16 MiB reached the disk's full speed; more only costs buffers."""
+
+
+def round_up(size: int, to: int = PAGE) -> int:
+    return -(-size // to) * to
+
+
+def aligned(nbytes: int) -> torch.Tensor:
+    """A new uint8 buffer, (round_up(nbytes),), that starts on a page. Owned by the caller; its pages are not touched."""
+    whole = torch.empty(round_up(nbytes) + PAGE, dtype=torch.uint8)
+    skip = -whole.data_ptr() % PAGE
+    return whole[skip : skip + round_up(nbytes)]
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU uint8 tensor, writable, not copied."""
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.numpy()
+    return memoryview(array)
+
+
+class DirectFile:
+    """One open file. Reads and writes take page-aligned memory, offsets and sizes (the end of the file may be ragged)."""
+
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        self.path = path
+        self._flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if write else os.O_RDONLY
+        self.direct = hasattr(os, "O_DIRECT")
+        self._written = 0
+        try:
+            self._fd = self._open(self._flags)
+        except OSError as error:
+            raise explained(error, path) from None
+
+    def _open(self, flags: int) -> int:
+        if self.direct:
+            try:
+                return os.open(self.path, flags | os.O_DIRECT, 0o644)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return os.open(self.path, flags, 0o644)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        """Fill `memory` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+        done = 0
+        while done < len(memory):
+            try:
+                got = os.preadv(self._fd, [memory[done : done + REQUEST]], offset + done)
+            except OSError as error:
+                if self._gave_up_direct(error, write=False):
+                    continue
+                raise explained(error, self.path) from None
+            self._forget(offset + done, got)
+            done += got
+            if got % PAGE or not got:
+                break
+        return done
+
+    def write_from(self, memory: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(memory):
+            try:
+                done += os.pwritev(self._fd, [memory[done : done + REQUEST]], offset + done)
+            except OSError as error:
+                if self._gave_up_direct(error, write=True):
+                    continue
+                raise explained(error, self.path) from None
+        self._written = max(self._written, offset + done)
+
+    def finish(self, length: int, *, durable: bool = False) -> None:
+        """Cut the padded end off at `length`; with `durable` the data is on the disk when this returns."""
+        try:
+            os.ftruncate(self._fd, length)
+            if durable or not self.direct:
+                os.fsync(self._fd)
+        except OSError as error:
+            raise explained(error, self.path) from None
+        self._forget(0, length)
+
+    def _gave_up_direct(self, error: OSError, *, write: bool) -> bool:
+        """Some file systems take the flag and refuse the transfer: reopen through the cache, once."""
+        if error.errno != errno.EINVAL or not self.direct:
+            return False
+        self.direct = False
+        os.close(self._fd)
+        self._fd = os.open(self.path, os.O_RDWR if write else os.O_RDONLY)
+        return True
+
+    def _forget(self, offset: int, length: int) -> None:
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def explained(error: OSError, path: Path) -> StoreError:
+    """The user's words for what the operating system said."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"the disk is full: could not write {path}. "
+            "Free some space, or give another place with --offload-dir. Earlier files are untouched."
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return DirectoryUnusable(f"cannot use {path}: {error.strerror}. Give a directory that you may write to.")
+    if error.errno == errno.ENOENT:
+        return CorruptFile(f"{path} is missing: it was here when the run began. Start again in a new --output-dir.")
+    return StoreError(f"reading or writing {path} failed: {error.strerror}.")
+
+
+def probe_disk(folder: Path, nbytes: int = 64 << 20) -> tuple[float, float]:
+    """(read, write) speed in bytes/s of the disk under `folder`, from a file of `nbytes` that is removed again.
+
+    Costs two requests' worth of memory. Raises StoreError where the folder cannot be written.
+    """
+    path = folder / f".probe-{os.getpid()}"
+    memory = bytes_of(aligned(REQUEST))
+    memory[:] = os.urandom(PAGE) * (REQUEST // PAGE)
+    try:
+        with DirectFile(path, write=True) as file:
+            began = time.perf_counter()
+            for offset in range(0, nbytes, REQUEST):
+                file.write_from(memory, offset)
+            file.finish(nbytes, durable=True)
+            write = nbytes / (time.perf_counter() - began)
+        with DirectFile(path) as file:
+            began = time.perf_counter()
+            for offset in range(0, nbytes, REQUEST):
+                file.read_into(memory, offset)
+            read = nbytes / (time.perf_counter() - began)
+    finally:
+        path.unlink(missing_ok=True)
+    return read, write

@@ -1,0 +1,78 @@
+"""Every error that a user can meet, each with its exit code.
+
+    SeqpartError
+      BadInput            2   an option, a model or data that cannot be honoured
+        OptionError           a setting: unknown, out of range, or not for this method
+        ModelError            a model that cannot be cut into blocks
+        DataError             a missing, malformed, empty or non-finite data set
+      DoesNotFit          3   planning: no partition fits the limit
+      LimitExceeded       4   running: the measured memory passed the limit
+      OutOfMemory         4   running: an allocation failed inside the limit and smaller micro-batches did not help
+      StoreError          6   files: damaged, torn, unusable
+        CorruptFile           a checksum, a size or a header is wrong
+        DiskFull              no room left for homes or boundary rows
+        DirectoryUnusable     not writable, not ours, or in use by a live run
+      ScheduleError       1   our own fault: a schedule broke the grammar
+
+A message says what was expected, what was found, and the cure.
+"""
+
+
+class SeqpartError(Exception):
+    """Root of the tree; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class BadInput(SeqpartError):
+    exit_code = 2
+
+
+class OptionError(BadInput):
+    pass
+
+
+class ModelError(BadInput):
+    pass
+
+
+class DataError(BadInput):
+    pass
+
+
+class DoesNotFit(SeqpartError):
+    """No plan keeps the limit. `smallest` is the least limit, in bytes, that would (None when no limit would help)."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, smallest: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+class LimitExceeded(SeqpartError):
+    exit_code = 4
+
+
+class OutOfMemory(SeqpartError):
+    exit_code = 4
+
+
+class StoreError(SeqpartError):
+    exit_code = 6
+
+
+class CorruptFile(StoreError):
+    pass
+
+
+class DiskFull(StoreError):
+    pass
+
+
+class DirectoryUnusable(StoreError):
+    pass
+
+
+class ScheduleError(SeqpartError):
+    pass

@@ -1,0 +1,94 @@
+"""`sil`: partitions trained one after the other against synthetic intermediate labels.
+
+C. V. Karadağ and N. Topaloğlu, "Partitioned Neural Network Training via Synthetic Intermediate Labels" (2024),
+section 2. Steps, as the comments below number them:
+
+    (1) for every cut draw SIL[i, j] ~ kappa * U(0, 1), (boundary size, classes), once          eq. 1
+    (2) train partition 0 against column SIL[:, label], nothing else on the device
+    (3) one forward pass: its outputs are the next partition's inputs
+    (4) the same for each partition; the last one has the true labels
+    (5) joined, the partitions are the network
+"""
+
+import torch
+import torch.nn.functional as F
+
+from seqpart.device import keyed_seed
+from seqpart.errors import OptionError
+from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
+from seqpart.schedule import Phase, PhaseKind
+
+OBJECTIVES = ("prototype", "mse")
+
+
+def sil_phases(work: Workload) -> tuple[Phase, ...]:
+    """Per partition: its epochs (2), the outputs for the next (3), the test rows through it."""
+    phases: list[Phase] = []
+    last = len(work.partitions) - 1
+    for p, part in enumerate(work.partitions):
+        sizes = {"partition": p, "micro_batch": part.micro_batch}
+        for e in range(part.epochs if part.trainable else 0):
+            phases.append(
+                Phase(kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, epoch=e + 1, shuffle=work.shuffle, **sizes)
+            )
+        if p < last:
+            phases.append(Phase(kind=PhaseKind.CACHE, rows=work.train_rows, batch=part.micro_batch, **sizes))
+        phases.append(Phase(kind=PhaseKind.TEST, rows=work.test_rows, batch=part.micro_batch, **sizes))
+    return tuple(phases)
+
+
+class _Regression:
+    """Mean squared error to kappa * U(0, 1): the paper's objective, eq. 1."""
+
+    def __init__(self, targets: Targets) -> None:
+        size = torch.Size(targets.output_shape).numel()
+        sil = torch.rand(size, targets.classes, generator=_generator(targets))
+        self._sil = (targets.kappa * sil).to(targets.device)
+        self.nbytes = self._sil.nbytes
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output.flatten(1), self._sil[:, labels].T)
+
+    def scores(self, output: torch.Tensor) -> torch.Tensor:
+        # The nearest column wins: -|h - s|^2 without |h|^2, which is the same for every class.
+        return 2 * output.flatten(1) @ self._sil - self._sil.square().sum(0)
+
+
+class _Prototypes:
+    """Cross-entropy to fixed random unit directions, one per class: logits = scale * cos(direction, LayerNorm(h)).
+
+    LayerNorm without learned weights keeps the logits' size independent of depth and width. Our own objective, not
+    the paper's: it reaches full training's accuracy where regression stays several points below.
+    """
+
+    def __init__(self, targets: Targets) -> None:
+        size = torch.Size(targets.output_shape).numel()
+        directions = torch.randn(size, targets.classes, generator=_generator(targets))
+        directions *= targets.prototype_scale / directions.norm(dim=0) / size**0.5
+        self._directions = directions.to(targets.device)
+        self._size = (size,)
+        self.nbytes = self._directions.nbytes
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.scores(output), labels)
+
+    def scores(self, output: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(output.flatten(1), self._size) @ self._directions
+
+
+def _generator(targets: Targets) -> torch.Generator:
+    return torch.Generator().manual_seed(keyed_seed(targets.seed, "sil", targets.partition))
+
+
+def sil_loss(targets: Targets) -> PartitionLoss:
+    """(1) for an inner partition, the true loss for the last (4)."""
+    if targets.partition == targets.partitions - 1:
+        return TrueLoss(targets.final_loss)
+    if targets.objective == "mse":
+        return _Regression(targets)
+    if targets.objective == "prototype":
+        return _Prototypes(targets)
+    raise OptionError(f"--objective: expected one of {', '.join(OBJECTIVES)}; found {targets.objective!r}.")
+
+
+SIL = Method(name="sil", exact=False, cuts=True, phases=sil_phases, loss=sil_loss)

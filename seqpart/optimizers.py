@@ -1,0 +1,99 @@
+"""Which optimizer, and what state it keeps for a parameter, found out before there is a parameter.
+
+An optimizer creates its state in its first step, at a moment and a place of its choosing. Here the state has a home
+and a layout like weights do, so it must be known ahead: one step on six numbers shows every tensor it keeps.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpart.errors import OptionError
+from seqpart.layout import Layout, TensorSpec
+
+Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+NAMES = ("adam", "adamw", "sgd")
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    name: str
+    like_parameter: bool
+    """Shape and type of its parameter; otherwise a float32 scalar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How to build it for some parameters, and the state it will keep for each of them."""
+
+    name: str
+    build: Build
+    state: tuple[StateTensor, ...]
+    fused: bool
+    """One kernel, without a temporary the size of a parameter."""
+
+    def state_layout(self, parameters: Mapping[str, TensorSpec]) -> Layout:
+        """Layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
+        specs = []
+        for name, spec in parameters.items():
+            for tensor in self.state:
+                shape = spec.shape if tensor.like_parameter else ()
+                dtype = spec.dtype if tensor.like_parameter else torch.float32
+                specs.append(TensorSpec(name=f"{name}.{tensor.name}", shape=shape, dtype=dtype))
+        return Layout.of(specs)
+
+    def adopt(
+        self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], views: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Give `optimizer` the state in `views` as its own; it updates them in place. The memory stays its owner's."""
+        for name, parameter in named:
+            optimizer.state[parameter] = {tensor.name: views[f"{name}.{tensor.name}"] for tensor in self.state}
+
+
+def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0) -> Optimizer:
+    """`adam`, `adamw` or `sgd`, fused. Raises OptionError for another name or a negative number."""
+    if name not in NAMES:
+        raise OptionError(f"--optimizer: expected one of {', '.join(NAMES)}; found {name!r}.")
+    for option, value in (("lr", lr), ("weight-decay", weight_decay), ("momentum", momentum)):
+        if not value >= 0 or value == float("inf"):
+            raise OptionError(f"--{option}: expected a finite number, zero or above; found {value}.")
+    if momentum and name != "sgd":
+        raise OptionError(f"--momentum goes with --optimizer sgd; {name} keeps moments of its own.")
+    keywords: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "fused": True}
+    if name == "sgd":
+        keywords["momentum"] = momentum
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    return describe(name, lambda parameters: kind(parameters, **keywords))
+
+
+def describe(name: str, build: Build) -> Optimizer:
+    """Any optimizer whose state starts at zero: Optimizer with its state found by a trial step.
+
+    Raises OptionError for one whose state cannot be laid out ahead: neither a scalar nor shaped like its
+    parameter, or not zero at the start.
+    """
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    optimizer = build([parameter])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"optimizer: expected a function that returns a torch.optim.Optimizer; found {type(optimizer).__name__}.")
+    if "closure" in inspect.signature(type(optimizer).step).parameters and isinstance(optimizer, torch.optim.LBFGS):
+        raise OptionError("optimizer: LBFGS calls the whole model again inside its step, which a partition cannot do.")
+    parameter.grad = torch.zeros(2, 3)
+    optimizer.step()
+    state = tuple(_state_tensor(name, key, value) for key, value in optimizer.state[parameter].items() if value is not None)
+    return Optimizer(name, build, state, bool(optimizer.defaults.get("fused")))
+
+
+def _state_tensor(name: str, key: str, value: object) -> StateTensor:
+    if not isinstance(value, torch.Tensor) or value.shape not in ((), (2, 3)) or value.dtype is not torch.float32:
+        raise OptionError(f"optimizer {name}: its state {key!r} has no fixed layout, so it cannot be kept at home. Use adam, adamw or sgd.")
+    like_parameter = value.shape == (2, 3)
+    # After one step on zeros a moment is still zero; a scalar may only be the step count.
+    if value.count_nonzero().item() and (like_parameter or key != "step"):
+        raise OptionError(f"optimizer {name}: its state {key!r} does not start at zero. Use adam, adamw or sgd.")
+    return StateTensor(key, like_parameter)

@@ -1,0 +1,195 @@
+"""Named flat tensors at home: in host memory while the budget lasts, else on disk.
+
+`put` copies bytes in, `get` copies them out into memory that the caller owns, `discard` forgets. A disk home is a
+safetensors file written beside its old version and renamed over it, so a home is always whole; its checksum is read
+back with it, so a damaged one is named and never trained on.
+"""
+
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from seqpart.arena import Arena
+from seqpart.device import Device
+from seqpart.direct import REQUEST, DirectFile, bytes_of, explained, round_up
+from seqpart.errors import CorruptFile
+from seqpart.layout import Layout, decode_header, encode_header, header_size
+
+IO_THREADS = 2
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and seconds of the disk, summed over threads that may overlap."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+@dataclass(slots=True)
+class _Home:
+    layout: Layout
+    host: torch.Tensor | None
+    """The bytes, when the home is in host memory; owned by the arena."""
+    path: Path | None
+    header: int = 0
+    checksum: int = 0
+
+
+class Store:
+    """Homes under `folder`. Flat buffers are uint8, at least `layout.room` bytes, page-aligned on the CPU."""
+
+    def __init__(self, folder: Path, device: Device, arena: Arena | None = None) -> None:
+        self.folder, self.traffic = folder, Traffic()
+        self._device, self._arena = device, arena
+        self._homes: dict[str, _Home] = {}
+        self._staging = threading.local()
+        self._count = threading.Lock()
+        # Started now, so that the threads' stacks are part of the runtime and not of somebody's partition.
+        self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="seqpart-io")
+        ready = threading.Barrier(IO_THREADS + 1)
+        for _ in range(IO_THREADS):
+            self._pool.submit(ready.wait)
+        ready.wait()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._homes
+
+    def tier(self, name: str) -> str:
+        return self._device.host_tier if self._homes[name].host is not None else "disk"
+
+    def layout(self, name: str) -> Layout:
+        return self._homes[name].layout
+
+    def path(self, name: str) -> Path | None:
+        return self._homes[name].path
+
+    def checksum(self, name: str) -> int:
+        return self._homes[name].checksum
+
+    def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
+        """Copy `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
+        home = self._homes.get(name) or self._place(name, layout)
+        home.layout = layout
+        if home.host is not None:
+            home.host[: layout.nbytes].copy_(flat[: layout.nbytes])
+            self._homes[name] = home
+            return
+        self._write(home, name, flat)
+        self._homes[name] = home
+
+    def get(self, name: str, flat: torch.Tensor) -> None:
+        """Copy the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
+        home = self._homes[name]
+        if home.host is not None:
+            flat[: home.layout.nbytes].copy_(home.host[: home.layout.nbytes])
+            return
+        self._read(home, flat)
+
+    def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
+        self._each(lambda item: self.put(*item), list(items))
+
+    def get_all(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._each(lambda item: self.get(*item), list(items))
+
+    def discard(self, name: str) -> None:
+        home = self._homes.pop(name, None)
+        if home is None:
+            return
+        if home.host is not None and self._arena is not None:
+            self._arena.give(home.host)
+        if home.path is not None:
+            home.path.unlink(missing_ok=True)
+
+    def _each(self, work: Callable[[T], None], items: list[T]) -> None:
+        for _ in self._pool.map(work, items):
+            pass
+
+    def _place(self, name: str, layout: Layout) -> _Home:
+        host = self._arena.take(layout.nbytes) if self._arena is not None else None
+        return _Home(layout, host, None if host is not None else self.folder / f"{name}.safetensors")
+
+    def _write(self, home: _Home, name: str, flat: torch.Tensor) -> None:
+        assert home.path is not None
+        nbytes, checksum = home.layout.nbytes, 0
+        part = home.path.with_name(home.path.name + ".part")
+        # The checksum goes into the header, so the header's size must not depend on it: ten digits, always.
+        blank = encode_header(home.layout.specs, {"format": "pt", "crc32": f"{0:010d}"})
+        try:
+            with DirectFile(part, write=True) as file:
+                for at in range(0, nbytes, REQUEST):
+                    memory = self._readable(flat, at, min(REQUEST, nbytes - at))
+                    checksum = zlib.crc32(memory[: min(REQUEST, nbytes - at)], checksum)
+                    file.write_from(memory, len(blank) + at)
+                head = encode_header(home.layout.specs, {"format": "pt", "crc32": f"{checksum:010d}"})
+                file.write_from(self._page_of(head), 0)
+                file.finish(len(head) + nbytes)
+            part.replace(home.path)
+        except OSError as error:
+            raise explained(error, home.path) from None
+        finally:
+            part.unlink(missing_ok=True)
+        home.header, home.checksum = len(head), checksum
+        with self._count:
+            self.traffic.bytes_written += len(head) + nbytes
+
+    def _read(self, home: _Home, flat: torch.Tensor) -> None:
+        assert home.path is not None
+        nbytes, checksum = home.layout.nbytes, 0
+        with DirectFile(home.path) as file:
+            self._check_header(file, home)
+            for at in range(0, nbytes, REQUEST):
+                want = min(REQUEST, nbytes - at)
+                if flat.device.type == "cpu":
+                    memory = bytes_of(flat[at : at + round_up(want)])
+                else:
+                    memory = bytes_of(self._stage(want)[: round_up(want)])
+                if file.read_into(memory, home.header + at) < want:
+                    raise CorruptFile(f"{home.path} is shorter than it was written. Start again in a new --output-dir.")
+                checksum = zlib.crc32(memory[:want], checksum)
+                if flat.device.type != "cpu":
+                    # Waits for the copy: the staging buffer is about to be filled again.
+                    flat[at : at + want].copy_(self._stage(want)[:want])
+        if checksum != home.checksum:
+            raise CorruptFile(f"{home.path} is damaged: its checksum is not the one that was written. It was not used.")
+        with self._count:
+            self.traffic.bytes_read += home.header + nbytes
+
+    def _check_header(self, file: DirectFile, home: _Home) -> None:
+        head = bytes_of(self._stage(home.header)[: home.header])
+        file.read_into(head, 0)
+        assert home.path is not None
+        layout, metadata = decode_header(bytes(head[: header_size(bytes(head[:8]), home.path)]), home.path)
+        if layout != home.layout or metadata.get("crc32") != f"{home.checksum:010d}":
+            raise CorruptFile(f"{home.path} is not the file that this run wrote: its header differs. It was not used.")
+
+    def _readable(self, flat: torch.Tensor, at: int, want: int) -> memoryview:
+        """`want` bytes of `flat` from `at`, rounded up to pages, in host memory."""
+        if flat.device.type == "cpu":
+            return bytes_of(flat[at : at + round_up(want)])
+        stage = self._stage(want)[: round_up(want)]
+        stage[:want].copy_(flat[at : at + want])
+        return bytes_of(stage)
+
+    def _page_of(self, head: bytes) -> memoryview:
+        page = bytes_of(self._stage(len(head))[: len(head)])
+        page[:] = head
+        return page
+
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        """Host memory of this thread's own, reused: a header's pages on CPU, one request's worth on CUDA."""
+        buffer: torch.Tensor | None = getattr(self._staging, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._staging.buffer = self._device.host(round_up(nbytes))
+        return buffer
