@@ -13,10 +13,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from seqpart.arena import Arena
 from seqpart.device import Device, keyed_seed
 from seqpart.direct import aligned, bytes_of
 from seqpart.rows import RowLayout, Rows
@@ -79,6 +81,34 @@ class Batch:
     x: torch.Tensor
     labels: torch.Tensor
     slot: int
+
+
+class Boundaries:
+    """The rows of every boundary that is alive: `(split, p)` are the inputs of partition p. Homes go under `folder`."""
+
+    def __init__(self, folder: Path, device: Device, arena: Arena | None) -> None:
+        self._folder, self._device, self._arena = folder, device, arena
+        self._rows: dict[tuple[str, int], Rows] = {}
+        self.labels: dict[str, torch.Tensor] = {}
+
+    def create(self, split: str, partition: int, layout: RowLayout, count: int) -> Rows:
+        """Empty rows to be appended to; rows of the same place that were left half-written are discarded."""
+        self.discard(split, partition)
+        path = self._folder / f"{split}-{partition:05d}.safetensors"
+        rows = self._rows[split, partition] = Rows(layout, count, path, self._device, self._arena)
+        return rows
+
+    def rows(self, split: str, partition: int) -> Rows:
+        return self._rows[split, partition]
+
+    def discard(self, split: str, partition: int) -> None:
+        rows = self._rows.pop((split, partition), None)
+        if rows is not None:
+            rows.discard()
+
+    def close(self) -> None:
+        for split, partition in list(self._rows):
+            self.discard(split, partition)
 
 
 class Reader:

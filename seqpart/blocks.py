@@ -5,6 +5,7 @@ a model larger than memory never exists whole; or it is a module that already li
 Between its visits to the device a block is a husk: the module with empty parameters.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -33,7 +34,15 @@ class Block:
     def kind(self) -> str:
         if isinstance(self._source, nn.Module):
             return type(self._source).__name__
-        return getattr(self._source, "__name__", None) or type(self._source).__name__
+        source = self._source
+        while isinstance(source, functools.partial):
+            source = source.func
+        return getattr(source, "__name__", None) or type(source).__name__
+
+    @property
+    def same_as(self) -> int:
+        """Equal for blocks that come from one factory."""
+        return id(self._source)
 
     @property
     def home(self) -> str:
@@ -68,6 +77,18 @@ class Block:
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
         self._husk = module
         return module
+
+    @property
+    def live_bytes(self) -> int:
+        """Memory of a module that was given alive; 0 for a factory."""
+        if not isinstance(self._source, nn.Module):
+            return 0
+        return sum(tensor.nbytes for tensor in tensors_of(self._source).values())
+
+    @property
+    def given_alive(self) -> bool:
+        """Whether the module is the user's own, whose weights are to be put back when the run is over."""
+        return isinstance(self._source, nn.Module)
 
     @property
     def husk(self) -> nn.Module:

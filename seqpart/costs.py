@@ -46,6 +46,7 @@ class BlockCost:
     inference_peak: int
     """Most bytes alive while it runs forward without a graph."""
     input: int
+    input_row: int
     output: int
     output_shape: tuple[int, ...]
     """Without the batch dimension."""
@@ -117,10 +118,13 @@ def measure_chain(
     """
     costs = []
     shape = input_shape
+    known: dict[tuple[object, tuple[int, ...]], BlockCost] = {}
     for block in chain:
-        cost = _measure_block(block, (batch, *shape), dtype, granule)
-        costs.append(cost)
-        shape = cost.output_shape
+        key = (block.same_as, shape)  # one factory builds the same structure every time
+        if key not in known:
+            known[key] = _measure_block(block, (batch, *shape), dtype, granule)
+        costs.append(known[key])
+        shape = known[key].output_shape
     return tuple(costs)
 
 
@@ -196,7 +200,7 @@ def _watch_training(
     return BlockCost(
         layout=Layout(()), trainable=(), gradients=0, forward_peak=forward_peak, saved=saved, saved_alone=saved_alone,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
-        output=output, output_shape=output_shape, flops=0,
+        input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape, flops=0,
     )  # fmt: skip
 
 
@@ -217,13 +221,11 @@ def _watch_inference(
     return peak, counter.get_total_flops()
 
 
-def measure_loss(loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1) -> tuple[int, int]:
-    """(saved, peak): bytes that `loss` of an output (batch, *output_shape) keeps, and its most during forward and backward."""
+def measure_loss(loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1) -> int:
+    """Most bytes alive while `loss` judges an output (batch, *output_shape), forward and backward, beyond the output."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, LiveBytes(granule) as live:
         y = torch.empty((batch, *output_shape), requires_grad=True)
         live.ignore([y])
-        value = loss(y)
-        saved = live.live
-        value.backward()
-        return saved, live.peak
+        loss(y).backward()  # type: ignore[no-untyped-call]
+        return live.peak

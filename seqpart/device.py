@@ -25,6 +25,8 @@ class Device:
     host_tier = "ram"
     granule = 1
     """The allocator rounds every tensor up to a multiple of this many bytes."""
+    growth = 12 << 20
+    """Allowed for packing buffers inside matrix kernels, small objects and the allocator's own; benchmarks/prediction.py."""
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
@@ -95,6 +97,8 @@ class CudaDevice(Device):
     kind = "cuda"
     host_tier = "pinned"
     granule = 512
+    growth = 64 << 20
+    """Kernel workspaces, and what the caching allocator loses to fragments."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

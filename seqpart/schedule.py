@@ -84,15 +84,25 @@ class Phase:
     def updates(self) -> int:
         return -(-self.rows // self.batch)
 
+    @property
+    def micro_batches_per_update(self) -> int:
+        return -(-self.batch // self.micro_batch)
+
+    def span(self, m: int) -> Span:
+        """Rows of micro-batch `m`, which counts from the start of the phase."""
+        update, part = divmod(m, self.micro_batches_per_update)
+        start = update * self.batch
+        end = min(start + self.batch, self.rows)
+        stop = min(start + (part + 1) * self.micro_batch, end)
+        return Span(start + part * self.micro_batch, stop, end - start, stop == end)
+
     def spans(self, first_update: int = 0) -> Iterator[tuple[int, Span]]:
-        """(m, span) of every micro-batch from update `first_update` on; m counts from the start of the phase."""
-        m = first_update * -(-self.batch // self.micro_batch)
-        for start in range(first_update * self.batch, self.rows, self.batch):
-            end = min(start + self.batch, self.rows)
-            for at in range(start, end, self.micro_batch):
-                stop = min(at + self.micro_batch, end)
-                yield m, Span(at, stop, end - start, stop == end)
-                m += 1
+        """(m, span) of every micro-batch from update `first_update` on."""
+        m, last = first_update * self.micro_batches_per_update, first_update * self.batch
+        while last < self.rows:
+            span = self.span(m)
+            yield m, span
+            m, last = m + 1, span.stop
 
 
 @dataclass(frozen=True, slots=True)

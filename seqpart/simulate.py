@@ -1,20 +1,24 @@
 """What a schedule will do to memory, links and the clock, from the blocks' costs alone. Ints in, ints out.
 
-The planner asks it which cut fits and how long it takes; the test of the house runs the same steps for real and
-compares the two, step by step.
+The planner asks it which cut fits and how long it takes; a test runs the same steps for real and compares the two,
+step by step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from seqpart.costs import BlockCost
 from seqpart.layout import Layout
-from seqpart.schedule import Phase, PhaseKind, Span, Step, Verb
+from seqpart.schedule import Phase, PhaseKind, Step, Verb
+
+
+LossCost = Callable[[BlockCost], tuple[int, int]]
+"""(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionCost:
-    """Bytes and operations of one partition at one micro-batch."""
+    """Bytes and operations of one partition for one micro-batch. The peaks are beyond the slot."""
 
     weights: int
     state: int
@@ -22,63 +26,57 @@ class PartitionCost:
     """Weights and optimizer state as they lie in the slot, page by page."""
     gradients: int
     train_peak: int
-    """Most bytes of one forward and backward beyond the slot, gradients among them."""
+    """Most bytes of one forward and backward, gradients among them."""
     again_peak: int
     """The same when gradients of an earlier micro-batch are there already."""
     inference_peak: int
     update_peak: int
-    """Most bytes during the optimizer step beyond the slot, gradients among them."""
+    """Most bytes during the optimizer step, gradients among them."""
     input_row: int
     output_row: int
-    flops: int
-    """Of one forward pass of one row."""
+    row_flops: int
+    """Of one row's forward pass."""
     parameters: int
+    """Trainable ones, counted."""
     trainable: bool
 
 
-def partition_cost(
-    blocks: Sequence[BlockCost], states: Sequence[Layout], loss: tuple[int, int], micro_batch: int,
-    *, fused: bool = True, fixed: int = 0,
-) -> PartitionCost:  # fmt: skip
-    """Compose the costs of consecutive blocks. `loss` is (saved, peak); `fixed` the bytes of its targets."""
-    gradients = sum(block.gradients for block in blocks)
-    largest = max((spec.nbytes for block in blocks for spec in block.layout.specs if spec.name in block.trainable), default=0)
-    inference = max((b.inference_peak for b in blocks), default=0)
-    # The input of a block is alive while it runs; the first one's is the reader's or the upload's.
-    inference = max([inference, *(b.inference_peak + b.input for b in blocks[1:])])
-    return PartitionCost(
-        weights=sum(block.weights for block in blocks),
-        state=sum(state.nbytes for state in states),
-        slot=sum(block.layout.room for block in blocks) + sum(state.room for state in states),
-        gradients=gradients,
-        train_peak=fixed + blocks[0].input + _training_peak(blocks, loss, again=False),
-        again_peak=fixed + blocks[0].input + _training_peak(blocks, loss, again=True),
-        inference_peak=fixed + blocks[0].input + max(inference, blocks[-1].output + loss[1]),
-        update_peak=fixed + gradients + (0 if fused else 2 * largest),
-        input_row=blocks[0].input // micro_batch,
-        output_row=blocks[-1].output // micro_batch,
-        flops=sum(block.flops for block in blocks) // micro_batch,
-        parameters=sum(block.gradients for block in blocks) // 4,
-        trainable=any(block.trainable for block in blocks),
-    )
-
-
-def _training_peak(blocks: Sequence[BlockCost], loss: tuple[int, int], *, again: bool) -> int:
-    """Most live bytes of forward, loss and backward through `blocks`."""
-    gradients = sum(block.gradients for block in blocks) if again else 0
-    alive = peak = 0
-    for block in blocks:
-        peak = max(peak, alive + block.forward_peak)
+def growing(
+    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True
+) -> Iterator[PartitionCost]:
+    """Costs of the partitions blocks[:1], blocks[:2], ...: one block more each time, in constant time."""
+    slot = weights = state = gradients = flops = parameters = 0
+    alive = forward = backward = again = inference = largest = 0
+    first, trainable = blocks[0], False
+    for block, layout in zip(blocks, states, strict=True):
+        weights, state = weights + block.weights, state + layout.nbytes
+        slot += block.layout.room + layout.room
+        forward = max(forward, alive + block.forward_peak)
+        # The gradient that the successor hands over is as large as the output. Everything behind this block has
+        # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`.
+        start = alive + block.saved_alone + block.output
+        backward = max(backward + block.gradients, start + block.backward_peak)
+        again = max(again, start + block.again_peak)
         alive += block.saved
-    peak = max(peak, alive + loss[1])
-    for block in reversed(blocks):
-        alive -= block.saved
-        extra = block.again_peak if again else block.backward_peak
-        # block.output: the gradient that its successor (or the loss) hands to it.
-        peak = max(peak, alive + block.saved_alone + block.output + gradients + extra)
-        if not again:
-            gradients += block.gradients
-    return peak + (gradients if again else 0)
+        gradients += block.gradients
+        inference = max(inference, block.inference_peak + (block.input if block is not first else 0))
+        flops += block.flops
+        trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
+        parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
+        largest = max([largest, *(spec.nbytes for spec in trained)])
+        trainable = trainable or bool(trained)
+        loss_peak, targets = loss_of(block)
+        own = first.input + targets
+        rows = max(1, first.input // max(1, first.input_row))
+        yield PartitionCost(
+            weights=weights, state=state, slot=slot, gradients=gradients,
+            train_peak=own + max(forward, alive + loss_peak, backward),
+            again_peak=own + gradients + max(forward, alive + loss_peak, again),
+            inference_peak=own + max(inference, block.output + loss_peak),
+            update_peak=own + gradients + (0 if fused else 2 * largest),
+            input_row=first.input_row, output_row=block.output // rows, row_flops=flops // rows,
+            parameters=parameters, trainable=trainable,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +92,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step foretold: bytes beyond the runtime and the fixed buffers."""
+    """One step foretold: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds."""
 
     step: Step
     before: int
@@ -105,67 +103,55 @@ class Moment:
     seconds: float
 
 
-def simulate(
-    steps: Iterable[Step], phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates,
-    *, resident_bytes: Mapping[int, int] | None = None, last: int | None = None,
-) -> Iterator[Moment]:  # fmt: skip
-    """Moments of `steps`. The slot is made once and grows to its largest partition; nothing shrinks it.
+class Simulator:
+    """Takes the steps of a schedule one by one. The slot grows to its largest partition so far and never shrinks.
 
-    `resident_bytes` names partitions that rest in host memory, which cost no disk traffic.
+    `at_host` are partitions whose homes are in host memory and cost no disk traffic.
     """
-    state = _State(phases, partitions, rates, resident_bytes or {}, len(partitions) - 1 if last is None else last)
-    for step in steps:
-        yield state.take(step)
 
-
-class _State:
     def __init__(
-        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates, at_host: Mapping[int, int], last: int
+        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates, at_host: frozenset[int] = frozenset()
     ) -> None:
-        self._phases, self._partitions, self._rates, self._at_host, self._last = phases, partitions, rates, at_host, last
+        self._phases, self._partitions, self._rates, self._at_host = phases, partitions, rates, at_host
         self._slot = self._gradients = 0
-        self._spans: dict[int, Span] = {}
-        self._span_phase = -1
+        self._changed: set[int] = set()
+
+    def run(self, steps: Iterable[Step]) -> Iterator[Moment]:
+        for step in steps:
+            yield self.take(step)
 
     def take(self, step: Step) -> Moment:
         part = self._partitions[step.partition]
         before = self._slot + self._gradients
         if step.verb is Verb.LOAD:
-            return self._load(step, part, before)
+            self._slot = max(self._slot, part.slot)
+            read = 0 if step.partition in self._at_host else part.weights
+            return Moment(step, before, self._slot, self._slot, read, 0, read / self._rates.read)
         if step.verb is Verb.DROP:
-            written = 0 if step.partition in self._at_host or not self._trains(step) else part.weights
+            home = step.partition in self._at_host or step.partition not in self._changed
+            written = 0 if home else part.weights
+            self._changed.discard(step.partition)
             return Moment(step, before, before, before, 0, written, written / self._rates.write)
         if step.verb is Verb.UPDATE:
-            peak = before - self._gradients + part.update_peak
             self._gradients = 0
+            self._changed.add(step.partition)
+            peak = self._slot + part.update_peak
             return Moment(step, before, peak, self._slot, 0, 0, part.parameters / self._rates.optimizer)
         return self._compute(step, part, before)
 
-    def _load(self, step: Step, part: PartitionCost, before: int) -> Moment:
-        self._slot = max(self._slot, part.slot)
-        read = 0 if step.partition in self._at_host else part.weights
-        return Moment(step, before, self._slot, self._slot, read, 0, read / self._rates.read)
-
-    def _trains(self, step: Step) -> bool:
-        return any(ph.kind is PhaseKind.TRAIN and ph.partition == step.partition for ph in self._phases[: step.phase + 1])
-
     def _compute(self, step: Step, part: PartitionCost, before: int) -> Moment:
+        assert step.micro_batch is not None
         phase = self._phases[step.phase]
-        span = self._span(step)
+        span = phase.span(step.micro_batch)
         rows = span.stop - span.start
         read = rows * part.input_row
         if step.verb is Verb.FORWARD:
-            written = rows * part.output_row if step.partition < self._last else 0
-            seconds = max(rows * part.flops / self._rates.flops, read / self._rates.read) + written / self._rates.write
+            kept = step.partition < len(self._partitions) - 1
+            written = rows * part.output_row if kept else 0
+            seconds = max(rows * part.row_flops / self._rates.flops, read / self._rates.read) + written / self._rates.write
             return Moment(step, before, before + part.inference_peak, before, read, written, seconds)
-        assert phase.kind is PhaseKind.TRAIN
+        assert phase.kind is PhaseKind.TRAIN, f"{step}: a backward in {phase}"
         peak = self._slot + (part.again_peak if self._gradients else part.train_peak)
         self._gradients = part.gradients
-        seconds = max(3 * rows * part.flops / self._rates.flops, read / self._rates.read)
+        seconds = max(3 * rows * part.row_flops / self._rates.flops, read / self._rates.read)
         return Moment(step, before, peak, self._slot + self._gradients, read, 0, seconds)
-
-    def _span(self, step: Step) -> Span:
-        if step.phase != self._span_phase:
-            self._spans, self._span_phase = dict(self._phases[step.phase].spans()), step.phase
-        assert step.micro_batch is not None
-        return self._spans[step.micro_batch]

@@ -1,0 +1,169 @@
+"""What the user sees, and the run's log. Only this room prints.
+
+On a terminal a live bar with ETA, samples/s and the peak against the limit; elsewhere plain lines. Every event is
+also one line of JSON in the run directory.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from seqpart.direct import explained
+from seqpart.executor import Event, PhaseBegun, PhaseDone, StepDone
+from seqpart.meter import Proof
+from seqpart.plan import Plan, as_text_rows
+from seqpart.schedule import Phase, PhaseKind, Verb
+from seqpart.units import format_size
+
+EVENTS = "events.jsonl"
+
+_WHAT = {PhaseKind.TRAIN: "train", PhaseKind.CACHE: "cache outputs", PhaseKind.TEST: "test"}
+
+
+class Reporter:
+    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called."""
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        self.console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._log: IO[str] | None = None
+        self._bar: _Bar | None = None
+        self._began = time.perf_counter()
+
+    def open_log(self, folder: Path) -> None:
+        try:
+            self._log = open(folder / EVENTS, "w")
+        except OSError as error:
+            raise explained(error, folder / EVENTS) from None
+
+    def record(self, kind: str, **values: Any) -> None:
+        """One JSON line; flushed, so that a killed run leaves it."""
+        if self._log is not None:
+            seconds = round(time.perf_counter() - self._began, 3)
+            self._log.write(json.dumps({"event": kind, "seconds": seconds, **values}) + "\n")
+            self._log.flush()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def plan(self, plan: Plan) -> None:
+        self.console.print(plan_table(plan))
+        for line in plan_notes(plan):
+            self.say(line)
+
+    def begin(self, phases: Sequence[Phase], limit: int, used: Callable[[], int]) -> None:
+        """Start of the loop; `used` is the peak so far, in bytes."""
+        self._bar = _Bar(self.console, phases, limit, used)
+
+    def listen(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            if self._bar is not None:
+                self._bar.step(event)
+            if event.step.verb in (Verb.LOAD, Verb.DROP):
+                self.record(
+                    "step", step=str(event.step), bytes_read=event.bytes_read, bytes_written=event.bytes_written,
+                    took=round(event.seconds, 4),
+                )  # fmt: skip
+        elif isinstance(event, PhaseBegun):
+            if self._bar is not None:
+                self._bar.enter(event)
+        else:
+            self._phase_done(event)
+
+    def _phase_done(self, event: PhaseDone) -> None:
+        phase = event.phase
+        speed = event.rows / max(event.seconds, 1e-9)
+        self.record(
+            "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
+            accuracy=event.accuracy, rows=event.rows, took=round(event.seconds, 3), samples_per_second=round(speed, 1),
+        )  # fmt: skip
+        epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
+        accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
+        self.say(
+            f"partition {phase.partition} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}{accuracy}  "
+            f"{event.seconds:6.1f} s  {speed:8.0f} samples/s"
+        )
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def proof(self, proof: Proof) -> None:
+        self.say(str(proof))
+
+    def close(self) -> None:
+        self.end()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+class _Bar:
+    """The live line; absent where the output is not a terminal."""
+
+    def __init__(self, console: Console, phases: Sequence[Phase], limit: int, used: Callable[[], int]) -> None:
+        self._limit, self._used, self._phases = limit, used, phases
+        self._progress: Progress | None = None
+        self._rows = 0
+        self._began = time.perf_counter()
+        self._shown = 0.0
+        if console.is_terminal and not console.quiet:
+            # No refresh thread: its stack would be reserved under the limit.
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
+                TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, auto_refresh=False, transient=True,
+            )  # fmt: skip
+            # A backward pass costs about three forward passes: the bar counts that, so that its ETA is honest.
+            total = sum(phase.rows * (3 if phase.kind is PhaseKind.TRAIN else 1) for phase in phases)
+            self._task = self._progress.add_task("starting", total=total, note="")
+            self._progress.start()
+
+    def enter(self, event: PhaseBegun) -> None:
+        if self._progress is not None:
+            epoch = f" epoch {event.phase.epoch}" if event.phase.kind is PhaseKind.TRAIN else ""
+            self._progress.update(self._task, description=f"partition {event.phase.partition} {_WHAT[event.phase.kind]}{epoch}")
+
+    def step(self, event: StepDone) -> None:
+        if self._progress is None or event.step.micro_batch is None:
+            return
+        phase = self._phases[event.step.phase]
+        span = phase.span(event.step.micro_batch)
+        self._rows += span.stop - span.start
+        now = time.perf_counter()
+        note = f"{self._rows / (now - self._began):.0f} samples/s  peak {format_size(self._used())} of {format_size(self._limit)}"
+        self._progress.advance(self._task, (span.stop - span.start) * (3 if phase.kind is PhaseKind.TRAIN else 1))
+        if now - self._shown > 0.2:
+            self._shown = now
+            self._progress.update(self._task, note=note)
+            self._progress.refresh()
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def plan_table(plan: Plan) -> Table:
+    table = Table(title=f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})")
+    rows = as_text_rows(plan)
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def plan_notes(plan: Plan) -> Iterable[str]:
+    ratio = plan.full_state / plan.limit
+    yield (
+        f"full training state {format_size(plan.full_state)} = {ratio:.2f} x the limit; runtime {format_size(plan.runtime)}; "
+        f"predicted peak {format_size(plan.peak)} of {format_size(plan.limit)}"
+    )
+    host = f", host memory {format_size(plan.host_limit)}" if plan.host_limit else ""
+    yield f"homes: {format_size(plan.disk_bytes)} on disk{host}; predicted time {plan.seconds:.0f} s"
+    yield from plan.reasons

@@ -1,0 +1,174 @@
+"""What a user may set about a run. The docstring under each field is its help on the command line."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from seqpart.errors import OptionError
+from seqpart.methods import method_named
+from seqpart.methods.synthetic import OBJECTIVES
+
+T = TypeVar("T", int, float, str)
+
+CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a training run. Where it says "per partition", `5,160` gives each partition its own value."""
+
+    mem_limit: str
+    """The promise: memory that the run never passes. 2GB, 1.5GiB, 0.8 (of the device) or auto (what is free now). On
+    CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
+    method: str = "sil"
+    """sil (partitions one after the other, approximate) or full (plain back-propagation, exact, must fit whole)."""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+    ram_limit: str | None = None
+    """Host memory for homes and boundary rows, beside the limit. Default on CPU: none, so everything else is on disk.
+    On CUDA: half of what is free, pinned."""
+    offload_dir: Path | None = None
+    """Where homes and boundary rows go while the run lasts. Default: in the output directory."""
+    output_dir: Path | None = None
+    """Where the results go: a new or empty directory. Default: a new one under runs/."""
+    overwrite: bool = False
+    """Let --output-dir be a finished run of seqpart, and replace its results at the end."""
+    epochs: str = "3"
+    """Passes over the training rows, per partition."""
+    batch_size: str = "64"
+    """Rows of one update, per partition."""
+    micro_batch_size: int | None = None
+    """Rows on the device at once. Default: the plan takes the largest that fits."""
+    lr: str = "1e-4"
+    """Learning rate, per partition."""
+    optimizer: str = "adam"
+    """adam, adamw or sgd, per partition."""
+    weight_decay: float = 0.0
+    """Weight decay of the optimizer."""
+    momentum: float = 0.0
+    """Momentum, for sgd only."""
+    clip_grad_norm: float | None = None
+    """Scale a partition's gradients so that their norm is at most this."""
+    partitions: str = "auto"
+    """auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
+    objective: str | None = None
+    """What an inner partition learns (sil only): prototype (cross-entropy to fixed random directions) or mse (the
+    paper: mean squared error to kappa * U(0,1)). Default: prototype."""
+    kappa: float | None = None
+    """Size of the paper's synthetic labels, for objective mse. Default: 10."""
+    prototype_scale: float | None = None
+    """Size of the logits, for objective prototype. Default: 16."""
+    shuffle: str = "auto"
+    """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
+    cache_dtype: str | None = None
+    """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
+    seed: int = 0
+    """Of initial weights, row order, dropout and synthetic labels."""
+
+    def __post_init__(self) -> None:
+        problems = [text for text in self._problems() if text]
+        if problems:
+            raise OptionError("; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        method = method_named(self.method)
+        sil = method.name == "sil"
+        kind = self.objective or "prototype"
+        asked = [(name, getattr(self, name) is not None) for name in ("objective", "kappa", "prototype_scale", "cache_dtype")]
+        return [
+            *(f"--{name.replace('_', '-')} goes with --method sil only" for name, given in asked if given and not sil),
+            "" if kind in OBJECTIVES else f"--objective: expected one of {', '.join(OBJECTIVES)}; found {kind!r}",
+            "--kappa goes with --objective mse" if sil and self.kappa is not None and kind != "mse" else "",
+            "--prototype-scale goes with --objective prototype" if sil and self.prototype_scale is not None and kind != "prototype" else "",
+            "" if self.shuffle in ("auto", "yes", "no") else f"--shuffle: expected yes, no or auto; found {self.shuffle!r}",
+            _positive("--kappa", self.kappa),
+            _positive("--prototype-scale", self.prototype_scale),
+            _positive("--clip-grad-norm", self.clip_grad_norm),
+            _positive("--micro-batch-size", self.micro_batch_size),
+            "" if self.cache_dtype in (None, *CACHE_DTYPES) else f"--cache-dtype: expected fp32 or bf16; found {self.cache_dtype!r}",
+            "" if method.cuts or self.partitions in ("auto", "1") else f"--partitions: method {self.method} has one partition",
+        ]
+
+    @classmethod
+    def of(cls, **options: Any) -> "Settings":
+        """Settings from Python values: a number, or a list with one value per partition, where the text form is `5,160`.
+
+        Raises OptionError for a name that is not a setting.
+        """
+        known = {field.name: field for field in fields(cls)}
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise OptionError(f"unknown setting(s): {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+        if "mem_limit" not in options:
+            raise OptionError("mem_limit is missing: give the limit to keep, such as mem_limit='2GB'.")
+        texts = {name for name, field in known.items() if field.type in ("str", "str | None", str)}
+        return cls(**{name: _as_text(value) if name in texts else value for name, value in options.items()})
+
+    @property
+    def objective_name(self) -> str:
+        return self.objective or "prototype"
+
+    @property
+    def cache_type(self) -> torch.dtype:
+        return CACHE_DTYPES[self.cache_dtype or "fp32"]
+
+    @property
+    def shuffles(self) -> bool:
+        if self.shuffle == "auto":
+            return self.method != "sil" or self.objective_name != "mse"
+        return self.shuffle == "yes"
+
+    def partition_choice(self) -> tuple[int | None, tuple[int, ...] | None]:
+        """(number of partitions, first block of each), as far as they were asked for."""
+        if self.partitions == "auto":
+            return None, None
+        numbers = listed("--partitions", self.partitions, int)
+        if len(numbers) == 1 and numbers[0] >= 1:
+            return numbers[0], None
+        if numbers[0] != 0 or any(b <= a for a, b in zip(numbers, numbers[1:], strict=False)):
+            raise OptionError(
+                f"--partitions: expected auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40; "
+                f"found {self.partitions!r}."
+            )
+        return None, tuple(numbers)
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(str(part) for part in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _positive(name: str, value: float | None) -> str:
+    return "" if value is None or 0 < value < float("inf") else f"{name}: expected a number above zero; found {value}"
+
+
+def listed(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    """The values of `5,160`. Raises OptionError, naming the option."""
+    try:
+        return [kind(part.strip()) for part in text.split(",")]
+    except ValueError:
+        raise OptionError(f"{name}: expected a number, or numbers with commas, one per partition; found {text!r}.") from None
+
+
+def per_partition(name: str, text: str, kind: Callable[[str], T], count: int) -> list[T]:
+    """One value for each of `count` partitions. Raises OptionError where the numbers differ."""
+    values = listed(name, text, kind)
+    if len(values) == 1:
+        return values * count
+    if len(values) != count:
+        raise OptionError(
+            f"{name} {text} gives {len(values)} values, and the plan has {count} partition(s). "
+            f"Give one value, or {count}; or fix the number with --partitions {len(values)}."
+        )
+    return values
+
+
+def at_least_one(name: str, values: Sequence[int]) -> None:
+    if min(values) < 1:
+        raise OptionError(f"{name}: expected whole numbers from 1 up; found {min(values)}.")

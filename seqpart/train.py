@@ -1,0 +1,208 @@
+"""The door: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, doctor)."""
+
+import dataclasses
+import itertools
+import signal
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tyro
+
+from seqpart.doctor import doctor
+from seqpart.errors import OptionError, SeqpartError
+from seqpart.ingest import as_split, count_classes
+from seqpart.plan import Plan
+from seqpart.report import Reporter
+from seqpart.rundir import write_text
+from seqpart.schedule import one_at_a_time, to_text
+from seqpart.settings import Settings
+from seqpart.trainer import Trainer
+from seqpart.units import format_size, parse_size
+from seqpart.zoo import datasets, models
+from seqpart.zoo.loading import imported
+
+INTERRUPTED = 130
+SHOWN_STEPS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Settings):
+    """Train a neural network under a memory limit, one partition at a time.
+
+    Without --model and --data: scikit-learn's real digits and a residual MLP whose full training state is twice the limit.
+    """
+
+    model: str = "mlp"
+    """mlp, or package.module:function that returns an nn.Sequential, a list of blocks or a list of block factories."""
+    data: str = "digits"
+    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR, or package.module:function that returns a
+    training and a test set."""
+    data_dir: Path | None = None
+    """Directory of mnist, fashion-mnist or emnist."""
+    download: bool = False
+    """Fetch mnist, fashion-mnist or emnist into --data-dir."""
+    image_size: int | None = None
+    """Resize the images of folder:DIR to this many pixels square."""
+    width: int | None = None
+    """Width of --model mlp. Default: 2048."""
+    depth: int | None = None
+    """Residual blocks of --model mlp. Default: as many as make the full training state twice the limit."""
+    config: Path | None = None
+    """A TOML file with these options as keys; options on the command line win."""
+    dry_run: bool = False
+    """Print the plan and train nothing."""
+    plan_out: Path | None = None
+    """Save the plan as JSON."""
+    plan: Path | None = None
+    """Use the cut and the micro-batch of a plan that --plan-out saved."""
+    print_schedule: bool = False
+    """Print the first steps of the schedule."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def settings(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: _train(_parsed(arguments)), debug="--debug" in arguments)
+
+
+def console() -> None:
+    """The console script: `seqpart train`, `seqpart plan` (a dry run), `seqpart doctor`."""
+    arguments = sys.argv[1:]
+    command = arguments[0] if arguments else ""
+    if command == "train":
+        sys.exit(main(arguments[1:]))
+    if command == "plan":
+        sys.exit(main([*arguments[1:], "--dry-run"]))
+    if command == "doctor":
+        sys.exit(_guarded(lambda: doctor(arguments[1:]), debug=False))
+    print("usage: seqpart {train,plan,doctor} [options]; seqpart train --help shows them", file=sys.stderr)
+    sys.exit(0 if command in ("-h", "--help") else 2)
+
+
+def _guarded(work: Any, *, debug: bool) -> int:
+    """Run `work`; a user's mistake becomes one message and its exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        work()
+    except SeqpartError as error:
+        if debug:
+            raise
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted: the run's scratch files are removed; earlier results are untouched.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _terminated(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parsed(arguments: list[str]) -> Job:
+    return tyro.cli(Job, args=[*_from_config(arguments), *arguments], prog="seqpart.train", config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _from_config(arguments: list[str]) -> list[str]:
+    """The options of `--config FILE` that the command line does not give itself, as arguments before it."""
+    paths = [b for a, b in itertools.pairwise(arguments) if a == "--config"] + [
+        a.partition("=")[2] for a in arguments if a.startswith("--config=")
+    ]
+    if not paths:
+        return []
+    path = Path(paths[-1])
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise OptionError(f"--config: cannot read {path}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"--config: {path} is not TOML: {error}.") from None
+    known = {field.name: field for field in dataclasses.fields(Job)}
+    unknown = sorted(key for key in table if key.replace("-", "_") not in known)
+    if unknown:
+        raise OptionError(f"--config: {path} has unknown option(s) {', '.join(unknown)}.")
+    given = {a.partition("=")[0] for a in arguments}
+    words: list[str] = []
+    for key, value in table.items():
+        flag = "--" + key.replace("_", "-")
+        if flag in given or "--no-" + flag[2:] in given:
+            continue
+        words += _as_arguments(flag, value, known[key.replace("-", "_")].type is bool)
+    return words
+
+
+def _as_arguments(flag: str, value: Any, switch: bool) -> list[str]:
+    if switch:
+        if not isinstance(value, bool):
+            raise OptionError(f"--config: {flag[2:]} must be true or false; found {value!r}.")
+        return [flag] if value else []
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    return [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+
+
+def _train(job: Job) -> None:
+    reporter = Reporter(quiet=job.quiet)
+    train, test = datasets.load(job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size)
+    trainer = Trainer(None, **job.settings(), quiet=job.quiet)
+    train, test = as_split(train, "training"), as_split(test, "test")
+    trainer.model = _model(job, trainer, train.shape, count_classes(train, test), reporter)
+    reuse = _saved_plan(job.plan) if job.plan else None
+    if job.print_schedule or job.plan_out or job.dry_run:
+        prepared = trainer.prepare(train, test, reuse=reuse).planned()
+        if job.plan_out:
+            write_text(job.plan_out, prepared.plan.to_json())
+        if job.dry_run:
+            reporter.plan(prepared.plan)
+        if job.print_schedule:
+            steps = itertools.islice(one_at_a_time(prepared.phases), SHOWN_STEPS)
+            reporter.say(to_text(steps, prepared.phases) + " ...")
+    if not job.dry_run:
+        trainer.fit(train, test, reuse=reuse, reporter=reporter)
+
+
+def _model(job: Job, trainer: Trainer, shape: tuple[int, ...], classes: int, reporter: Reporter) -> object:
+    if job.model != "mlp":
+        if job.width is not None or job.depth is not None:
+            raise OptionError(f"--width and --depth go with --model mlp; found --model {job.model}.")
+        if ":" not in job.model:
+            raise OptionError(f"--model: expected mlp or package.module:function; found {job.model!r}.")
+        return imported(job.model, "--model")()
+    inputs = 1
+    for size in shape:
+        inputs *= size
+    width = models.WIDTH if job.width is None else job.width
+    if width < 1 or (job.depth is not None and job.depth < 0):
+        raise OptionError(f"--width and --depth: expected whole numbers above zero; found {width} and {job.depth}.")
+    depth = job.depth
+    if depth is None:
+        device = trainer.device
+        limit = parse_size(job.mem_limit, total=device.total_memory(), free=device.free_memory(), name="--mem-limit")
+        depth = models.depth_for(limit, inputs, max(classes, 1), width)
+        reporter.say(f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}")
+    return models.mlp(inputs, max(classes, 1), width=width, depth=depth)
+
+
+def _saved_plan(path: Path) -> Plan:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--plan: cannot read {path}: {error}.") from None
+    return Plan.from_json(text, str(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
