@@ -1,7 +1,7 @@
 """seqpart: train a neural network that does not fit, one partition at a time, under a memory limit that is kept.
 
-    from seqpart import Trainer
-    Trainer(model, mem_limit="2GB", method="sil").fit(train, test)
+from seqpart import Trainer
+Trainer(model, mem_limit="2GB", method="sil").fit(train, test)
 """
 
 import os
@@ -11,7 +11,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from seqpart.errors import (  # noqa: E402  (the environment comes first)
+from seqpart.errors import (
     BadInput,
     DoesNotFit,
     LimitExceeded,
@@ -19,7 +19,8 @@ from seqpart.errors import (  # noqa: E402  (the environment comes first)
     SeqpartError,
     StoreError,
 )
-from seqpart.trainer import Result, Settings, Trainer  # noqa: E402
+from seqpart.settings import Settings
+from seqpart.trainer import Result, Trainer
 
 __all__ = [
     "BadInput",

@@ -58,11 +58,11 @@ class BlockCost:
         return self.layout.nbytes
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages alive among the results of operations; views and inputs are not counted twice."""
 
     def __init__(self, granule: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._granule = granule
         self._known: dict[int, Any] = {}
@@ -170,14 +170,13 @@ def _watch_training(
     forward_peak = 0
     output_shape: tuple[int, ...] = ()
     output = 0
-    leaves = {name: tensor for name, tensor in tensors.items()}
     with LiveBytes(granule) as live:
         for _ in range(2):  # the second micro-batch adds to gradients that exist
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
-            live.ignore([x, *leaves.values()])
+            live.ignore([x, *tensors.values()])
             before = live.live
             with live.watch():
-                y = run_fake(module, leaves, x)
+                y = run_fake(module, tensors, x)
             if y.shape[:1] != shape[:1]:
                 raise ModelError(f"it turned {shape[0]} rows into shape {tuple(y.shape)}; dimension 0 must stay the batch.")
             forward_peak, saved = live.peak - before, live.live - before
@@ -228,4 +227,4 @@ def measure_loss(loss: Loss, output_shape: tuple[int, ...], batch: int, granule:
         y = torch.empty((batch, *output_shape), requires_grad=True)
         live.ignore([y])
         loss(y).backward()  # type: ignore[no-untyped-call]
-        return live.peak
+        return int(live.peak)

@@ -45,10 +45,10 @@ def _walk(pieces: Sequence[Piece], blocks: int) -> tuple[Piece, ...] | None:
     chain: list[Piece] = []
     at = blocks
     while at > 0:
-        piece = best[at][1]
-        assert piece is not None
-        chain.append(piece)
-        at = piece.first
+        step = best[at][1]
+        assert step is not None
+        chain.append(step)
+        at = step.first
     return tuple(reversed(chain))
 
 

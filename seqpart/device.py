@@ -36,10 +36,10 @@ class Device:
         return f"CPU, {torch.get_num_threads()} threads"
 
     def total_memory(self) -> int:
-        return min(psutil.virtual_memory().total, _cgroup_limit())
+        return min(int(psutil.virtual_memory().total), _cgroup_limit())
 
     def free_memory(self) -> int:
-        return min(psutil.virtual_memory().available, _cgroup_free())
+        return min(int(psutil.virtual_memory().available), _cgroup_free())
 
     def settle(self) -> None:
         """Make freed memory leave the process at once.
@@ -133,7 +133,7 @@ class CudaDevice(Device):
         return host.to(self.torch, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event | None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch))
         return event
 

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import torch
 
 from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError
@@ -34,8 +33,7 @@ def aligned(nbytes: int) -> torch.Tensor:
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU uint8 tensor, writable, not copied."""
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.numpy()
-    return memoryview(array)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 class DirectFile:

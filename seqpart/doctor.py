@@ -47,7 +47,11 @@ def doctor(arguments: Sequence[str]) -> None:
 
 def _host_tier(kind: str) -> str:
     free = format_size(host_memory_free())
-    return f"{free} free; half of it is used unless --ram-limit says otherwise" if kind == "cuda" else f"{free} free; unused unless --ram-limit grants some"
+    return (
+        f"{free} free; half of it is used unless --ram-limit says otherwise"
+        if kind == "cuda"
+        else f"{free} free; unused unless --ram-limit grants some"
+    )
 
 
 def _cache_use(folder: Path) -> str:

@@ -89,7 +89,7 @@ class Executor:
         self, *, phases: Sequence[Phase], residents: Sequence[Resident], losses: Callable[[int], PartitionLoss],
         boundaries: Boundaries, cache_layouts: Sequence[RowLayout], slot: torch.Tensor, store: Store, device: Device,
         pool: ThreadPoolExecutor, seed: int, clip_grad_norm: float | None, listen: Callable[[Event], None],
-        guard: Callable[[], None], start: Position = Position(),
+        guard: Callable[[], None], start: Position,
     ) -> None:  # fmt: skip
         self.position, self.step = start, Step(Verb.LOAD, 0)
         self._start = start
@@ -124,7 +124,9 @@ class Executor:
                 raise
             failed = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self.step.verb not in _COMPUTES:
-                raise OutOfMemory(f"memory ran out in {self.step}, where a smaller micro-batch cannot help: {failed}.") from None
+                raise OutOfMemory(
+                    f"memory ran out in {self.step}, where a smaller micro-batch cannot help: {failed}."
+                ) from None
         finally:
             self._close_reader()
             if not failed:
@@ -234,7 +236,13 @@ class Executor:
             self._sink = self._boundaries.create(split, phase.partition + 1, layout, phase.rows)
         rows = self._boundaries.rows(split, phase.partition)
         self._reader = Reader(
-            rows, self._boundaries.labels[split], phase, self._device, self._pool, seed=self._seed, first_update=first_update
+            rows,
+            self._boundaries.labels[split],
+            phase,
+            self._device,
+            self._pool,
+            seed=self._seed,
+            first_update=first_update,
         )
         self._listen(PhaseBegun(phase=phase, number=number))
 

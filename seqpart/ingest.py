@@ -65,7 +65,9 @@ def _from_items(items: Any, name: str) -> Split:
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
     first = _item(items, 0, name)[0]
     targets = getattr(items, "targets", None)
-    labels = targets if targets is not None and len(targets) == len(items) else [_item(items, i, name)[1] for i in range(len(items))]
+    labels = (
+        targets if targets is not None and len(targets) == len(items) else [_item(items, i, name)[1] for i in range(len(items))]
+    )
 
     def passes() -> Iterator[torch.Tensor]:
         for start in range(0, len(items), ROWS_AT_ONCE):
@@ -86,9 +88,7 @@ def _item(items: Any, index: int, name: str) -> tuple[torch.Tensor, Any]:
         x, y = items[index]
         return torch.as_tensor(x), y
     except Exception as error:
-        raise DataError(
-            f"{name} data: item {index} is not a pair (tensor, label): {type(error).__name__}: {error}"
-        ) from error
+        raise DataError(f"{name} data: item {index} is not a pair (tensor, label): {type(error).__name__}: {error}") from error
 
 
 def _as_labels(labels: Any, name: str) -> torch.Tensor:
@@ -114,7 +114,7 @@ def count_classes(train: Split, test: Split) -> int:
     """
     if train.labels.is_floating_point():
         return 0
-    seen = train.labels.unique()
+    seen = torch.unique(train.labels)
     if int(seen[0]) < 0:
         raise DataError(f"{train.name} labels: found class {int(seen[0])}; classes count from 0.")
     if len(seen) == 1:

@@ -50,7 +50,9 @@ class Layout:
         placed, offset = [], 0
         for spec in sorted(tensors, key=lambda spec: -spec.dtype.itemsize):
             if spec.dtype not in _CODES:
-                raise ModelError(f"tensor {spec.name!r} has type {spec.dtype}, which has no home. Use a plain float or int type.")
+                raise ModelError(
+                    f"tensor {spec.name!r} has type {spec.dtype}, which has no home. Use a plain float or int type."
+                )
             placed.append(TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, offset=offset))
             offset += spec.nbytes
         return cls(tuple(placed))
@@ -67,8 +69,7 @@ class Layout:
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each tensor as a view of `flat`, (>= nbytes,) uint8. The views keep `flat`'s memory alive."""
         return {
-            spec.name: flat[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-            for spec in self.specs
+            spec.name: flat[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape) for spec in self.specs
         }
 
     def renamed(self, prefix: str) -> "Layout":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -34,9 +35,7 @@ class Reading:
     data: int = 0
 
     def __add__(self, other: "Reading") -> "Reading":
-        return Reading(
-            self.anon + other.anon, self.shmem + other.shmem, self.file + other.file, self.data + other.data
-        )
+        return Reading(self.anon + other.anon, self.shmem + other.shmem, self.file + other.file, self.data + other.data)
 
 
 def read_process(pid: int | str = "self") -> Reading:
@@ -64,8 +63,8 @@ def read_tree(pid: int | None = None) -> Reading:
 
 def _children(pid: int) -> Iterator[int]:
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with open(thread / "children", "rb") as file:
                 yield from map(int, file.read().split())
     except (FileNotFoundError, ProcessLookupError):
         return

@@ -48,7 +48,10 @@ class Optimizer:
         return Layout.of(specs)
 
     def adopt(
-        self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], views: Mapping[str, torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Iterable[tuple[str, nn.Parameter]],
+        views: Mapping[str, torch.Tensor],
     ) -> None:
         """Give `optimizer` the state in `views` as its own; it updates them in place. The memory stays its owner's."""
         for name, parameter in named:
@@ -80,7 +83,9 @@ def describe(name: str, build: Build) -> Optimizer:
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer = build([parameter])
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"optimizer: expected a function that returns a torch.optim.Optimizer; found {type(optimizer).__name__}.")
+        raise OptionError(
+            f"optimizer: expected a function that returns a torch.optim.Optimizer; found {type(optimizer).__name__}."
+        )
     if "closure" in inspect.signature(type(optimizer).step).parameters and isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError("optimizer: LBFGS calls the whole model again inside its step, which a partition cannot do.")
     parameter.grad = torch.zeros(2, 3)
@@ -91,7 +96,9 @@ def describe(name: str, build: Build) -> Optimizer:
 
 def _state_tensor(name: str, key: str, value: object) -> StateTensor:
     if not isinstance(value, torch.Tensor) or value.shape not in ((), (2, 3)) or value.dtype is not torch.float32:
-        raise OptionError(f"optimizer {name}: its state {key!r} has no fixed layout, so it cannot be kept at home. Use adam, adamw or sgd.")
+        raise OptionError(
+            f"optimizer {name}: its state {key!r} has no fixed layout, so it cannot be kept at home. Use adam, adamw or sgd."
+        )
     like_parameter = value.shape == (2, 3)
     # After one step on zeros a moment is still zero; a scalar may only be the step count.
     if value.count_nonzero().item() and (like_parameter or key != "step"):

@@ -172,9 +172,7 @@ def _cut_at(request: Request, micro_batch: int, limit: int | None = None) -> Can
                 break
             if cost.trainable or request.starts is not None or last - first == len(request.chain):
                 pieces[first, last] = cost
-    allowed = [
-        Piece(first, last, cost.output_row, cost.slot + cost.train_peak) for (first, last), cost in pieces.items()
-    ]
+    allowed = [Piece(first, last, cost.output_row, cost.slot + cost.train_peak) for (first, last), cost in pieces.items()]
     count = len(request.starts) if request.starts is not None else request.count
     chosen = best_cut(allowed, len(request.chain), count)
     if chosen is None:
@@ -253,7 +251,7 @@ def _largest_need(request: Request, micro_batch: int) -> tuple[PartitionCost, st
             return best
     worst: tuple[PartitionCost, str, int] | None = None
     for first in _starts(request):
-        for last, cost in _grown(request, micro_batch, first):
+        for last, cost in _grown(request, micro_batch, first):  # noqa: B007 (both are used behind the loop)
             if cost.trainable:
                 break
         peak = peak_of(request, cost, first, last, micro_batch)

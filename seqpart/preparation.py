@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from seqpart import plan as planning
+import seqpart.plan as planning
 from seqpart.arena import piece_sizes
 from seqpart.blocks import Chain, as_chain
 from seqpart.costs import BlockCost, measure_chain, measure_loss
@@ -17,9 +17,9 @@ from seqpart.device import Device, host_memory_free
 from seqpart.direct import probe_disk, round_up
 from seqpart.errors import DataError, DiskFull, OptionError
 from seqpart.ingest import Split, count_classes, refuse_mismatch
+from seqpart.meter import measure_runtime, seconds_of
 from seqpart.methods import method_named
 from seqpart.methods.method import LossFunction, Method, PartitionLoss, PartitionTraining, Targets, Workload
-from seqpart.meter import measure_runtime, seconds_of
 from seqpart.optimizers import Optimizer, choose
 from seqpart.plan import Candidate, PartitionPlan, Plan, Request
 from seqpart.resident import state_layouts
@@ -67,11 +67,10 @@ class Preparation:
         self.input_layout = RowLayout(train.shape, torch.float32)
         self.costs_at = cache(self._measure)
         self._check_partitions()
+        self._possible_optimizers()
         self.live_bytes = sum(block.live_bytes for block in self.chain)
         self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
-        self.limit = parse_size(
-            settings.mem_limit, total=device.total_memory(), free=device.free_memory(), name="--mem-limit"
-        )
+        self.limit = parse_size(settings.mem_limit, total=device.total_memory(), free=device.free_memory(), name="--mem-limit")
         self.folder = folder
         self.rates = self._measure_rates()
 
@@ -81,7 +80,9 @@ class Preparation:
     def _check_partitions(self) -> None:
         starts = self.settings.partition_choice()[1]
         if starts and starts[-1] >= len(self.chain):
-            raise OptionError(f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}.")
+            raise OptionError(
+                f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}."
+            )
 
     def _measure_rates(self) -> Rates:
         rows = min(self.largest_batch, self.train.count)
@@ -96,7 +97,7 @@ class Preparation:
         matmul()
         parameter = torch.nn.Parameter(weight)
         parameter.grad = torch.ones_like(weight)
-        optimizer = self._optimizers(1)[0].build([parameter])
+        optimizer = self._possible_optimizers()[0].build([parameter])
 
         def step() -> None:
             optimizer.step()
@@ -105,7 +106,10 @@ class Preparation:
         step()
         read, write = probe_disk(_existing(self.folder))
         return Rates(
-            flops=4 * 2 * rows * 1024**2 / seconds_of(matmul), optimizer=weight.numel() / seconds_of(step), read=read, write=write
+            flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
+            optimizer=weight.numel() / seconds_of(step),
+            read=read,
+            write=write,
         )
 
     @property
@@ -115,13 +119,25 @@ class Preparation:
         return max(sizes)
 
     def _optimizers(self, count: int) -> list[Optimizer]:
+        """One for each of `count` partitions."""
         if self._optimizer is not None:
             return [self._optimizer] * count
         settings = self.settings
-        names = per_partition("--optimizer", settings.optimizer, str, count) if count > 1 else listed("--optimizer", settings.optimizer, str)
-        rates = per_partition("--lr", settings.lr, float, count) if count > 1 else listed("--lr", settings.lr, float)
-        pairs = zip(names * (count if len(names) == 1 else 1), rates * (count if len(rates) == 1 else 1), strict=False)
-        return [choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum) for n, lr in pairs]
+        names = per_partition("--optimizer", settings.optimizer, str, count)
+        rates = per_partition("--lr", settings.lr, float, count)
+        if settings.momentum and "sgd" not in names:
+            raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
+        return [
+            choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
+            for n, lr in zip(names, rates, strict=True)
+        ]
+
+    def _possible_optimizers(self) -> list[Optimizer]:
+        """Until the cut is known any partition may get any of them."""
+        if self._optimizer is not None:
+            return [self._optimizer]
+        names = listed("--optimizer", self.settings.optimizer, str)
+        return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
 
     def loss_for(self, partition: int, partitions: int, output_shape: tuple[int, ...], device: torch.device) -> PartitionLoss:
         settings = self.settings
@@ -170,11 +186,7 @@ class Preparation:
     def request(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Request:
         count, asked = self.settings.partition_choice()
         batch = min(self.largest_batch, self.train.count)
-        # Until the cut is known any partition may get any of the optimizers: plan for the one with most state.
-        named = self._optimizers(1) if "," not in self.settings.optimizer else [
-            choose(name, lr=1.0, momentum=self.settings.momentum) for name in listed("--optimizer", self.settings.optimizer, str)
-        ]  # fmt: skip
-        heaviest = max(named, key=lambda optimizer: len(optimizer.state))
+        heaviest = max(self._possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
         return Request(
             chain=self.chain, method=self.method.name, cuts=self.method.cuts, device=self.device.name,
@@ -206,7 +218,12 @@ class Preparation:
         optimizers = self._optimizers(count)
         costs = self._partition_costs(candidate, training, optimizers)
         phases = self.method.phases(
-            Workload(train_rows=self.train.count, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training)
+            Workload(
+                train_rows=self.train.count,
+                test_rows=self.test.count,
+                shuffle=self.settings.shuffles,
+                partitions=training,
+            )
         )
         block_costs = self.costs_at(candidate.micro_batch)
         cache_layouts = tuple(self._cache_row(block_costs[last - 1].output_shape) for _, last, _ in candidate.parts)
@@ -225,9 +242,7 @@ class Preparation:
         at_least_one("--epochs", epochs)
         batches = [min(batch, self.train.count) for batch in batches]
         return tuple(
-            PartitionTraining(
-                epochs=e, batch_size=b, micro_batch=min(candidate.micro_batch, b), trainable=part[2].trainable
-            )
+            PartitionTraining(epochs=e, batch_size=b, micro_batch=min(candidate.micro_batch, b), trainable=part[2].trainable)
             for e, b, part in zip(epochs, batches, candidate.parts, strict=True)
         )
 
@@ -254,7 +269,9 @@ class Preparation:
         else:
             budget = parse_size(asked, total=free, free=free, name="--ram-limit")
             if budget > free:
-                raise OptionError(f"--ram-limit: {format_size(budget)} were asked for, and {format_size(free)} of RAM are free.")
+                raise OptionError(
+                    f"--ram-limit: {format_size(budget)} were asked for, and {format_size(free)} of RAM are free."
+                )
         homes = [round_up(max(cost.weights, 1)) for cost in costs]
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
         budget = min(budget, sum(homes) + rows)
@@ -278,8 +295,9 @@ class Preparation:
             reading, writing = planning.buffers_of(own, first, last, part.micro_batch)
             parts.append(
                 PartitionPlan(
-                    first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state, slot=cost.slot,
-                    gradients=cost.gradients, activations=max(0, cost.train_peak - cost.gradients), buffers=reading + writing,
+                    first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
+                    slot=cost.slot, gradients=cost.gradients,
+                    activations=max(0, cost.train_peak - cost.gradients), buffers=reading + writing,
                     boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
                     peak=planning.peak_of(own, replace(cost, slot=slot), first, last, part.micro_batch),
                 )

@@ -37,7 +37,7 @@ class Reporter:
 
     def open_log(self, folder: Path) -> None:
         try:
-            self._log = open(folder / EVENTS, "w")
+            self._log = open(folder / EVENTS, "w")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise explained(error, folder / EVENTS) from None
 
@@ -136,7 +136,9 @@ class _Bar:
         span = phase.span(event.step.micro_batch)
         self._rows += span.stop - span.start
         now = time.perf_counter()
-        note = f"{self._rows / (now - self._began):.0f} samples/s  peak {format_size(self._used())} of {format_size(self._limit)}"
+        note = (
+            f"{self._rows / (now - self._began):.0f} samples/s  peak {format_size(self._used())} of {format_size(self._limit)}"
+        )
         self._progress.advance(self._task, (span.stop - span.start) * (3 if phase.kind is PhaseKind.TRAIN else 1))
         if now - self._shown > 0.2:
             self._shown = now
@@ -149,7 +151,9 @@ class _Bar:
 
 
 def plan_table(plan: Plan) -> Table:
-    table = Table(title=f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})")
+    table = Table(
+        title=f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
+    )
     rows = as_text_rows(plan)
     for name in rows[0]:
         table.add_column(name, justify="right")

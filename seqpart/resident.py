@@ -34,8 +34,7 @@ def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> li
     if optimizer is None:
         return [Layout(()) for _ in costs]
     return [
-        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable})
-        for cost in costs
+        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}) for cost in costs
     ]
 
 

@@ -113,10 +113,13 @@ class Position:
     updates: int = 0
 
 
-def one_at_a_time(phases: Sequence[Phase], start: Position = Position()) -> Iterator[Step]:
+START = Position()
+
+
+def one_at_a_time(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]:
     """The steps of phases that each need one partition: it is loaded before its first phase and dropped after its last.
 
-        L0 B0.0 U0 B0.1 U0 F0.0 F0.1 D0  L1 B1.0 U1 ...
+    L0 B0.0 U0 B0.1 U0 F0.0 F0.1 D0  L1 B1.0 U1 ...
     """
     loaded: int | None = None
     for index in range(start.phase, len(phases)):

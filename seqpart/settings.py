@@ -1,5 +1,6 @@
 """What a user may set about a run. The docstring under each field is its help on the command line."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -82,13 +83,17 @@ class Settings:
             *(f"--{name.replace('_', '-')} goes with --method sil only" for name, given in asked if given and not sil),
             "" if kind in OBJECTIVES else f"--objective: expected one of {', '.join(OBJECTIVES)}; found {kind!r}",
             "--kappa goes with --objective mse" if sil and self.kappa is not None and kind != "mse" else "",
-            "--prototype-scale goes with --objective prototype" if sil and self.prototype_scale is not None and kind != "prototype" else "",
+            "--prototype-scale goes with --objective prototype"
+            if sil and self.prototype_scale is not None and kind != "prototype"
+            else "",
             "" if self.shuffle in ("auto", "yes", "no") else f"--shuffle: expected yes, no or auto; found {self.shuffle!r}",
             _positive("--kappa", self.kappa),
             _positive("--prototype-scale", self.prototype_scale),
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
-            "" if self.cache_dtype in (None, *CACHE_DTYPES) else f"--cache-dtype: expected fp32 or bf16; found {self.cache_dtype!r}",
+            ""
+            if self.cache_dtype in (None, *CACHE_DTYPES)
+            else f"--cache-dtype: expected fp32 or bf16; found {self.cache_dtype!r}",
             "" if method.cuts or self.partitions in ("auto", "1") else f"--partitions: method {self.method} has one partition",
         ]
 
@@ -128,7 +133,7 @@ class Settings:
         numbers = listed("--partitions", self.partitions, int)
         if len(numbers) == 1 and numbers[0] >= 1:
             return numbers[0], None
-        if numbers[0] != 0 or any(b <= a for a, b in zip(numbers, numbers[1:], strict=False)):
+        if numbers[0] != 0 or any(b <= a for a, b in itertools.pairwise(numbers)):
             raise OptionError(
                 f"--partitions: expected auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40; "
                 f"found {self.partitions!r}."

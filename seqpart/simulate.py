@@ -11,7 +11,6 @@ from seqpart.costs import BlockCost
 from seqpart.layout import Layout
 from seqpart.schedule import Phase, PhaseKind, Step, Verb
 
-
 LossCost = Callable[[BlockCost], tuple[int, int]]
 """(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
 
@@ -110,7 +109,11 @@ class Simulator:
     """
 
     def __init__(
-        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates, at_host: frozenset[int] = frozenset()
+        self,
+        phases: Sequence[Phase],
+        partitions: Sequence[PartitionCost],
+        rates: Rates,
+        at_host: frozenset[int] = frozenset(),
     ) -> None:
         self._phases, self._partitions, self._rates, self._at_host = phases, partitions, rates, at_host
         self._slot = self._gradients = 0

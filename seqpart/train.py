@@ -192,7 +192,9 @@ def _model(job: Job, trainer: Trainer, shape: tuple[int, ...], classes: int, rep
         device = trainer.device
         limit = parse_size(job.mem_limit, total=device.total_memory(), free=device.free_memory(), name="--mem-limit")
         depth = models.depth_for(limit, inputs, max(classes, 1), width)
-        reporter.say(f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}")
+        reporter.say(
+            f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
+        )
     return models.mlp(inputs, max(classes, 1), width=width, depth=depth)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from seqpart.activations import Boundaries
 from seqpart.arena import Arena
 from seqpart.blocks import attach, detach, layout_of, tensors_of
 from seqpart.checkpoint import WEIGHTS, export_weights
-from seqpart.device import Device, describe_versions, open_device
+from seqpart.device import describe_versions, open_device
 from seqpart.direct import aligned
 from seqpart.errors import LimitExceeded, ModelError, OptionError, OutOfMemory
 from seqpart.executor import AllocationFailed, Event, Executor, PhaseDone
@@ -249,7 +248,7 @@ class _Run:
             raise LimitExceeded(
                 f"the limit of {format_size(self._sampler.limit)} was passed: {format_size(self._sampler.peak)} by "
                 f"{self._sampler.gauge.source}, in {self._sampler.violation_label or 'start'}; the plan had foretold "
-                f"{format_size(self._prepared.plan.peak)}. Earlier files are intact. Give a larger limit, and please report this."
+                f"{format_size(self._prepared.plan.peak)}. Earlier files are intact. Give a larger limit, and report this."
             )
 
     def _give_back(self) -> None:
@@ -274,7 +273,13 @@ class _Run:
             weights=weights, test_loss=self._last_test.loss, accuracy=self._last_test.accuracy, proof=proof, plan=plan,
             seconds=round(seconds, 2), final_micro_batch=max(part.micro_batch for part in plan.partitions),
         )  # fmt: skip
-        summary = {**asdict(result), "weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN, **describe_versions()}
+        summary = {
+            **asdict(result),
+            "weights": str(weights),
+            "peak at": sampler.peak_label,
+            "plan": PLAN,
+            **describe_versions(),
+        }
         write_text(directory.root / RESULT, json.dumps(summary, indent=1) + "\n")
         self._reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
         accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
@@ -282,5 +287,3 @@ class _Run:
         self._reporter.proof(proof)
         self._state = "done"
         return result
-
-

@@ -43,7 +43,7 @@ def parse_size(text: str | int | float, *, total: int | None = None, free: int |
 def _scaled(number: str, factor: int) -> int:
     """`number` x `factor` with integers, so that 0.1GB is exactly 100000000 bytes."""
     whole, _, fraction = number.partition(".")
-    return int((whole or "0") + fraction) * factor // 10 ** len(fraction)
+    return int(int((whole or "0") + fraction) * factor // 10 ** len(fraction))
 
 
 def _share(share: float, total: int | None, name: str) -> int:

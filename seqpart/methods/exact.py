@@ -1,5 +1,7 @@
 """`full`: plain back-propagation through the whole network at once, the baseline that everything is measured by."""
 
+from dataclasses import replace
+
 from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
 from seqpart.schedule import Phase, PhaseKind
 
@@ -7,12 +9,9 @@ from seqpart.schedule import Phase, PhaseKind
 def full_phases(work: Workload) -> tuple[Phase, ...]:
     """All epochs of the one partition, then the test rows."""
     (only,) = work.partitions
-    sizes = {"partition": 0, "micro_batch": only.micro_batch}
-    train = [
-        Phase(kind=PhaseKind.TRAIN, rows=work.train_rows, batch=only.batch_size, epoch=e + 1, shuffle=work.shuffle, **sizes)
-        for e in range(only.epochs)
-    ]
-    return (*train, Phase(kind=PhaseKind.TEST, rows=work.test_rows, batch=only.micro_batch, **sizes))
+    test = Phase(kind=PhaseKind.TEST, partition=0, rows=work.test_rows, batch=only.micro_batch, micro_batch=only.micro_batch)
+    train = replace(test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=only.batch_size, shuffle=work.shuffle)
+    return (*(replace(train, epoch=e + 1) for e in range(only.epochs)), test)
 
 
 def true_loss(targets: Targets) -> PartitionLoss:

@@ -10,6 +10,8 @@ section 2. Steps, as the comments below number them:
     (5) joined, the partitions are the network
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -26,14 +28,14 @@ def sil_phases(work: Workload) -> tuple[Phase, ...]:
     phases: list[Phase] = []
     last = len(work.partitions) - 1
     for p, part in enumerate(work.partitions):
-        sizes = {"partition": p, "micro_batch": part.micro_batch}
-        for e in range(part.epochs if part.trainable else 0):
-            phases.append(
-                Phase(kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, epoch=e + 1, shuffle=work.shuffle, **sizes)
-            )
+        test = Phase(
+            kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
+        )
+        train = replace(test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle)
+        phases += [replace(train, epoch=e + 1) for e in range(part.epochs if part.trainable else 0)]
         if p < last:
-            phases.append(Phase(kind=PhaseKind.CACHE, rows=work.train_rows, batch=part.micro_batch, **sizes))
-        phases.append(Phase(kind=PhaseKind.TEST, rows=work.test_rows, batch=part.micro_batch, **sizes))
+            phases.append(replace(test, kind=PhaseKind.CACHE, rows=work.train_rows))
+        phases.append(test)
     return tuple(phases)
 
 

@@ -70,14 +70,16 @@ def every_fifth(x: torch.Tensor, y: torch.Tensor) -> tuple[Split, Split]:
 
 
 def _split(name: str, x: torch.Tensor, y: torch.Tensor) -> Split:
-    return Split(name=name, count=len(y), shape=tuple(x.shape[1:]), labels=y, open=lambda: x.split(ROWS_AT_ONCE))
+    return Split(name=name, count=len(y), shape=tuple(x.shape[1:]), labels=y, open=lambda: torch.split(x, ROWS_AT_ONCE))
 
 
 def _torchvision(name: str, data_dir: Path | None, download: bool) -> tuple[Split, Split]:
     from torchvision import datasets
 
     if data_dir is None:
-        raise OptionError(f"--data {name} needs --data-dir, the directory that holds (or, with --download, will hold) the files.")
+        raise OptionError(
+            f"--data {name} needs --data-dir, the directory that holds (or, with --download, will hold) the files."
+        )
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "emnist": datasets.EMNIST}[name]
     extra = {"split": "balanced"} if name == "emnist" else {}
 
@@ -136,7 +138,9 @@ def _idx_file(folder: Path, words: tuple[str, ...], kind: str) -> Path:
         if kind in path.name and "ubyte" in path.name and any(word in path.name for word in words)
     ]  # fmt: skip
     if not found:
-        raise DataError(f"--data idx:{folder}: no file with {' or '.join(words)} and {kind!r} in its name, ending in ubyte or ubyte.gz.")
+        raise DataError(
+            f"--data idx:{folder}: no file with {' or '.join(words)} and {kind!r} in its name, ending in ubyte or ubyte.gz."
+        )
     return found[0]
 
 
@@ -170,7 +174,9 @@ def _npz(path: Path) -> tuple[Split, Split]:
         return _npz_split(path, "training", "x_train", "y_train"), _npz_split(path, "test", "x_test", "y_test")
     pair = next((pair for pair in (("images", "labels"), ("x", "y")) if set(pair) <= names), None)
     if pair is None:
-        raise DataError(f"{path}: expected arrays x_train, y_train, x_test, y_test, or images and labels; found {sorted(names)}.")
+        raise DataError(
+            f"{path}: expected arrays x_train, y_train, x_test, y_test, or images and labels; found {sorted(names)}."
+        )
     beside = path.with_name("test.npz")
     if path.name == "train.npz" and beside.is_file():
         return _npz_split(path, "training", *pair), _npz_split(beside, "test", *pair)
@@ -230,12 +236,16 @@ def _folder(folder: Path, image_size: int | None) -> tuple[Any, Any]:
         try:
             return datasets.ImageFolder(str(path), transform=change)
         except (FileNotFoundError, OSError) as error:
-            raise DataError(f"--data folder:{path}: {str(error).splitlines()[0]}. Expected one directory of images per class.") from None
+            raise DataError(
+                f"--data folder:{path}: {str(error).splitlines()[0]}. Expected one directory of images per class."
+            ) from None
 
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         return images(folder / "train"), images(folder / "test")
     found = images(folder)
-    return _Part(found, [i for i in range(len(found)) if i % 5 != 4]), _Part(found, [i for i in range(len(found)) if i % 5 == 4])
+    return _Part(found, [i for i in range(len(found)) if i % 5 != 4]), _Part(
+        found, [i for i in range(len(found)) if i % 5 == 4]
+    )
 
 
 class _Part:

@@ -25,5 +25,7 @@ def imported(name: str, option: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise OptionError(f"{option} {name}: {module_name} has no function {function_name!r}. It has {', '.join(public[:8]) or 'none'}.")
+        raise OptionError(
+            f"{option} {name}: {module_name} has no function {function_name!r}. It has {', '.join(public[:8]) or 'none'}."
+        )
     return function  # type: ignore[no-any-return]
