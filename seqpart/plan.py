@@ -231,7 +231,7 @@ def _does_not_fit(request: Request) -> DoesNotFit:
         f"{format_size(request.limit)}.",
         f"  runtime {format_size(request.runtime)}, weights {format_size(cost.weights)}, gradients "
         f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations at micro-batch {smallest_micro} "
-        f"{format_size(max(0, cost.train_peak - cost.gradients))}",
+        f"{format_size(cost.saved)}",
         f"  smallest limit that fits: {format_limit(smallest)} (micro-batch {smallest_micro}).",
     ]
     if request.count or request.starts:

@@ -297,7 +297,7 @@ class Preparation:
                 PartitionPlan(
                     first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
                     slot=cost.slot, gradients=cost.gradients,
-                    activations=max(0, cost.train_peak - cost.gradients), buffers=reading + writing,
+                    activations=cost.saved, buffers=reading + writing,
                     boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
                     peak=planning.peak_of(own, replace(cost, slot=slot), first, last, part.micro_batch),
                 )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -30,7 +31,7 @@ class Reporter:
     """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called."""
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
-        self.console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = console or _console(quiet)
         self._log: IO[str] | None = None
         self._bar: _Bar | None = None
         self._began = time.perf_counter()
@@ -104,6 +105,13 @@ class Reporter:
             self._log = None
 
 
+def _console(quiet: bool) -> Console:
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 120  # a file or a pipe has no width; the plan's table needs this much
+    return console
+
+
 class _Bar:
     """The live line; absent where the output is not a terminal."""
 
@@ -151,12 +159,11 @@ class _Bar:
 
 
 def plan_table(plan: Plan) -> Table:
-    table = Table(
-        title=f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
-    )
+    title = f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     rows = as_text_rows(plan)
     for name in rows[0]:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
     return table

@@ -24,6 +24,8 @@ class PartitionCost:
     slot: int
     """Weights and optimizer state as they lie in the slot, page by page."""
     gradients: int
+    saved: int
+    """What autograd keeps between forward and backward, the output included."""
     train_peak: int
     """Most bytes of one forward and backward, gradients among them."""
     again_peak: int
@@ -68,7 +70,7 @@ def growing(
         own = first.input + targets
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
-            weights=weights, state=state, slot=slot, gradients=gradients,
+            weights=weights, state=state, slot=slot, gradients=gradients, saved=alive,
             train_peak=own + max(forward, alive + loss_peak, backward),
             again_peak=own + gradients + max(forward, alive + loss_peak, again),
             inference_peak=own + max(inference, block.output + loss_peak),
