@@ -20,7 +20,7 @@ import torch
 
 from seqpart.arena import Arena
 from seqpart.device import Device, keyed_seed
-from seqpart.direct import aligned, bytes_of
+from seqpart.direct import aligned, aligned_bytes, bytes_of
 from seqpart.rows import RowLayout, Rows
 from seqpart.schedule import Phase, Span
 
@@ -32,13 +32,13 @@ RING = 3
 
 def reader_bytes(layout: RowLayout, count: int, micro_batch: int) -> int:
     """Host memory that reading takes: one window and the ring."""
-    window = min(WINDOW * layout.chunk_bytes, -(-count // layout.chunk_rows) * layout.chunk_bytes)
-    return window + RING * micro_batch * layout.nbytes
+    window = min(WINDOW, -(-count // layout.chunk_rows)) * layout.chunk_bytes
+    return aligned_bytes(window) + RING * aligned_bytes(micro_batch * layout.nbytes)
 
 
 def writer_bytes(layout: RowLayout, micro_batch: int) -> int:
     """Host memory that writing takes: one chunk, and a batch on its way into it."""
-    return layout.chunk_bytes + micro_batch * layout.nbytes
+    return aligned_bytes(layout.chunk_bytes) + micro_batch * layout.nbytes
 
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]

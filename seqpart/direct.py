@@ -24,9 +24,14 @@ def round_up(size: int, to: int = PAGE) -> int:
     return -(-size // to) * to
 
 
+def aligned_bytes(nbytes: int) -> int:
+    """What `aligned(nbytes)` takes."""
+    return round_up(nbytes) + PAGE
+
+
 def aligned(nbytes: int) -> torch.Tensor:
     """A new uint8 buffer, (round_up(nbytes),), that starts on a page. Owned by the caller; its pages are not touched."""
-    whole = torch.empty(round_up(nbytes) + PAGE, dtype=torch.uint8)
+    whole = torch.empty(aligned_bytes(nbytes), dtype=torch.uint8)
     skip = -whole.data_ptr() % PAGE
     return whole[skip : skip + round_up(nbytes)]
 
@@ -151,5 +156,6 @@ def probe_disk(folder: Path, nbytes: int = 64 << 20) -> tuple[float, float]:
                 file.read_into(memory, offset)
             read = nbytes / (time.perf_counter() - began)
     finally:
-        path.unlink(missing_ok=True)
+        if path.exists():  # unlink() would hide the error of a folder that is none
+            path.unlink()
     return read, write

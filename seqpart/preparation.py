@@ -158,8 +158,16 @@ class Preparation:
         @cache
         def measured(shape: tuple[int, ...], final: bool) -> tuple[int, int]:
             loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"))
+
+            def judged(output: torch.Tensor) -> torch.Tensor:
+                """As the executor does it: the scores are looked at while the loss still holds its graph."""
+                value = loss(output, labels)
+                with torch.no_grad():
+                    loss.scores(output.detach())
+                return value
+
             try:
-                peak = measure_loss(lambda y: loss(y, labels), shape, micro_batch, self.device.granule)
+                peak = measure_loss(judged, shape, micro_batch, self.device.granule)
             except Exception as error:
                 raise DataError(
                     f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
@@ -174,6 +182,8 @@ class Preparation:
         return cost
 
     def _refuse_few_outputs(self, last: BlockCost) -> None:
+        if self._final_loss is _regression and torch.Size(last.output_shape).numel() != 1:
+            raise DataError(f"a regression needs one output per row; the network ends with shape {last.output_shape}.")
         if self.classes and self._final_loss is F.cross_entropy and last.output_shape[:1] < (self.classes,):
             raise DataError(
                 f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
@@ -316,7 +326,8 @@ class Preparation:
 
 
 def _regression(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.reshape(len(output), -1), labels.reshape(len(labels), -1).expand(-1, output[0].numel()))
+    """Mean squared error of outputs (rows, 1) or (rows,) to labels (rows,)."""
+    return (output.reshape(len(output)) - labels).square().mean()
 
 
 def _existing(folder: Path) -> Path:

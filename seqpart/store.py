@@ -19,7 +19,7 @@ from seqpart.arena import Arena
 from seqpart.device import Device
 from seqpart.direct import REQUEST, DirectFile, bytes_of, explained, round_up
 from seqpart.errors import CorruptFile
-from seqpart.layout import Layout, decode_header, encode_header, header_size
+from seqpart.layout import Layout, decode_header, encode_header
 
 IO_THREADS = 2
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and seconds of the disk, summed over threads that may overlap."""
+    """Bytes of tensors read from and written to the disk; headers are not counted."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -81,12 +81,11 @@ class Store:
     def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
         """Copy `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
         home = self._homes.get(name) or self._place(name, layout)
-        home.layout = layout
         if home.host is not None:
             home.host[: layout.nbytes].copy_(flat[: layout.nbytes])
-            self._homes[name] = home
-            return
-        self._write(home, name, flat)
+        else:
+            self._write(home, layout, flat)
+        home.layout = layout
         self._homes[name] = home
 
     def get(self, name: str, flat: torch.Tensor) -> None:
@@ -120,19 +119,19 @@ class Store:
         host = self._arena.take(layout.nbytes) if self._arena is not None else None
         return _Home(layout, host, None if host is not None else self.folder / f"{name}.safetensors")
 
-    def _write(self, home: _Home, name: str, flat: torch.Tensor) -> None:
+    def _write(self, home: _Home, layout: Layout, flat: torch.Tensor) -> None:
         assert home.path is not None
-        nbytes, checksum = home.layout.nbytes, 0
+        nbytes, checksum = layout.nbytes, 0
         part = home.path.with_name(home.path.name + ".part")
         # The checksum goes into the header, so the header's size must not depend on it: ten digits, always.
-        blank = encode_header(home.layout.specs, {"format": "pt", "crc32": f"{0:010d}"})
+        blank = encode_header(layout.specs, _metadata(0))
         try:
             with DirectFile(part, write=True) as file:
                 for at in range(0, nbytes, REQUEST):
                     memory = self._readable(flat, at, min(REQUEST, nbytes - at))
                     checksum = zlib.crc32(memory[: min(REQUEST, nbytes - at)], checksum)
                     file.write_from(memory, len(blank) + at)
-                head = encode_header(home.layout.specs, {"format": "pt", "crc32": f"{checksum:010d}"})
+                head = encode_header(layout.specs, _metadata(checksum))
                 file.write_from(self._page_of(head), 0)
                 file.finish(len(head) + nbytes)
             part.replace(home.path)
@@ -142,7 +141,7 @@ class Store:
             part.unlink(missing_ok=True)
         home.header, home.checksum = len(head), checksum
         with self._count:
-            self.traffic.bytes_written += len(head) + nbytes
+            self.traffic.bytes_written += nbytes
 
     def _read(self, home: _Home, flat: torch.Tensor) -> None:
         assert home.path is not None
@@ -164,14 +163,13 @@ class Store:
         if checksum != home.checksum:
             raise CorruptFile(f"{home.path} is damaged: its checksum is not the one that was written. It was not used.")
         with self._count:
-            self.traffic.bytes_read += home.header + nbytes
+            self.traffic.bytes_read += nbytes
 
     def _check_header(self, file: DirectFile, home: _Home) -> None:
         head = bytes_of(self._stage(home.header)[: home.header])
-        file.read_into(head, 0)
+        got = file.read_into(head, 0)  # the buffer may hold the header of an earlier file: look at what was read only
         assert home.path is not None
-        layout, metadata = decode_header(bytes(head[: header_size(bytes(head[:8]), home.path)]), home.path)
-        if layout != home.layout or metadata.get("crc32") != f"{home.checksum:010d}":
+        if decode_header(bytes(head[:got]), home.path) != (home.layout, _metadata(home.checksum)):
             raise CorruptFile(f"{home.path} is not the file that this run wrote: its header differs. It was not used.")
 
     def _readable(self, flat: torch.Tensor, at: int, want: int) -> memoryview:
@@ -193,3 +191,7 @@ class Store:
         if buffer is None or len(buffer) < nbytes:
             buffer = self._staging.buffer = self._device.host(round_up(nbytes))
         return buffer
+
+
+def _metadata(checksum: int) -> dict[str, str]:
+    return {"format": "pt", "crc32": f"{checksum:010d}"}

@@ -106,7 +106,7 @@ def test_the_printed_schedule_is_the_executed_one(tmp_path, monkeypatch):
 
 
 def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_no_gradient_is_left(tmp_path, monkeypatch):
-    _, prepared, executed = run(tmp_path, monkeypatch, partitions=3, epochs=1)
+    _, _, executed = run(tmp_path, monkeypatch, partitions=3, epochs=1)
     steps = [done.step for done, _, _ in executed]
     assert steps[-1].verb is Verb.DROP
     for before, after in itertools.pairwise(steps):
