@@ -6,6 +6,7 @@ never gives it back.
 """
 
 import mmap
+import threading
 from typing import Protocol
 
 import torch
@@ -71,20 +72,23 @@ class Arena:
         self._pieces = [device.host(size) if pinned else _shared(size) for size in sizes]
         self._extents = [Extents(size) for size in sizes]
         self._taken: dict[int, tuple[int, int, int]] = {}
+        self._lock = threading.Lock()  # the store's threads place new homes at the same time
         self.size = sum(sizes)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        for index, extents in enumerate(self._extents):
-            start = extents.take(nbytes)
-            if start is not None:
-                flat = self._pieces[index][start : start + round_up(max(nbytes, 1))]
-                self._taken[flat.data_ptr()] = (index, start, nbytes)
-                return flat
+        with self._lock:
+            for index, extents in enumerate(self._extents):
+                start = extents.take(nbytes)
+                if start is not None:
+                    flat = self._pieces[index][start : start + round_up(max(nbytes, 1))]
+                    self._taken[flat.data_ptr()] = (index, start, nbytes)
+                    return flat
         return None
 
     def give(self, flat: torch.Tensor) -> None:
-        index, start, nbytes = self._taken.pop(flat.data_ptr())
-        self._extents[index].give(start, nbytes)
+        with self._lock:
+            index, start, nbytes = self._taken.pop(flat.data_ptr())
+            self._extents[index].give(start, nbytes)
 
 
 def _shared(size: int) -> torch.Tensor:

@@ -113,7 +113,8 @@ def as_chain(model: object) -> Chain:
     Raises ModelError for anything else, for an empty model and for parameters shared by two blocks.
     """
     if isinstance(model, nn.Sequential):
-        named = list(model.named_children())
+        # Not named_children(): it names a module once, and one ReLU used twice is two links of the chain.
+        named = list(model._modules.items())
     elif isinstance(model, Sequence) and not isinstance(model, str | bytes):
         named = [(str(number), part) for number, part in enumerate(model)]
     else:

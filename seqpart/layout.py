@@ -103,6 +103,8 @@ def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
     """Layout and metadata from a file's first bytes. Raises CorruptFile, naming `path`."""
     length = header_size(head, path)
     try:
+        if len(head) < length:
+            raise ValueError("cut off")
         entries = json.loads(head[8:length])
         metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
         specs = [
@@ -114,7 +116,9 @@ def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
             )
             for name, entry in entries.items()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        if any(entries[spec.name]["data_offsets"] != [spec.offset, spec.offset + spec.nbytes] for spec in specs):
+            raise ValueError("offsets and shapes disagree")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         raise CorruptFile(f"{path}: the safetensors header is damaged. Do not train on it; use another copy.") from None
     return Layout(tuple(sorted(specs, key=lambda spec: spec.offset))), metadata
 

@@ -91,7 +91,25 @@ def describe(name: str, build: Build) -> Optimizer:
     parameter.grad = torch.zeros(2, 3)
     optimizer.step()
     state = tuple(_state_tensor(name, key, value) for key, value in optimizer.state[parameter].items() if value is not None)
-    return Optimizer(name, build, state, bool(optimizer.defaults.get("fused")))
+    found = Optimizer(name, build, state, bool(optimizer.defaults.get("fused")))
+    if not torch.equal(_first_step(found, from_zeros=True), _first_step(found, from_zeros=False)):
+        raise OptionError(
+            f"optimizer {name}: its first step is not a step from a state of zeros (as with dampening), "
+            "so it cannot be kept at home. Use adam, adamw or sgd."
+        )
+    return found
+
+
+def _first_step(choice: Optimizer, *, from_zeros: bool) -> torch.Tensor:
+    """Six numbers after one step on six gradients, with a state that the optimizer makes or one of zeros from us."""
+    parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
+    parameter.grad = torch.arange(1.0, 7.0).view(2, 3)
+    optimizer = choice.build([parameter])
+    if from_zeros:
+        layout = choice.state_layout({"p": TensorSpec(name="p", shape=(2, 3), dtype=torch.float32)})
+        choice.adopt(optimizer, [("p", parameter)], layout.views(torch.zeros(layout.room, dtype=torch.uint8)))
+    optimizer.step()
+    return parameter.detach()
 
 
 def _state_tensor(name: str, key: str, value: object) -> StateTensor:

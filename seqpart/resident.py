@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from seqpart.blocks import Block, attach, detach, tensors_of
+from seqpart.blocks import Block, attach, detach
 from seqpart.costs import BlockCost
 from seqpart.device import Device
 from seqpart.layout import Layout
@@ -111,7 +111,7 @@ class Resident:
             norm = float(nn.utils.clip_grad_norm_(self.trainable, clip_grad_norm))
         if self._optimizer is not None:
             self._optimizer.step()
-            self._changed = True
+        self._changed = True  # buffers may have changed, also where nothing is trained
         self.forget_gradients()
         return norm
 
@@ -124,7 +124,7 @@ class Resident:
         self.placement = Placement.SAVING
         items = []
         if self._changed:
-            self._gather_replaced_buffers()
+            self._gather_replaced()
             items = [(b.home, c.layout, r) for b, c, r in zip(self.blocks, self._costs, self._regions, strict=True)]
             if keep_state:
                 states = state_layouts(self._costs, self._choice)
@@ -132,13 +132,19 @@ class Resident:
         self._store.put_all(items)
         self.release()
 
-    def _gather_replaced_buffers(self) -> None:
-        """A module may assign a new tensor to a buffer instead of writing into it: bring it back into the slot."""
+    def _gather_replaced(self) -> None:
+        """A module may assign a new tensor to a name instead of writing into it: bring it back into the slot."""
         for block, cost, region in zip(self.blocks, self._costs, self._regions, strict=True):
             views = cost.layout.views(region)
-            for name, tensor in tensors_of(block.husk).items():
-                if tensor.data_ptr() != views[name].data_ptr():
-                    views[name].copy_(tensor)
+            # Each name, also of a tensor that has two; and all values before any place, since they may lie in one another's.
+            named = [*block.husk.named_parameters(), *block.husk.named_buffers(remove_duplicate=False)]
+            moved = [
+                (views[name], tensor.detach().clone())
+                for name, tensor in named
+                if name in views and tensor.data_ptr() != views[name].data_ptr()
+            ]
+            for view, value in moved:
+                view.copy_(value)
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""

@@ -87,6 +87,8 @@ class Rows:
     def append(self, batch: torch.Tensor) -> None:
         """Add the rows of `batch`, (rows, *shape), from any device; cast to the layout's type."""
         rows = batch.detach().to(self.layout.dtype).reshape(len(batch), -1).cpu().contiguous().view(torch.uint8)
+        held = self._done * self.layout.chunk_rows + self._filled
+        assert held + len(rows) <= self.count, f"{self.path.name}: {held + len(rows)} rows came, {self.count} were expected"
         taken = 0
         while taken < len(rows):
             stage = self._stage_rows()

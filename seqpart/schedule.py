@@ -175,7 +175,7 @@ def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
         raise ScheduleError(f"the schedule ends with partitions {sorted(loaded)} loaded")
 
 
-_TOKEN = re.compile(r"\[(?:train|cache|test) \d+(?:\.\d+)?\]|[LFBUD]\d+(?:\.\d+)?|\S+")
+_WORD = re.compile(r"\[(?:train|cache|test) \d+(?:\.\d+)?\]|\S+")
 
 
 def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:
@@ -194,8 +194,8 @@ def parse(text: str) -> list[Step]:
     """The steps that `to_text` printed; phase names count the phases. Raises ScheduleError on any other word."""
     steps: list[Step] = []
     phase = -1
-    for word in _TOKEN.findall(text):
-        if word.startswith("[") and word.endswith("]"):
+    for word in _WORD.findall(text):
+        if " " in word:  # only a phase's name has one
             phase += 1
             continue
         match = re.fullmatch(r"([LFBUD])(\d+)(?:\.(\d+))?", word)

@@ -1,0 +1,198 @@
+"""One test for each bug that there was, with its story. Append only."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from seqpart.arena import Arena, Extents
+from seqpart.blocks import as_chain
+from seqpart.costs import measure_chain
+from seqpart.device import Device
+from seqpart.direct import PAGE, aligned, probe_disk
+from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, ScheduleError
+from seqpart.layout import Layout, TensorSpec
+from seqpart.optimizers import choose, describe
+from seqpart.resident import Resident, slot_bytes
+from seqpart.rows import RowLayout, Rows
+from seqpart.schedule import parse
+from seqpart.store import Store
+
+
+def at_home(tmp_path, module, shape):
+    """One partition of one block whose weights are at home; with the store and its slot."""
+    device, chain = Device(), as_chain([module])
+    costs = measure_chain(chain, shape, 2)
+    store, choice = Store(tmp_path, device), choose("sgd", lr=0.1)
+    block, cost = chain[0], costs[0]
+    flat = aligned(cost.layout.room)
+    built = block.build(device, 0)
+    tensors = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    with torch.no_grad():
+        for name, view in cost.layout.views(flat).items():
+            view.copy_(tensors[name])
+    store.put(block.home, cost.layout, flat)
+    resident = Resident(0, chain, costs, store, device, optimizer=choice, seed=0)
+    return resident, store, device.empty(slot_bytes(costs, choice))
+
+
+def read_home(resident, store):
+    block = resident.blocks[0]
+    flat = aligned(store.layout(block.home).room)
+    store.get(block.home, flat)
+    return store.layout(block.home).views(flat)
+
+
+def test_one_activation_used_twice_is_two_links_of_the_chain():
+    """Sequential.named_children() names a module once, so a ReLU used twice was left out the second time: another network."""
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
+    assert [(block.name, block.kind) for block in as_chain(model)] == [
+        ("0", "Linear"),
+        ("1", "ReLU"),
+        ("2", "Linear"),
+        ("3", "ReLU"),
+    ]
+
+
+def test_probing_a_file_as_if_it_were_a_folder_is_explained(tmp_path):
+    """The clean-up after the failed probe raised NotADirectoryError itself and hid the explanation."""
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(DirectoryUnusable, match="Give a directory"):
+        probe_disk(path)
+
+
+def test_two_threads_never_get_the_same_range_of_an_arena(monkeypatch):
+    """The store's two threads place new homes at once; without a lock both could be given the same bytes."""
+    entered, met, real = threading.Lock(), threading.Event(), Extents.take
+
+    def take(self, nbytes):
+        if not entered.acquire(blocking=False):
+            met.set()
+            return real(self, nbytes)
+        met.wait(0.2)  # long enough for another thread to come in, if anything lets it
+        entered.release()
+        return real(self, nbytes)
+
+    monkeypatch.setattr(Extents, "take", take)
+    arena = Arena(4 * PAGE, Device())
+    threads = [threading.Thread(target=arena.take, args=(PAGE,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not met.is_set()
+
+
+def test_any_flipped_bit_of_a_home_s_header_is_named(tmp_path):
+    """A longer header length, another end of a tensor or a changed word of metadata was taken for the file we wrote."""
+    store = Store(tmp_path, Device())
+    layout = Layout.of([TensorSpec(name="w", shape=(8,), dtype=torch.float32)])
+    flat = aligned(layout.nbytes)
+    flat.zero_()
+    store.put("home", layout, flat)
+    path = store.path("home")
+    whole = path.read_bytes()
+    for bit in [*range(8 * 200), 8 * PAGE - 1]:
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+            store.get("home", flat)
+    store.close()
+
+
+def test_a_file_cut_off_in_its_header_is_not_judged_by_an_earlier_one(tmp_path):
+    """The header was read into a reused buffer and compared whole, so an empty file passed as the one read before."""
+    store = Store(tmp_path, Device())
+    layout = Layout.of([])
+    store.put("home", layout, aligned(0))
+    store.path("home").write_bytes(b"")
+    with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+        store.get("home", aligned(0))
+    store.close()
+
+
+def test_a_put_that_fails_leaves_the_old_home_readable_under_its_old_layout(tmp_path, monkeypatch):
+    """The home took the new layout before its bytes were written, so after a full disk the good old file looked damaged."""
+    store = Store(tmp_path, Device())
+    small, large = (Layout.of([TensorSpec(name="w", shape=(n,), dtype=torch.float32)]) for n in (4, 8))
+    flat = aligned(large.nbytes)
+    small.views(flat)["w"].fill_(3)
+    store.put("home", small, flat)
+
+    def broken(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr("seqpart.store.encode_header", broken)
+        store.put("home", large, flat)
+    back = aligned(small.nbytes)
+    store.get("home", back)
+    assert small.views(back)["w"].tolist() == [3, 3, 3, 3]
+    store.close()
+
+
+def test_more_rows_than_announced_are_refused(tmp_path):
+    """Rows beyond the last chunk had no room, so append waited for it in an endless loop."""
+    rows = Rows(RowLayout((2,), torch.float32), 3, tmp_path / "rows.safetensors", Device(), None)
+    rows.append(torch.zeros(2, 2))
+    with pytest.raises(AssertionError, match="4 rows came, 3 were expected"):
+        rows.append(torch.zeros(2, 2))
+    rows.discard()
+
+
+def test_a_word_in_brackets_is_not_taken_for_a_phase():
+    """Any word from [ to ] counted as a phase, and steps without a space between them as two."""
+    for text in ("[lunch] L0", "[train] L0", "L0D0"):
+        with pytest.raises(ScheduleError, match="expected a step"):
+            parse(text)
+
+
+def test_an_optimizer_whose_first_step_is_special_is_refused():
+    """SGD with dampening takes its first gradient undamped; from a momentum of zeros it would take another step."""
+    with pytest.raises(OptionError, match="not a step from a state of zeros"):
+        describe("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5))
+
+
+class LastTwo(nn.Module):
+    """Keeps what it saw last and before that, by giving one tensor another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("last", torch.zeros(1))
+        self.register_buffer("before", torch.zeros(1))
+
+    def forward(self, x):
+        self.before = self.last
+        self.last = x.detach().sum().reshape(1)
+        return x * self.weight
+
+
+def test_a_buffer_that_takes_another_s_place_keeps_its_value(tmp_path):
+    """Replaced buffers were copied home one by one, so one that lay in another's place was overwritten first."""
+    resident, store, slot = at_home(tmp_path, LastTwo(), (1,))
+    for value in (5.0, 7.0):
+        resident.load(slot, to_train=True)
+        resident.forward(torch.full((1, 1), value), training=True, key=(0,)).sum().backward()
+        resident.update(None)
+        resident.drop(keep_state=True)
+    views = read_home(resident, store)
+    assert (views["last"].item(), views["before"].item()) == (7.0, 5.0)
+    store.close()
+
+
+def test_statistics_of_a_partition_without_parameters_go_home(tmp_path):
+    """Only an optimizer's step marked a partition as changed, so a BatchNorm without weights lost its statistics."""
+    resident, store, slot = at_home(tmp_path, nn.BatchNorm1d(3, affine=False), (3,))
+    resident.load(slot, to_train=True)
+    resident.forward(torch.randn(8, 3), training=True, key=(0,))
+    resident.update(None)
+    expected = resident.blocks[0].husk.running_mean.clone()
+    resident.drop(keep_state=False)
+    assert expected.count_nonzero() == 3
+    assert torch.equal(read_home(resident, store)["running_mean"], expected)
+    store.close()

@@ -1,0 +1,162 @@
+"""The grammar of a run: rows are covered once and in order, text and steps are the same thing, each rule is held."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpart.errors import ScheduleError
+from seqpart.schedule import (
+    Phase,
+    PhaseKind,
+    Position,
+    Step,
+    Verb,
+    checked,
+    one_at_a_time,
+    parse,
+    to_text,
+)
+
+phases_of = st.builds(
+    Phase,
+    kind=st.sampled_from(PhaseKind),
+    partition=st.integers(0, 3),
+    rows=st.integers(1, 60),
+    batch=st.integers(1, 25),
+    micro_batch=st.integers(1, 12),
+    epoch=st.integers(0, 3),
+)
+chains_of_phases = st.lists(phases_of, min_size=1, max_size=6)
+
+
+def train(partition=0, epoch=1, rows=4, batch=2, micro_batch=2):
+    return Phase(kind=PhaseKind.TRAIN, partition=partition, rows=rows, batch=batch, micro_batch=micro_batch, epoch=epoch)
+
+
+def forward(kind, partition=0, rows=4):
+    return Phase(kind=kind, partition=partition, rows=rows, batch=2, micro_batch=2)
+
+
+@given(phases_of)
+def test_spans_cover_every_row_exactly_once_and_in_order(phase):
+    spans = [span for _, span in phase.spans()]
+    assert [row for span in spans for row in range(span.start, span.stop)] == list(range(phase.rows))
+    assert all(0 < span.stop - span.start <= phase.micro_batch for span in spans)
+
+
+@given(phases_of)
+def test_micro_batches_count_from_zero_without_a_gap_and_span_agrees(phase):
+    listed = list(phase.spans())
+    assert [m for m, _ in listed] == list(range(len(listed)))
+    assert all(phase.span(m) == span for m, span in listed)
+
+
+@given(phases_of)
+def test_each_update_ends_once_and_knows_its_rows(phase):
+    update, rows = 0, 0
+    for _, span in phase.spans():
+        rows += span.stop - span.start
+        assert span.update_rows == min(phase.batch, phase.rows - update * phase.batch)
+        assert span.ends_update == (rows == span.update_rows)
+        if span.ends_update:
+            update, rows = update + 1, 0
+    assert (update, rows) == (phase.updates, 0)
+
+
+@given(phases_of, st.integers(0, 70))
+def test_spans_from_a_later_update_are_the_tail_of_all_spans(phase, first):
+    tail = [(m, span) for m, span in phase.spans() if span.start >= first * phase.batch]
+    assert list(phase.spans(first)) == tail
+
+
+@given(chains_of_phases)
+def test_steps_one_partition_at_a_time_keep_every_rule(phases):
+    steps = list(checked(one_at_a_time(phases)))
+    for verb in (Verb.LOAD, Verb.DROP):
+        moves = sum(step.verb is verb for step in steps)
+        assert moves == 1 + sum(a.partition != b.partition for a, b in pairwise(phases))
+
+
+@given(chains_of_phases)
+def test_text_parses_back_to_the_same_steps(phases):
+    steps = list(one_at_a_time(phases))
+    assert parse(to_text(steps, phases)) == steps
+    assert [str(step) for step in parse(to_text(steps))] == [str(step) for step in steps]
+
+
+@given(chains_of_phases, st.data())
+def test_a_run_resumed_anywhere_does_exactly_the_steps_that_were_left(phases, data):
+    index = data.draw(st.integers(0, len(phases) - 1))
+    updates = data.draw(st.integers(0, phases[index].updates - 1))
+    works = (Verb.FORWARD, Verb.BACKWARD, Verb.UPDATE)
+    whole = [step for step in one_at_a_time(phases) if step.verb in works]
+    left = [step for step in one_at_a_time(phases, Position(index, updates)) if step.verb in works]
+    assert left == whole[len(whole) - len(left) :]
+    done = [step for step in whole[: len(whole) - len(left)] if step.phase == index]
+    skipped = [m for m, span in phases[index].spans() if span.start < updates * phases[index].batch]
+    assert [step.micro_batch for step in done if step.verb is not Verb.UPDATE] == skipped
+    list(checked(one_at_a_time(phases, Position(index, updates))))
+
+
+def test_a_schedule_prints_as_the_documents_show_it():
+    phases = [train(), forward(PhaseKind.CACHE), forward(PhaseKind.TEST), train(1)]
+    assert to_text(one_at_a_time(phases), phases) == (
+        "[train 0.1] L0 B0.0 U0 B0.1 U0 [cache 0] F0.0 F0.1 [test 0] F0.0 F0.1 D0 [train 1.1] L1 B1.0 U1 B1.1 U1 D1"
+    )
+
+
+def test_nothing_is_loaded_for_no_phases():
+    assert list(one_at_a_time([])) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("F0.0", "F0.0: partition 0 is not loaded"),
+        ("L0 L0", "L0: partition 0 is loaded already"),
+        ("L0 L1", r"L1: 1 partition\(s\) are loaded, and the plan has room for no more"),
+        ("L0 U0", "U0: no backward came before this update"),
+        ("L0 B0.0 U0 U0", "U0: no backward came before this update"),
+        ("L0 B0.0 D0", "D0: partition 0 holds gradients that no update has used"),
+        ("D0", "D0: partition 0 is not loaded"),
+        ("L0 D0 F0.0", "F0.0: partition 0 is not loaded"),
+        ("L0", r"ends with partitions \[0\] loaded"),
+    ],
+)
+def test_each_rule_is_held_and_the_step_is_named(text, rule):
+    with pytest.raises(ScheduleError, match=rule):
+        list(checked(parse(text)))
+
+
+@pytest.mark.parametrize("step", [Step(Verb.LOAD, 0, 1), Step(Verb.FORWARD, 0), Step(Verb.UPDATE, 0, 0)])
+def test_a_micro_batch_goes_with_forward_and_backward_only(step):
+    with pytest.raises(ScheduleError, match="a micro-batch goes with F and B"):
+        list(checked([step]))
+
+
+def test_slots_are_what_the_plan_grants():
+    text = "L0 L1 B0.0 B1.0 U0 U1 D0 D1"
+    assert list(checked(parse(text), slots=2)) == parse(text)
+
+
+def test_checking_passes_steps_on_lazily_until_the_one_that_breaks_a_rule():
+    steps = checked(parse("L0 F0.0 F1.0"))
+    assert [str(next(steps)), str(next(steps))] == ["L0", "F0.0"]
+    with pytest.raises(ScheduleError, match=r"F1\.0"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    "text", ["X0", "L", "L0 b0.0", "F0.", "F0.1.2", "L0x", "[train] L0", "L-1", "load 0", "L0D0", "[lunch 0] L0"]
+)
+def test_a_word_that_is_no_step_is_refused(text):
+    with pytest.raises(ScheduleError, match="expected a step such as L0"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["L0.1", "F0", "B3", "U0.0"])
+def test_a_step_with_a_wrong_suffix_is_refused(text):
+    with pytest.raises(ScheduleError, match="a micro-batch goes with F and B"):
+        parse(text)
