@@ -7,6 +7,7 @@ from pinned memory on the current stream, and an event says when the host buffer
 import ctypes
 import hashlib
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -78,6 +79,10 @@ class Device:
     def seed(self, *key: int | str) -> None:
         """Random state as a function of place (run seed, step, block, micro-batch), never of call order."""
         torch.default_generator.manual_seed(keyed_seed(*key))
+
+    def own_random_state(self) -> AbstractContextManager[None]:
+        """Inside, random numbers are ours; outside, the caller's go on as if nothing had been drawn."""
+        return torch.random.fork_rng(devices=[] if self.kind == "cpu" else [self.torch.index])
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         # The CPU allocator has no exception type of its own; this is the one text that we match.

@@ -24,10 +24,10 @@ from seqpart.methods.method import LossFunction
 from seqpart.optimizers import Build, describe
 from seqpart.plan import Plan
 from seqpart.preparation import Preparation, Prepared, refuse_small_disk
-from seqpart.report import Reporter
+from seqpart.report import EVENTS, Reporter
 from seqpart.resident import Resident
 from seqpart.rows import RowLayout
-from seqpart.rundir import RunDirectory, clear_leftovers, new_name, write_text
+from seqpart.rundir import SCRATCH_PREFIX, RunDirectory, clear_leftovers, new_name, write_text
 from seqpart.schedule import PhaseKind, Position, checked, one_at_a_time
 from seqpart.settings import Settings
 from seqpart.store import Store
@@ -87,6 +87,10 @@ class Trainer:
 
     def prepare(self, train: object, test: object, *, reuse: Plan | None = None) -> Preparation:
         """Everything checked and measured, ready to be planned."""
+        with self.device.own_random_state():
+            return self._prepared(train, test, reuse)
+
+    def _prepared(self, train: object, test: object, reuse: Plan | None) -> Preparation:
         return Preparation(
             self.model, self.settings, as_split(train, "training"), as_split(test, "test"), self.device,
             final_loss=self._loss, optimizer=self._optimizer, folder=self._scratch_parent(), reuse=reuse,
@@ -105,6 +109,7 @@ class Trainer:
         began = time.perf_counter()
         with ExitStack() as stack:
             stack.callback(reporter.close)
+            stack.enter_context(self.device.own_random_state())
             sampler.start()
             stack.callback(sampler.stop)
             preparation = self.prepare(train, test, reuse=reuse)
@@ -141,9 +146,8 @@ class _Run:
             self._pour_data()
             self._build_homes()
             self._loop(reader_pool)
-            weights = directory.root / WEIGHTS
-            export_weights(weights, self._prepared.chain, self._prepared.costs, self._store)
-        return self._conclude(directory, weights, time.perf_counter() - began)
+            export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
+        return self._conclude(directory, time.perf_counter() - began)
 
     def _open_directories(self, plan: Plan) -> RunDirectory:
         settings = self._settings
@@ -153,15 +157,15 @@ class _Run:
         self._stack.callback(lambda: directory.close(self._state))
         self._scratch = directory
         if settings.offload_dir is not None:
-            self._scratch = RunDirectory(settings.offload_dir / f"seqpart-{name}")
+            self._scratch = RunDirectory(settings.offload_dir / f"{SCRATCH_PREFIX}{name}")
             self._stack.callback(self._scratch.vanish)
         refuse_small_disk(plan, self._scratch.root)
         found, freed = clear_leftovers(self._scratch.root.parent)
         if found or directory.cleaned:
             self._reporter.say(f"cleaned up {format_size(freed + directory.cleaned)} that killed runs had left")
-        self._reporter.open_log(directory.root)
+        self._reporter.open_log(directory.result(EVENTS))
         self._reporter.record("start", **describe_versions(), settings={k: str(v) for k, v in asdict(settings).items()})
-        write_text(directory.root / PLAN, plan.to_json())
+        write_text(directory.result(PLAN), plan.to_json())
         self._reporter.say(f"run directory {directory.root}")
         return directory
 
@@ -176,36 +180,34 @@ class _Run:
     def _build_homes(self) -> None:
         """Every block is built alone and goes straight home: the model never exists whole."""
         staging = aligned(max(cost.layout.room for cost in self._prepared.costs))
-        with torch.random.fork_rng(devices=[]):
-            for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
-                module = block.build(self._device, self._settings.seed)
-                tensors = tensors_of(module)
-                if layout_of(tensors) != cost.layout:
-                    raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
-                views = cost.layout.views(staging)
-                for name, tensor in tensors.items():
-                    views[name].copy_(tensor.detach())
-                self._store.put(block.home, cost.layout, staging)
-                detach(module)
+        for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
+            module = block.build(self._device, self._settings.seed)
+            tensors = tensors_of(module)
+            if layout_of(tensors) != cost.layout:
+                raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
+            views = cost.layout.views(staging)
+            for name, tensor in tensors.items():
+                views[name].copy_(tensor.detach())
+            self._store.put(block.home, cost.layout, staging)
+            detach(module)
 
     def _loop(self, pool: ThreadPoolExecutor) -> None:
         """Run the schedule; after a failed allocation, go on from the last finished update with half the micro-batch."""
         position = Position()
         slot = self._device.empty(max(part.slot for part in self._prepared.partition_costs))
-        with torch.random.fork_rng(devices=[]):
-            while True:
-                executor = self._executor(pool, slot, position)
-                phases = self._prepared.phases
-                self._reporter.begin(phases[position.phase :], self._prepared.plan.limit, lambda: self._sampler.peak)
-                self._sampler.label = lambda executor=executor: str(executor.step)  # type: ignore[misc]
-                try:
-                    executor.run(checked(one_at_a_time(phases, position)))
-                    return
-                except AllocationFailed as failure:
-                    position, text = executor.position, str(failure)
-                finally:
-                    self._reporter.end()
-                self._halve_micro_batch(text, executor)
+        while True:
+            executor = self._executor(pool, slot, position)
+            phases = self._prepared.phases
+            self._reporter.begin(phases[position.phase :], self._prepared.plan.limit, lambda: self._sampler.peak)
+            self._sampler.label = lambda executor=executor: str(executor.step)  # type: ignore[misc]
+            try:
+                executor.run(checked(one_at_a_time(phases, position)))
+                return
+            except AllocationFailed as failure:
+                position, text = executor.position, str(failure)
+            finally:
+                self._reporter.end()
+            self._halve_micro_batch(text, executor)
 
     def _halve_micro_batch(self, text: str, executor: Executor) -> None:
         plan = self._prepared.plan
@@ -259,8 +261,9 @@ class _Run:
                 self._store.get(block.home, flat)
                 attach(block.husk, cost.layout.views(flat))
 
-    def _conclude(self, directory: RunDirectory, weights: Path, seconds: float) -> Result:
+    def _conclude(self, directory: RunDirectory, seconds: float) -> Result:
         plan, sampler = self._prepared.plan, self._sampler
+        weights = directory.root / WEIGHTS
         sampler.sample()
         self._guard()
         assert self._last_test is not None
@@ -280,7 +283,8 @@ class _Run:
             "plan": PLAN,
             **describe_versions(),
         }
-        write_text(directory.root / RESULT, json.dumps(summary, indent=1) + "\n")
+        write_text(directory.result(RESULT), json.dumps(summary, indent=1) + "\n")
+        directory.publish()
         self._reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
         accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
         self._reporter.say(f"{accuracy}test loss {result.test_loss:.4f}; {seconds:.1f} s; weights in {weights}")
