@@ -1,0 +1,100 @@
+"""The contract, by the real command and a watcher outside it: planned, enforced, proven."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from seqpart.units import parse_size
+from seqpart.zoo.datasets import digits
+from seqpart.zoo.models import mlp
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from watch import watch
+
+
+class Ran:
+    def __init__(self, tmp_path, arguments):
+        out, err = tmp_path / "stdout", tmp_path / "stderr"
+        with open(out, "w") as stdout, open(err, "w") as stderr:
+            command = [sys.executable, "-m", "seqpart.train", "--output-dir", str(tmp_path / "run"), "--overwrite", *arguments]
+            self.watched = watch(command, stdout=stdout, stderr=stderr)
+        self.out, self.err = out.read_text(), err.read_text()
+
+    @property
+    def code(self):
+        return self.watched.exit_code
+
+    def proof(self, word):
+        match = re.search(rf"proof:.*\b{word} (\S+ [GM]B)", self.out)
+        return parse_size(match[1]) if match else None
+
+
+@pytest.mark.parametrize(
+    ("limit", "arguments"),
+    [
+        # The main job at half its size: training state twice the limit, four partitions.
+        ("1GB", ["--epochs", "1"]),
+        # Even the weights alone (840 MB) are larger than the limit: the model never exists whole.
+        ("700MB", ["--epochs", "1", "--depth", "50", "--batch-size", "128"]),
+    ],
+)
+def test_seen_from_outside_the_limit_is_never_passed_and_the_peak_is_the_foretold_one(limit, arguments, tmp_path):
+    ran = Ran(tmp_path, ["--mem-limit", limit, *arguments])
+    assert ran.code == 0, ran.out + ran.err
+    assert ran.watched.samples > 100
+    assert ran.watched.peak <= parse_size(limit)
+    assert ran.out.rstrip().splitlines()[-1].startswith("proof: ")
+    assert "violations 0" in ran.out
+    predicted = ran.proof("predicted")
+    # DESIGN: within 5 % of the measured peak, never under it by more than 1 %.
+    assert 0.99 * ran.watched.peak <= predicted <= 1.05 * ran.watched.peak
+
+
+def test_the_proof_reports_what_a_watcher_outside_sees(tmp_path):
+    ran = Ran(tmp_path, ["--mem-limit", "700MB", "--width", "1024", "--depth", "20"])
+    assert ran.code == 0, ran.out + ran.err
+    # Two samplers look at different moments: a short spike may be seen by one only.
+    assert ran.proof("peak") == pytest.approx(ran.watched.peak, rel=0.02)
+
+
+SMALL = ["--width", "1024", "--depth", "24", "--epochs", "1"]
+
+
+def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(tmp_path):
+    refused = Ran(tmp_path, ["--mem-limit", "410MB", *SMALL])
+    assert refused.code == 3, refused.out + refused.err
+    named = re.search(r"smallest limit that fits: (\w+)", refused.err)[1]
+    done = Ran(tmp_path, ["--mem-limit", named, *SMALL])
+    assert done.code == 0, done.out + done.err
+    assert done.watched.peak <= parse_size(named)
+
+
+def test_full_training_is_refused_with_the_bytes_it_needs_and_runs_when_given_them(tmp_path):
+    refused = Ran(tmp_path, ["--method", "full", "--mem-limit", "600MB", *SMALL])
+    assert refused.code == 3, refused.out + refused.err
+    needed = parse_size(re.search(r"training it needs (\S+ [GM]B)", refused.err)[1])
+    assert needed > 24 * 1024**2 * 16, "weights, gradients and two moments in float32"
+    assert "--method sil" in refused.err
+    done = Ran(tmp_path, ["--method", "full", "--mem-limit", f"{round(1.05 * needed)}", *SMALL])
+    assert done.code == 0, done.out + done.err
+    sil = Ran(tmp_path, ["--mem-limit", "600MB", *SMALL])
+    assert sil.code == 0, sil.out + sil.err
+
+
+def test_the_weights_load_with_torch_alone_and_evaluate_to_the_reported_accuracy(tmp_path):
+    ran = Ran(tmp_path, ["--mem-limit", "1GB", "--width", "256", "--depth", "4", "--epochs", "8"])
+    assert ran.code == 0, ran.out + ran.err
+    model = torch.nn.Sequential(*(block() for block in mlp(64, 10, width=256, depth=4)))
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    test = digits()[1]
+    with torch.no_grad():
+        right = sum(
+            int((model.eval()(x).argmax(1) == y).sum()) for x, y in zip(test.open(), test.labels.split(256), strict=True)
+        )
+    accuracy = float(re.search(r"test accuracy (\S+) %", ran.out)[1])
+    assert accuracy == round(100 * right / test.count, 2)
+    assert accuracy >= 95

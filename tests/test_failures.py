@@ -1,0 +1,177 @@
+"""What goes wrong while a run is under way: nothing stays loaded, the message names the step, nothing is lost."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from seqpart import LimitExceeded, OutOfMemory, Trainer
+from seqpart.zoo.models import mlp
+
+CLASSES = 3
+REFUSAL = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+)
+
+
+def data(rows=96, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, generator=generator), torch.arange(rows) % CLASSES
+
+
+class Picky(nn.Module):
+    """Raises `error` at its `call`-th real forward pass of more than `rows` rows."""
+
+    def __init__(self, error, *, rows=0, call=1):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.error, self.rows, self.call, self.calls = error, rows, call, 0
+
+    def forward(self, x):
+        if type(x) is torch.Tensor and len(x) > self.rows:  # costs are found on fake tensors
+            self.calls += 1
+            if self.calls >= self.call:
+                raise self.error
+        return torch.relu(self.linear(x))
+
+
+def network(picky=None):
+    blocks = mlp(8, CLASSES, width=16, depth=3)
+    return blocks if picky is None else [*blocks[:2], picky, *blocks[2:]]
+
+
+def fit(tmp_path, model, name="run", **options):
+    options = {"mem_limit": "2GB", "epochs": 2, "batch_size": 32, "partitions": "0,2", "quiet": True, **options}
+    return Trainer(model, output_dir=tmp_path / name, **options).fit(data(), data(12, 1))
+
+
+def events(tmp_path, name="run"):
+    return [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("call", [1, 3, 5])
+def test_a_failed_allocation_halves_the_micro_batch_and_goes_on_from_the_last_finished_update(call, tmp_path):
+    result = fit(tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=call)))
+    assert result.final_micro_batch == 16
+    (failure,) = [event for event in events(tmp_path) if event["event"] == "allocation failed"]
+    assert failure["micro_batch"] == 16
+    assert failure["step"] == f"B1.{(call - 1) % 3}"
+    phases = [event["phase"] for event in events(tmp_path) if event["event"] == "phase"]
+    assert phases == [
+        "[train 0.1]", "[train 0.2]", "[cache 0]", "[test 0]", "[train 1.1]", "[train 1.2]", "[test 1]",
+    ]  # fmt: skip
+
+
+def test_a_run_that_failed_at_its_first_update_ends_with_the_bits_of_one_that_began_with_the_half(tmp_path):
+    halved = fit(tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16)), "halved", partitions=1)
+    small = fit(tmp_path, network(lambda: Picky(None, rows=99)), "small", partitions=1, micro_batch_size=16)
+    assert halved.weights.read_bytes() == small.weights.read_bytes()
+
+
+def test_no_update_is_lost_or_done_twice_when_an_allocation_fails(tmp_path):
+    """With momentum and a mid-epoch failure: bit-equal to a plain loop whose micro-batch changes at the same update."""
+    result = fit(
+        tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=2)), method="full", partitions="1",
+        optimizer="sgd", momentum=0.9, lr=1e-2, epochs=2, shuffle="no",
+    )  # fmt: skip
+    from tests.test_same_as_plain import plain_modules
+
+    modules = plain_modules(network(lambda: Picky(None, rows=99)), 0)
+    chain = nn.Sequential(*modules)
+    optimizer = torch.optim.SGD(chain.parameters(), 1e-2, momentum=0.9, fused=True)
+    x, y = data()
+    for update in range(6):
+        rows = slice(update % 3 * 32, update % 3 * 32 + 32)
+        parts = [(x[rows], y[rows])] if update == 0 else list(zip(x[rows].split(16), y[rows].split(16), strict=True))
+        for part, labels in parts:
+            (nn.functional.cross_entropy(chain(part), labels) * (len(part) / 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    found = load_file(result.weights)
+    for name, tensor in chain.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_cures(tmp_path):
+    with pytest.raises(OutOfMemory, match=r"B1\.0 at micro-batch 1.*--partitions 3"):
+        fit(tmp_path, network(lambda: Picky(RuntimeError(REFUSAL))))
+
+
+def test_an_error_inside_a_block_names_the_step_and_leaves_nothing_behind(tmp_path):
+    with pytest.raises(ZeroDivisionError, match="in the block") as caught:
+        fit(tmp_path, network(lambda: Picky(ZeroDivisionError("in the block"), call=2)))
+    assert caught.value.__notes__ == ["while running B1.1 in [train 1.1]"]
+    left = sorted(path.name for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert not [name for name in left if name.endswith((".safetensors", ".part"))], left
+
+
+def test_modules_given_alive_have_their_weights_back_after_an_error(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 16), Picky(ZeroDivisionError("in the block"), call=2), nn.Linear(16, CLASSES))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, model, partitions=1)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_diverging_run_says_so(tmp_path):
+    with pytest.raises(Exception, match=r"training diverged.*Lower --lr"):
+        fit(tmp_path, network(), method="full", partitions="1", optimizer="sgd", lr=1e30)
+
+
+PROGRAM = """
+    import mmap, sys
+    import numpy as np
+    import torch
+    from torch import nn
+    from seqpart import SeqpartError, Trainer
+
+    class Hungry(nn.Module):
+        kept = []
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 3)
+        def forward(self, x):
+            if type(x) is torch.Tensor:
+                {take}
+            return self.linear(x)
+
+    x, y = torch.randn(96, 16), torch.arange(96) % 3
+    try:
+        result = Trainer(
+            [lambda: nn.Linear(16, 16), Hungry], mem_limit="1GB", batch_size=32, epochs=1, partitions=1, output_dir=sys.argv[1]
+        ).fit((x, y), (x[:9], y[:9]))
+    except SeqpartError as error:
+        print(type(error).__name__, error)
+        sys.exit(error.exit_code)
+    print("micro-batch", result.final_micro_batch, "peak", result.proof.peak)
+"""
+
+
+def run_hungry(tmp_path, take):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM.format(take=take)))
+    return subprocess.run([sys.executable, program, tmp_path / "out"], capture_output=True, text=True, timeout=120)
+
+
+def test_the_kernel_refuses_what_a_block_takes_beyond_the_limit_and_the_run_goes_on_smaller(tmp_path):
+    # 30 MB for each row, out of every account: 960 MB at 32 rows, 240 MB at 8.
+    done = run_hungry(tmp_path, "np.ones((len(x), 30_000_000), np.uint8)")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "an allocation failed in B0.0 inside the limit" in done.stdout
+    words = done.stdout.split()
+    assert int(words[words.index("micro-batch", len(words) - 4) + 1]) in (8, 16)
+    assert int(words[-1]) <= 1_000_000_000
+
+
+def test_memory_taken_behind_the_kernels_limit_is_seen_and_ends_the_run_with_exit_code_4(tmp_path):
+    # Shared memory is not what RLIMIT_DATA counts; the sampler does.
+    take = "m = mmap.mmap(-1, 300_000_000); m.write(bytes(300_000_000)); self.kept.append(m)"
+    done = run_hungry(tmp_path, take)
+    assert done.returncode == LimitExceeded.exit_code, done.stdout + done.stderr
+    assert "LimitExceeded the limit of 1.00 GB was passed" in done.stdout
