@@ -4,6 +4,7 @@ On a terminal a live bar with ETA, samples/s and the peak against the limit; els
 also one line of JSON in the run directory.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,21 +34,26 @@ class Reporter:
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
         self.console = console or _console(quiet)
         self._log: IO[str] | None = None
+        self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
         self._began = time.perf_counter()
 
-    def open_log(self, folder: Path) -> None:
+    def open_log(self, path: Path) -> None:
         try:
-            self._log = open(folder / EVENTS, "w")  # noqa: SIM115 (closed by close)
+            self._log = open(path, "w")  # noqa: SIM115 (closed by close)
         except OSError as error:
-            raise explained(error, folder / EVENTS) from None
+            raise explained(error, path) from None
+        self._log_path = path
 
     def record(self, kind: str, **values: Any) -> None:
         """One JSON line; flushed, so that a killed run leaves it."""
         if self._log is not None:
             seconds = round(time.perf_counter() - self._began, 3)
-            self._log.write(json.dumps({"event": kind, "seconds": seconds, **values}) + "\n")
-            self._log.flush()
+            try:
+                self._log.write(json.dumps({"event": kind, "seconds": seconds, **values}) + "\n")
+                self._log.flush()
+            except OSError as error:
+                raise explained(error, self._log_path) from None
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -101,7 +107,9 @@ class Reporter:
     def close(self) -> None:
         self.end()
         if self._log is not None:
-            self._log.close()
+            # What could not be written was told by `record` already, and closing would try once more.
+            with contextlib.suppress(OSError):
+                self._log.close()
             self._log = None
 
 

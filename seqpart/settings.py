@@ -72,7 +72,7 @@ class Settings:
     def __post_init__(self) -> None:
         problems = [text for text in self._problems() if text]
         if problems:
-            raise OptionError("; ".join(problems))
+            raise OptionError("; ".join(problems) + ".")
 
     def _problems(self) -> list[str]:
         method = method_named(self.method)
@@ -80,10 +80,16 @@ class Settings:
         kind = self.objective or "prototype"
         asked = [(name, getattr(self, name) is not None) for name in ("objective", "kappa", "prototype_scale", "cache_dtype")]
         return [
-            *(f"--{name.replace('_', '-')} goes with --method sil only" for name, given in asked if given and not sil),
+            *(
+                f"--{name.replace('_', '-')} goes with --method sil only; found --method {self.method}. Leave it out"
+                for name, given in asked
+                if given and not sil
+            ),
             "" if kind in OBJECTIVES else f"--objective: expected one of {', '.join(OBJECTIVES)}; found {kind!r}",
-            "--kappa goes with --objective mse" if sil and self.kappa is not None and kind != "mse" else "",
-            "--prototype-scale goes with --objective prototype"
+            f"--kappa goes with --objective mse; found --objective {kind}"
+            if sil and self.kappa is not None and kind != "mse"
+            else "",
+            f"--prototype-scale goes with --objective prototype; found --objective {kind}"
             if sil and self.prototype_scale is not None and kind != "prototype"
             else "",
             "" if self.shuffle in ("auto", "yes", "no") else f"--shuffle: expected yes, no or auto; found {self.shuffle!r}",
@@ -94,7 +100,9 @@ class Settings:
             ""
             if self.cache_dtype in (None, *CACHE_DTYPES)
             else f"--cache-dtype: expected fp32 or bf16; found {self.cache_dtype!r}",
-            "" if method.cuts or self.partitions in ("auto", "1") else f"--partitions: method {self.method} has one partition",
+            ""
+            if method.cuts or self.partitions in ("auto", "1")
+            else f"--partitions: method {self.method} has one partition; found {self.partitions!r}",
         ]
 
     @classmethod
@@ -109,8 +117,7 @@ class Settings:
             raise OptionError(f"unknown setting(s): {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
         if "mem_limit" not in options:
             raise OptionError("mem_limit is missing: give the limit to keep, such as mem_limit='2GB'.")
-        texts = {name for name, field in known.items() if field.type in ("str", "str | None", str)}
-        return cls(**{name: _as_text(value) if name in texts else value for name, value in options.items()})
+        return cls(**{name: _typed(name, value, str(known[name].type)) for name, value in options.items()})
 
     @property
     def objective_name(self) -> str:
@@ -133,7 +140,7 @@ class Settings:
         numbers = listed("--partitions", self.partitions, int)
         if len(numbers) == 1 and numbers[0] >= 1:
             return numbers[0], None
-        if numbers[0] != 0 or any(b <= a for a, b in itertools.pairwise(numbers)):
+        if len(numbers) == 1 or numbers[0] != 0 or any(b <= a for a, b in itertools.pairwise(numbers)):
             raise OptionError(
                 f"--partitions: expected auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40; "
                 f"found {self.partitions!r}."
@@ -141,12 +148,33 @@ class Settings:
         return None, tuple(numbers)
 
 
+def _typed(name: str, value: Any, kind: str) -> Any:
+    """`value` as the field's type, from what a Python caller would naturally give. Raises OptionError for another."""
+    if value is None and "None" in kind:
+        return None
+    if "str" in kind:
+        return _as_text(value)
+    if "Path" in kind and isinstance(value, str | Path):
+        return Path(value)
+    if "bool" in kind and isinstance(value, bool):
+        return value
+    if "int" in kind and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if "float" in kind and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    wanted = next(word for part, word in _WANTED.items() if part in kind)
+    raise OptionError(f"{name}: expected {wanted}; found {value!r}.")
+
+
+_WANTED = {"Path": "a path", "bool": "True or False", "int": "a whole number", "float": "a number"}
+
+
 def _as_text(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ",".join(str(part) for part in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value) if isinstance(value, int | float) else value
+    return str(value)
 
 
 def _positive(name: str, value: float | None) -> str:
@@ -158,7 +186,8 @@ def listed(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
     try:
         return [kind(part.strip()) for part in text.split(",")]
     except ValueError:
-        raise OptionError(f"{name}: expected a number, or numbers with commas, one per partition; found {text!r}.") from None
+        number = "whole number" if kind is int else "number"
+        raise OptionError(f"{name}: expected a {number}, or {number}s with commas; found {text!r}.") from None
 
 
 def per_partition(name: str, text: str, kind: Callable[[str], T], count: int) -> list[T]:

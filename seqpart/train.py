@@ -24,7 +24,7 @@ from seqpart.settings import Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size, parse_size
 from seqpart.zoo import datasets, models
-from seqpart.zoo.loading import imported
+from seqpart.zoo.loading import called
 
 INTERRUPTED = 130
 SHOWN_STEPS = 40
@@ -180,7 +180,7 @@ def _model(job: Job, trainer: Trainer, shape: tuple[int, ...], classes: int, rep
             raise OptionError(f"--width and --depth go with --model mlp; found --model {job.model}.")
         if ":" not in job.model:
             raise OptionError(f"--model: expected mlp or package.module:function; found {job.model!r}.")
-        return imported(job.model, "--model")()
+        return called(job.model, "--model")
     inputs = 1
     for size in shape:
         inputs *= size

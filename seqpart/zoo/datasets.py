@@ -3,19 +3,27 @@ every pass, so that none of them stays in memory while a model trains."""
 
 import gzip
 import importlib.util
-from collections.abc import Callable, Iterator
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from seqpart.errors import DataError, OptionError
 from seqpart.ingest import ROWS_AT_ONCE, Split
-from seqpart.zoo.loading import imported
+from seqpart.zoo.loading import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
-PREFIXES = ("idx:", "npz:", "folder:")
+_MNISTS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "emnist": "EMNIST"}
+"""torchvision's classes, which are also the names of its directories."""
+
+Array = npt.NDArray[Any]
 
 
 def load(name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None) -> tuple[Any, Any]:
@@ -23,20 +31,22 @@ def load(name: str, *, data_dir: Path | None = None, download: bool = False, ima
     prefix, _, rest = name.partition(":")
     if image_size is not None and prefix != "folder":
         raise OptionError(f"--image-size goes with --data folder:DIR; found --data {name}.")
-    if prefix not in ("mnist", "fashion-mnist", "emnist") and (download or data_dir is not None):
-        raise OptionError(f"--data-dir and --download go with mnist, fashion-mnist and emnist; found --data {name}.")
+    if image_size is not None and image_size < 1:
+        raise OptionError(f"--image-size: expected pixels from 1 up; found {image_size}.")
+    if name not in _MNISTS and (download or data_dir is not None):
+        raise OptionError(f"--data-dir and --download go with {', '.join(_MNISTS)}; found --data {name}.")
     if name == "digits":
         return digits()
-    if name in NAMES:
-        return _torchvision(name, data_dir, download)
-    if prefix == "idx":
-        return _idx(Path(rest))
-    if prefix == "npz":
+    if name in _MNISTS:
+        return _mnist(name, data_dir, download)
+    if prefix == "idx" and rest:
+        return _idx(Path(rest), f"--data {name}")
+    if prefix == "npz" and rest:
         return _npz(Path(rest))
-    if prefix == "folder":
+    if prefix == "folder" and rest:
         return _folder(Path(rest), image_size)
     if rest:
-        found = imported(name, "--data")()
+        found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise DataError(f"--data {name}: expected a pair (training, test); found {type(found).__name__}.")
         return found[0], found[1]
@@ -73,53 +83,72 @@ def _split(name: str, x: torch.Tensor, y: torch.Tensor) -> Split:
     return Split(name=name, count=len(y), shape=tuple(x.shape[1:]), labels=y, open=lambda: torch.split(x, ROWS_AT_ONCE))
 
 
-def _torchvision(name: str, data_dir: Path | None, download: bool) -> tuple[Split, Split]:
-    from torchvision import datasets
-
+def _mnist(name: str, data_dir: Path | None, download: bool) -> tuple[Split, Split]:
+    """MNIST and its kin in torchvision's own directories. torchvision fetches; reading with it would hold a set whole."""
     if data_dir is None:
         raise OptionError(
             f"--data {name} needs --data-dir, the directory that holds (or, with --download, will hold) the files."
         )
-    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "emnist": datasets.EMNIST}[name]
+    if download:
+        _fetch(name, data_dir)
+    folder = data_dir / _MNISTS[name] / "raw"
+    cure = "" if download else " Give --download to fetch it, or --data idx:DIR for files in a directory of their own."
+    try:
+        return _idx(folder, f"--data {name}", prefix="emnist-balanced-" if name == "emnist" else "", turn=name == "emnist")
+    except DataError as error:
+        raise DataError(f"{error}{cure}") from None
+
+
+def _fetch(name: str, data_dir: Path) -> None:
+    from torchvision import datasets
+
     extra = {"split": "balanced"} if name == "emnist" else {}
-
-    def opened(train: bool) -> Any:
-        try:
-            return kind(str(data_dir), train=train, download=download, **extra)
-        except (RuntimeError, OSError) as error:
-            cure = "" if download else " Give --download to fetch it."
-            raise DataError(f"--data {name}: not found or damaged in {data_dir}: {str(error).splitlines()[0]}.{cure}") from None
-
-    def split(title: str, train: bool) -> Split:
-        found = opened(train)
-        # EMNIST's images lie on their side in the files.
-        turn: Callable[[torch.Tensor], torch.Tensor] = (lambda x: x.transpose(1, 2)) if name == "emnist" else (lambda x: x)
-
-        def passes() -> Iterator[torch.Tensor]:
-            for rows in opened(train).data.split(ROWS_AT_ONCE):
-                yield turn(rows).unsqueeze(1).to(torch.float32) / 255
-
-        return Split(name=title, count=len(found), shape=(1, *found.data.shape[1:]), labels=found.targets.clone(), open=passes)
-
-    return split("training", True), split("test", False)
+    try:
+        getattr(datasets, _MNISTS[name])(str(data_dir), download=True, **extra)
+    except (RuntimeError, OSError) as error:
+        raise DataError(f"--data {name}: could not be fetched into {data_dir}: {str(error).splitlines()[0]}.") from None
 
 
-def _idx(folder: Path) -> tuple[Split, Split]:
-    """MNIST-like files `*train*images*idx3-ubyte`, `*test*` or `t10k*`, plain or .gz; images (1, rows, columns), 0 to 1."""
+def _idx(folder: Path, asked: str, *, prefix: str = "", turn: bool = False) -> tuple[Split, Split]:
+    """MNIST-like files `*train*images*idx3-ubyte`, `*test*` or `t10k*`, plain or .gz; images (1, rows, columns), 0 to 1.
+
+    turn: the images lie on their side in the files, as EMNIST's do.
+    """
     if not folder.is_dir():
-        raise DataError(f"--data idx:{folder}: no such directory.")
-    return _idx_split(folder, "training", ("train",)), _idx_split(folder, "test", ("test", "t10k"))
+        raise DataError(f"{asked}: expected the files in {folder}, and there is no such directory.")
+    parts = []
+    for title, words in (("training", ("train",)), ("test", ("test", "t10k"))):
+        images, labels = (_idx_file(folder, prefix, words, kind, asked) for kind in ("images", "labels"))
+        parts.append(_idx_split(images, labels, title, turn))
+    return parts[0], parts[1]
 
 
-def _idx_split(folder: Path, title: str, words: tuple[str, ...]) -> Split:
-    images, labels = (_idx_file(folder, words, kind) for kind in ("images", "labels"))
+def _idx_file(folder: Path, prefix: str, words: tuple[str, ...], kind: str, asked: str) -> Path:
+    found = [
+        path for path in sorted(folder.iterdir())
+        if path.is_file() and path.name.startswith(prefix) and kind in path.name and "ubyte" in path.name
+        and any(word in path.name for word in words)
+    ]  # fmt: skip
+    if not found:
+        raise DataError(
+            f"{asked}: expected a file with {' or '.join(words)} and {kind} in its name, ending in ubyte or ubyte.gz, in "
+            f"{folder}; found none."
+        )
+    if len({path.name.removesuffix(".gz") for path in found}) > 1:
+        names = ", ".join(path.name for path in found)
+        raise DataError(f"{asked}: {folder} holds several sets: {names}. Give a directory with one of them.")
+    return found[0]
+
+
+def _idx_split(images: Path, labels: Path, title: str, turn: bool) -> Split:
     with _unzipped(images) as file:
         shape = _idx_header(file, images, 3)
     with _unzipped(labels) as file:
         (count,) = _idx_header(file, labels, 1)
         y = torch.from_numpy(np.frombuffer(_exactly(file, count, labels), np.uint8).astype(np.int64))
+        _ended(file, labels)
     if shape[0] != count:
-        raise DataError(f"{images} has {shape[0]} images and {labels} {count} labels; the numbers must be equal.")
+        raise DataError(f"{images} has {shape[0]} images and {labels} has {count} labels; the numbers must be equal.")
 
     def passes() -> Iterator[torch.Tensor]:
         with _unzipped(images) as file:
@@ -127,25 +156,19 @@ def _idx_split(folder: Path, title: str, words: tuple[str, ...]) -> Split:
             for start in range(0, count, ROWS_AT_ONCE):
                 rows = min(ROWS_AT_ONCE, count - start)
                 raw = np.frombuffer(_exactly(file, rows * shape[1] * shape[2], images), np.uint8)
-                yield torch.from_numpy(raw.reshape(rows, 1, *shape[1:]).astype(np.float32) / 255)
+                x = torch.from_numpy(raw.reshape(rows, 1, *shape[1:]).astype(np.float32) / 255)
+                yield x.transpose(2, 3) if turn else x
+            _ended(file, images)
 
-    return Split(name=title, count=count, shape=(1, *shape[1:]), labels=y, open=passes)
-
-
-def _idx_file(folder: Path, words: tuple[str, ...], kind: str) -> Path:
-    found = [
-        path for path in sorted(folder.iterdir())
-        if kind in path.name and "ubyte" in path.name and any(word in path.name for word in words)
-    ]  # fmt: skip
-    if not found:
-        raise DataError(
-            f"--data idx:{folder}: no file with {' or '.join(words)} and {kind!r} in its name, ending in ubyte or ubyte.gz."
-        )
-    return found[0]
+    sides = shape[:0:-1] if turn else shape[1:]
+    return Split(name=title, count=count, shape=(1, *sides), labels=y, open=passes)
 
 
 def _unzipped(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+    try:
+        return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}.") from None
 
 
 def _idx_header(file: BinaryIO, path: Path, dimensions: int) -> tuple[int, ...]:
@@ -158,24 +181,36 @@ def _idx_header(file: BinaryIO, path: Path, dimensions: int) -> tuple[int, ...]:
 def _exactly(file: BinaryIO, size: int, path: Path) -> bytes:
     try:
         data = file.read(size)
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path} is damaged: {error}.") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is damaged: {error}. Fetch it again.") from None
     if len(data) < size:
-        raise DataError(f"{path} is damaged: it ends {size - len(data)} bytes too early.")
+        raise DataError(f"{path} is damaged: it ends {size - len(data)} bytes too early. Fetch it again.")
     return data
+
+
+def _ended(file: BinaryIO, path: Path) -> None:
+    """Also makes gzip compare its checksum."""
+    try:
+        more = file.read(1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is damaged: {error}. Fetch it again.") from None
+    if more:
+        raise DataError(f"{path} is damaged: it is longer than its header says. Fetch it again.")
 
 
 def _npz(path: Path) -> tuple[Split, Split]:
     """x_train, y_train, x_test, y_test; or images and labels (x and y), with test.npz beside train.npz or every fifth row."""
     if not path.is_file():
         raise DataError(f"--data npz:{path}: no such file.")
-    names = _npz_names(path)
+    with _archive(path) as archive:
+        names = {name.removesuffix(".npy") for name in archive.namelist()}
     if {"x_train", "y_train", "x_test", "y_test"} <= names:
         return _npz_split(path, "training", "x_train", "y_train"), _npz_split(path, "test", "x_test", "y_test")
     pair = next((pair for pair in (("images", "labels"), ("x", "y")) if set(pair) <= names), None)
     if pair is None:
         raise DataError(
-            f"{path}: expected arrays x_train, y_train, x_test, y_test, or images and labels; found {sorted(names)}."
+            f"{path}: expected arrays x_train, y_train, x_test and y_test, or images and labels, or x and y; "
+            f"found {', '.join(sorted(names)) or 'none'}."
         )
     beside = path.with_name("test.npz")
     if path.name == "train.npz" and beside.is_file():
@@ -186,41 +221,65 @@ def _npz(path: Path) -> tuple[Split, Split]:
     )
 
 
-def _npz_names(path: Path) -> set[str]:
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return set(file.files)
-    except Exception as error:  # zipfile, zlib and numpy each raise their own
-        raise DataError(f"{path} is damaged or not an npz file: {error}.") from None
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (OSError, EOFError, ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is damaged or not an npz file: {error}. Write it again with numpy.savez.") from None
 
 
-def _npz_array(path: Path, name: str) -> "np.ndarray[Any, Any]":
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            array: np.ndarray[Any, Any] = file[name]
-            return array
-    except Exception as error:
-        raise DataError(f"{path}: array {name!r} is missing or damaged: {error}.") from None
+def _npz_rows(path: Path, name: str) -> "tuple[tuple[int, ...], np.dtype[Any], Callable[[], Iterator[Array]]]":
+    """(shape, type, a function that streams the rows of one array): numpy.load would hold them all."""
+
+    def opened(archive: zipfile.ZipFile) -> "tuple[IO[bytes], tuple[int, ...], bool, np.dtype[Any]]":
+        file = archive.open(f"{name}.npy")
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return file, *read(file)
+
+    with _archive(path) as archive:
+        file, shape, by_columns, dtype = opened(archive)
+        file.close()
+    if not shape or dtype.kind not in "buif":
+        raise DataError(f"{path}: expected {name} to be rows of numbers; found shape {shape}, type {dtype}.")
+
+    def stream() -> Iterator[Array]:
+        with _archive(path) as archive, opened(archive)[0] as file:
+            if by_columns:  # every row is spread over the whole file
+                whole = np.frombuffer(file.read(), dtype).reshape(shape, order="F")
+                yield from (whole[at : at + ROWS_AT_ONCE] for at in range(0, shape[0], ROWS_AT_ONCE))
+                return
+            size = dtype.itemsize * math.prod(shape[1:])
+            for at in range(0, shape[0], ROWS_AT_ONCE):
+                rows = min(ROWS_AT_ONCE, shape[0] - at)
+                yield np.frombuffer(_exactly(file, rows * size, path), dtype).reshape(rows, *shape[1:])  # type: ignore[arg-type]
+            _ended(file, path)  # type: ignore[arg-type]
+
+    return shape, dtype, stream
 
 
 def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any] = lambda i: i >= 0) -> Split:
-    labels = _npz_array(path, y).reshape(-1)
-    array = _npz_array(path, x)
-    if len(array) != len(labels):
-        raise DataError(f"{path}: {len(array)} rows in {x} and {len(labels)} in {y}; the numbers must be equal.")
-    chosen = np.flatnonzero(keep(np.arange(len(labels))))
-    scale = 255.0 if array.dtype == np.uint8 else 1.0
-    shape = array.shape[1:]
-    del array
+    label_shape, label_dtype, label_stream = _npz_rows(path, y)
+    shape, dtype, stream = _npz_rows(path, x)
+    if shape[0] != label_shape[0]:
+        raise DataError(f"{path}: {shape[0]} rows in {x} and {label_shape[0]} in {y}; the numbers must be equal.")
+    if math.prod(label_shape) != label_shape[0]:
+        raise DataError(f"{path}: expected one number for each row in {y}; found shape {label_shape}.")
+    chosen = np.flatnonzero(keep(np.arange(shape[0])))
+    scale = 255.0 if dtype == np.uint8 else 1.0
 
     def passes() -> Iterator[torch.Tensor]:
-        rows = _npz_array(path, x)
-        for start in range(0, len(chosen), ROWS_AT_ONCE):
-            yield torch.from_numpy(rows[chosen[start : start + ROWS_AT_ONCE]].astype(np.float32) / scale)
+        start = 0
+        for rows in stream():
+            kept = rows[keep(np.arange(start, start + len(rows)))]
+            start += len(rows)
+            yield torch.from_numpy(kept.astype(np.float32) / np.float32(scale))
 
-    targets = labels[chosen]
-    y_tensor = torch.from_numpy(targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64))
-    return Split(name=title, count=len(chosen), shape=shape, labels=y_tensor, open=passes)
+    kind = np.float32 if label_dtype.kind == "f" else np.int64
+    labels = np.concatenate([np.zeros(0, kind), *(rows.reshape(-1).astype(kind) for rows in label_stream())])
+    return Split(name=title, count=len(chosen), shape=shape[1:], labels=torch.from_numpy(labels[chosen]), open=passes)
 
 
 def _folder(folder: Path, image_size: int | None) -> tuple[Any, Any]:
@@ -235,28 +294,34 @@ def _folder(folder: Path, image_size: int | None) -> tuple[Any, Any]:
     def images(path: Path) -> Any:
         try:
             return datasets.ImageFolder(str(path), transform=change)
-        except (FileNotFoundError, OSError) as error:
-            raise DataError(
-                f"--data folder:{path}: {str(error).splitlines()[0]}. Expected one directory of images per class."
-            ) from None
+        except OSError as error:
+            raise DataError(f"--data folder:{path}: expected one directory of images per class. {error}.") from None
 
     if (folder / "train").is_dir() and (folder / "test").is_dir():
-        return images(folder / "train"), images(folder / "test")
+        train, test = images(folder / "train"), images(folder / "test")
+        return train, _Part(test, range(len(test)), _numbered_as(train, test, folder))
     found = images(folder)
-    return _Part(found, [i for i in range(len(found)) if i % 5 != 4]), _Part(
-        found, [i for i in range(len(found)) if i % 5 == 4]
-    )
+    parts = [[i for i in range(len(found)) if (i % 5 == 4) is is_test] for is_test in (False, True)]
+    train, test = (_Part(found, part, [found.targets[i] for i in part]) for part in parts)
+    return train, test
+
+
+def _numbered_as(train: Any, test: Any, folder: Path) -> list[int]:
+    """Labels of `test` by the class numbers of `train`: each directory alone is numbered by its own names."""
+    unknown = sorted(set(test.classes) - set(train.classes))
+    if unknown:
+        raise DataError(f"--data folder:{folder}: test has class {', '.join(unknown)}, which train has not.")
+    return [train.class_to_idx[test.classes[label]] for label in test.targets]
 
 
 class _Part:
-    """Some items of a map-style data set."""
+    """Some items of a map-style data set, with labels of our own."""
 
-    def __init__(self, items: Any, chosen: list[int]) -> None:
-        self._items, self._chosen = items, chosen
-        self.targets = [items.targets[i] for i in chosen]
+    def __init__(self, items: Any, chosen: Sequence[int], targets: list[int]) -> None:
+        self._items, self._chosen, self.targets = items, chosen, targets
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     def __getitem__(self, index: int) -> Any:
-        return self._items[self._chosen[index]]
+        return self._items[self._chosen[index]][0], self.targets[index]
