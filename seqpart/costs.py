@@ -5,6 +5,7 @@ be born and die, so every live byte between the operations is counted exactly; w
 operation is not seen, and belongs to the plan's margin.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,13 +135,14 @@ def _measure_block(block: Block, shape: tuple[int, ...], dtype: torch.dtype, gra
     module.train()
     trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
     try:
-        with mode, _quiet_random():
+        with mode, _quiet_random(), _quiet_log():
             training = _watch_training(module, tensors, shape, dtype, granule)
             inference, flops = _watch_inference(module, tensors, shape, dtype, granule)
     except ModelError as error:
         raise ModelError(f"{block}: {error}") from None
     except Exception as error:
-        text = f"{block} cannot take rows of shape {shape[1:]}: {str(error).splitlines()[0] if str(error) else error!r}"
+        reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
+        text = f"{block} cannot take rows of shape {shape[1:]}: {reason}. Change the block, or the rows."
         raise (DataError(text) if block.number == 0 else ModelError(text)) from error
     return replace(
         training,
@@ -150,6 +152,17 @@ def _measure_block(block: Block, shape: tuple[int, ...], dtype: torch.dtype, gra
         inference_peak=inference,
         flops=flops,
     )
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """torch logs the traceback of an operation that refuses its input; we say so in words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

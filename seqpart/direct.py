@@ -7,6 +7,7 @@ system refuses it the same calls go through the cache and drop the pages behind 
 
 import errno
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Self
@@ -138,24 +139,36 @@ def explained(error: OSError, path: Path) -> StoreError:
 def probe_disk(folder: Path, nbytes: int = 64 << 20) -> tuple[float, float]:
     """(read, write) speed in bytes/s of the disk under `folder`, from a file of `nbytes` that is removed again.
 
-    Costs two requests' worth of memory. Raises StoreError where the folder cannot be written.
+    Costs two requests' worth of memory, and never more than half of what is free on the disk. Raises StoreError where
+    the folder cannot be written.
     """
+    if not folder.is_dir():
+        raise DirectoryUnusable(f"cannot use {folder}: it is not a directory. Give a directory that you may write to.")
     path = folder / f".probe-{os.getpid()}"
+    nbytes = min(nbytes, max(PAGE, _free(folder) // 2 // PAGE * PAGE))
     memory = bytes_of(aligned(REQUEST))
     memory[:] = os.urandom(PAGE) * (REQUEST // PAGE)
     try:
         with DirectFile(path, write=True) as file:
             began = time.perf_counter()
             for offset in range(0, nbytes, REQUEST):
-                file.write_from(memory, offset)
+                file.write_from(memory[: nbytes - offset], offset)
             file.finish(nbytes, durable=True)
             write = nbytes / (time.perf_counter() - began)
         with DirectFile(path) as file:
             began = time.perf_counter()
             for offset in range(0, nbytes, REQUEST):
-                file.read_into(memory, offset)
+                file.read_into(memory[: nbytes - offset], offset)
             read = nbytes / (time.perf_counter() - began)
+    except CorruptFile:  # it is not there because it could not be made, as in /proc
+        raise DirectoryUnusable(f"cannot write in {folder}. Give a directory that you may write to.") from None
     finally:
-        if path.exists():  # unlink() would hide the error of a folder that is none
-            path.unlink()
+        path.unlink(missing_ok=True)
     return read, write
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise DirectoryUnusable(f"cannot use {folder}: {error.strerror}. Give a directory that you may write to.") from None

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from seqpart.device import describe_versions, host_memory_free, open_device
 from seqpart.direct import DirectFile, probe_disk
+from seqpart.errors import OptionError
 from seqpart.meter import Gauge, measure_runtime
 from seqpart.units import format_size
 
@@ -23,6 +24,8 @@ def doctor(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--offload-dir", type=Path, default=Path(), help="directory whose disk to probe (default: here)")
     options = parser.parse_args(arguments)
+    if not options.offload_dir.is_dir():
+        raise OptionError(f"--offload-dir: expected a directory; {options.offload_dir} is none.")
     device = open_device(options.device)
     device.settle()
     runtime = measure_runtime(device)

@@ -49,6 +49,17 @@ class Prepared:
     arena_bytes: int
 
 
+def limit_of(settings: Settings, device: Device) -> int:
+    """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
+    total = device.total_memory()
+    limit = parse_size(settings.mem_limit, total=total, free=device.free_memory(), name="--mem-limit")
+    if limit > total:
+        raise OptionError(
+            f"--mem-limit: {format_size(limit)} were asked for, and the device has {format_size(total)}. Give less, or auto."
+        )
+    return limit
+
+
 class Preparation:
     """Holds the inputs while the plan is made, and again when a failed allocation asks for a smaller micro-batch."""
 
@@ -70,7 +81,7 @@ class Preparation:
         self._possible_optimizers()
         self.live_bytes = sum(block.live_bytes for block in self.chain)
         self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
-        self.limit = parse_size(settings.mem_limit, total=device.total_memory(), free=device.free_memory(), name="--mem-limit")
+        self.limit = limit_of(settings, device)
         self.folder = folder
         self.rates = self._measure_rates()
 

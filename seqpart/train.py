@@ -5,7 +5,8 @@ import itertools
 import signal
 import sys
 import tomllib
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,15 +15,16 @@ from typing import Any
 import tyro
 
 from seqpart.doctor import doctor
-from seqpart.errors import OptionError, SeqpartError
+from seqpart.errors import BadInput, OptionError, SeqpartError
 from seqpart.ingest import as_split, count_classes
 from seqpart.plan import Plan
+from seqpart.preparation import limit_of
 from seqpart.report import Reporter
 from seqpart.rundir import write_text
 from seqpart.schedule import one_at_a_time, to_text
 from seqpart.settings import Settings
 from seqpart.trainer import Trainer
-from seqpart.units import format_size, parse_size
+from seqpart.units import format_size
 from seqpart.zoo import datasets, models
 from seqpart.zoo.loading import called
 
@@ -79,32 +81,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """The console script: `seqpart train`, `seqpart plan` (a dry run), `seqpart doctor`."""
-    arguments = sys.argv[1:]
-    command = arguments[0] if arguments else ""
+    command, *arguments = sys.argv[1:] or [""]
     if command == "train":
-        sys.exit(main(arguments[1:]))
+        sys.exit(main(arguments))
     if command == "plan":
-        sys.exit(main([*arguments[1:], "--dry-run"]))
+        sys.exit(main([*arguments, "--dry-run"]))
     if command == "doctor":
-        sys.exit(_guarded(lambda: doctor(arguments[1:]), debug=False))
-    print("usage: seqpart {train,plan,doctor} [options]; seqpart train --help shows them", file=sys.stderr)
-    sys.exit(0 if command in ("-h", "--help") else 2)
+        sys.exit(_guarded(lambda: doctor(arguments), debug=False))
+    asked = command in ("-h", "--help")
+    usage = "usage: seqpart {train,plan,doctor} [options]; seqpart train --help shows them"
+    print(usage, file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else BadInput.exit_code)
 
 
-def _guarded(work: Any, *, debug: bool) -> int:
+def _guarded(work: Callable[[], None], *, debug: bool) -> int:
     """Run `work`; a user's mistake becomes one message and its exit code."""
-    signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         work()
     except SeqpartError as error:
         if debug:
-            raise
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-        print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
+            traceback.print_exc()
+        else:
+            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+            print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted: the run's scratch files are removed; earlier results are untouched.", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -113,11 +119,12 @@ def _terminated(_: int, __: FrameType | None) -> None:
 
 
 def _parsed(arguments: list[str]) -> Job:
-    return tyro.cli(Job, args=[*_from_config(arguments), *arguments], prog="seqpart.train", config=(tyro.conf.OmitArgPrefixes,))
+    arguments = [*_from_config(arguments), *arguments]
+    return tyro.cli(Job, args=arguments, prog="python -m seqpart.train", config=(tyro.conf.OmitArgPrefixes,))
 
 
 def _from_config(arguments: list[str]) -> list[str]:
-    """The options of `--config FILE` that the command line does not give itself, as arguments before it."""
+    """The options of `--config FILE` as arguments; those of the command line stand behind them and win."""
     paths = [b for a, b in itertools.pairwise(arguments) if a == "--config"] + [
         a.partition("=")[2] for a in arguments if a.startswith("--config=")
     ]
@@ -130,31 +137,34 @@ def _from_config(arguments: list[str]) -> list[str]:
         raise OptionError(f"--config: cannot read {path}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"--config: {path} is not TOML: {error}.") from None
-    known = {field.name: field for field in dataclasses.fields(Job)}
+    known = {field.name: field for field in dataclasses.fields(Job) if field.name != "config"}
     unknown = sorted(key for key in table if key.replace("-", "_") not in known)
     if unknown:
-        raise OptionError(f"--config: {path} has unknown option(s) {', '.join(unknown)}.")
-    given = {a.partition("=")[0] for a in arguments}
-    words: list[str] = []
-    for key, value in table.items():
-        flag = "--" + key.replace("_", "-")
-        if flag in given or "--no-" + flag[2:] in given:
-            continue
-        words += _as_arguments(flag, value, known[key.replace("-", "_")].type is bool)
-    return words
+        raise OptionError(
+            f"--config: {path} has unknown option(s) {', '.join(unknown)}. Its keys are the flags of --help without the dashes."
+        )
+    return [
+        word
+        for key, value in table.items()
+        for word in _as_arguments(key.replace("_", "-"), value, known[key.replace("-", "_")].type is bool)
+    ]
 
 
-def _as_arguments(flag: str, value: Any, switch: bool) -> list[str]:
+def _as_arguments(name: str, value: Any, switch: bool) -> list[str]:
     if switch:
         if not isinstance(value, bool):
-            raise OptionError(f"--config: {flag[2:]} must be true or false; found {value!r}.")
-        return [flag] if value else []
+            raise OptionError(f"--config: {name} must be true or false; found {value!r}.")
+        return [f"--{name}"] if value else []
+    if isinstance(value, dict):
+        raise OptionError(f"--config: {name} must be a value or a list of values; found a table.")
     if isinstance(value, bool):
         value = "yes" if value else "no"
-    return [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return [f"--{name}={','.join(map(str, value)) if isinstance(value, list) else value}"]
 
 
 def _train(job: Job) -> None:
+    if job.plan and (job.partitions != "auto" or job.micro_batch_size is not None):
+        raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
     reporter = Reporter(quiet=job.quiet)
     train, test = datasets.load(job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size)
     trainer = Trainer(None, **job.settings(), quiet=job.quiet)
@@ -186,11 +196,10 @@ def _model(job: Job, trainer: Trainer, shape: tuple[int, ...], classes: int, rep
         inputs *= size
     width = models.WIDTH if job.width is None else job.width
     if width < 1 or (job.depth is not None and job.depth < 0):
-        raise OptionError(f"--width and --depth: expected whole numbers above zero; found {width} and {job.depth}.")
+        raise OptionError(f"--width and --depth: expected whole numbers, from 1 and from 0 up; found {width} and {job.depth}.")
     depth = job.depth
     if depth is None:
-        device = trainer.device
-        limit = parse_size(job.mem_limit, total=device.total_memory(), free=device.free_memory(), name="--mem-limit")
+        limit = limit_of(job, trainer.device)
         depth = models.depth_for(limit, inputs, max(classes, 1), width)
         reporter.say(
             f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
