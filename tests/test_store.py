@@ -1,0 +1,309 @@
+"""Homes: what was put is what is got, from every tier; a damaged or torn file is named and never used."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from seqpart import store as store_room
+from seqpart.arena import Arena
+from seqpart.device import Device
+from seqpart.direct import PAGE, aligned
+from seqpart.errors import CorruptFile, DiskFull
+from seqpart.layout import Layout, TensorSpec, spec_of
+from seqpart.store import Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path, Device())
+    yield made
+    made.close()
+
+
+def tensors_of_a_block():
+    return {
+        "weight": torch.randn(33, 70),
+        "half": torch.randn(7, 3).to(torch.bfloat16),
+        "steps": torch.tensor(12),
+        "mask": torch.rand(5) > 0.5,
+        "nothing": torch.zeros(0, 4),
+    }
+
+
+def flat_of(tensors):
+    layout = Layout.of(spec_of(name, tensor) for name, tensor in tensors.items())
+    flat = aligned(layout.nbytes)
+    for name, view in layout.views(flat).items():
+        view.copy_(tensors[name])
+    return layout, flat
+
+
+def noise(numbers):
+    return flat_of({"w": torch.randn(numbers)})
+
+
+def got(store, name):
+    layout = store.layout(name)
+    flat = aligned(layout.nbytes)
+    store.get(name, flat)
+    return layout.views(flat)
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def flip(path, byte, bit=0):
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20], ids=["disk", "ram"])
+def test_every_tier_gives_back_the_same_bytes(tmp_path, budget):
+    store = Store(tmp_path, Device(), Arena(budget, Device()) if budget else None)
+    tensors = tensors_of_a_block()
+    store.put("home", *flat_of(tensors))
+    assert "home" in store
+    assert store.tier("home") == ("ram" if budget else "disk")
+    assert (store.path("home") is None) == bool(budget)
+    assert same(got(store, "home"), tensors)
+    store.close()
+
+
+def test_a_full_arena_sends_the_next_home_to_the_disk(tmp_path):
+    store = Store(tmp_path, Device(), Arena(PAGE, Device()))
+    for name in ("first", "second"):
+        store.put(name, *flat_of({"w": torch.full((9,), float(len(name)))}))
+    assert [store.tier(name) for name in ("first", "second")] == ["ram", "disk"]
+    assert [got(store, name)["w"][0].item() for name in ("first", "second")] == [5, 6]
+    store.discard("first")
+    store.put("third", *noise(9))
+    assert store.tier("third") == "ram"
+    store.close()
+
+
+def test_a_home_is_a_file_that_the_safetensors_library_reads(store):
+    tensors = tensors_of_a_block()
+    store.put("home", *flat_of(tensors))
+    path = store.path("home")
+    assert same(load_file(path), tensors)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "crc32": f"{store.checksum('home'):010d}"}
+
+
+def test_data_starts_on_a_page_and_the_file_ends_with_the_last_tensor(store):
+    layout, flat = noise(1000)
+    store.put("home", layout, flat)
+    size = store.path("home").stat().st_size
+    assert (size - layout.nbytes) % PAGE == 0
+    assert store.traffic.bytes_written == layout.nbytes, "the header is not traffic"
+    got(store, "home")
+    assert store.traffic.bytes_read == layout.nbytes
+
+
+def test_long_homes_are_moved_by_several_requests(store, monkeypatch):
+    monkeypatch.setattr(store_room, "REQUEST", 2 * PAGE)
+    tensors = {"w": torch.randn(5 * PAGE // 2 + 1)}
+    store.put("home", *flat_of(tensors))
+    assert same(got(store, "home"), tensors)
+    flip(store.path("home"), store.path("home").stat().st_size - 1)
+    with pytest.raises(CorruptFile, match="is damaged"):
+        got(store, "home")
+
+
+def test_a_second_put_replaces_the_first_and_leaves_one_file(store, tmp_path):
+    for value in (1.0, 2.0):
+        store.put("home", *flat_of({"w": torch.full((5,), value)}))
+    assert got(store, "home")["w"].tolist() == [2.0] * 5
+    assert [path.name for path in tmp_path.iterdir()] == ["home.safetensors"]
+
+
+def test_many_homes_go_and_come_together(store):
+    flats = {f"home-{n}": noise(100 + n) for n in range(9)}
+    store.put_all((name, layout, flat) for name, (layout, flat) in flats.items())
+    back = {name: aligned(layout.nbytes) for name, (layout, _) in flats.items()}
+    store.get_all(back.items())
+    for name, (layout, flat) in flats.items():
+        assert torch.equal(back[name][: layout.nbytes], flat[: layout.nbytes])
+
+
+def test_an_error_of_one_home_among_many_is_raised(store):
+    names = [f"home-{n}" for n in range(5)]
+    store.put_all((name, *noise(9)) for name in names)
+    store.path("home-3").unlink()
+    with pytest.raises(CorruptFile, match=r"home-3\.safetensors is missing"):
+        store.get_all((name, aligned(36)) for name in names)
+
+
+def test_a_discarded_home_is_gone_from_the_disk_and_twice_is_no_error(store, tmp_path):
+    store.put("home", *noise(9))
+    store.discard("home")
+    store.discard("home")
+    assert "home" not in store
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_file_is_named_and_never_used(store):
+    layout, flat = noise(3000)
+    store.put("home", layout, flat)
+    path = store.path("home")
+    whole = path.read_bytes()
+    for length in (len(whole) - 1, len(whole) - PAGE, PAGE + 1, PAGE):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorruptFile, match=r"home\.safetensors is shorter than it was written"):
+            store.get("home", flat)
+    for length in (PAGE - 1, 8, 1, 0):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+            store.get("home", flat)
+
+
+@pytest.mark.parametrize("byte", [PAGE, PAGE + 1234, -1])
+def test_a_flipped_bit_of_the_data_is_named(store, byte):
+    store.put("home", *noise(3000))
+    flip(store.path("home"), byte)
+    with pytest.raises(CorruptFile, match=r"home\.safetensors is damaged: its checksum is not the one that was written"):
+        got(store, "home")
+
+
+@pytest.mark.parametrize("byte", [0, 3, 20, 60, PAGE - 1])
+def test_a_flipped_bit_of_the_header_is_named(store, byte):
+    store.put("home", *noise(9))
+    flip(store.path("home"), byte)
+    with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+        got(store, "home")
+
+
+def test_a_deleted_home_is_named(store):
+    store.put("home", *noise(9))
+    store.path("home").unlink()
+    with pytest.raises(CorruptFile, match=r"home\.safetensors is missing"):
+        got(store, "home")
+
+
+def test_the_file_of_another_home_is_not_taken_for_this_one(store):
+    for name in ("home", "other"):
+        store.put(name, *noise(9))
+    store.path("home").write_bytes(store.path("other").read_bytes())
+    with pytest.raises(CorruptFile, match="is not the file that this run wrote"):
+        got(store, "home")
+
+
+def test_an_older_version_of_the_same_home_is_not_taken_for_the_new_one(store):
+    store.put("home", *noise(9))
+    old = store.path("home").read_bytes()
+    store.put("home", *noise(9))
+    store.path("home").write_bytes(old)
+    with pytest.raises(CorruptFile, match="is not the file that this run wrote"):
+        got(store, "home")
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_the_old_home_is_intact_when_a_put_fails_midway(store, tmp_path, monkeypatch, call):
+    monkeypatch.setattr(store_room, "REQUEST", 2 * PAGE)
+    old = {"w": torch.randn(4 * PAGE // 4)}
+    store.put("home", *flat_of(old))
+    real, calls = os.pwritev, []
+
+    def filling_up(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(DiskFull, match="Earlier files are untouched"):
+        patched.setattr(os, "pwritev", filling_up)
+        store.put("home", *noise(4 * PAGE // 4))
+    assert len(calls) == call
+    assert same(got(store, "home"), old)
+    assert [path.name for path in tmp_path.iterdir()] == ["home.safetensors"]
+
+
+def test_a_home_that_could_not_be_put_is_not_there(store, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(DiskFull, match=r"home\.safetensors"):
+        store.put("home", *noise(9))
+    assert "home" not in store
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rename_that_fails_leaves_the_old_home_and_no_part(store, tmp_path, monkeypatch):
+    old = {"w": torch.randn(9)}
+    store.put("home", *flat_of(old))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(DiskFull):
+        patched.setattr("pathlib.Path.replace", full)
+        store.put("home", *noise(9))
+    assert same(got(store, "home"), old)
+    assert [path.name for path in tmp_path.iterdir()] == ["home.safetensors"]
+
+
+def test_a_real_limit_on_the_disk_leaves_the_old_home(tmp_path):
+    """RLIMIT_FSIZE stops the second put in the middle of its data; in a process of its own, since it holds for all files."""
+    program = """
+import resource, sys
+from pathlib import Path
+import torch
+from seqpart.device import Device
+from seqpart.direct import aligned
+from seqpart.errors import StoreError
+from seqpart.layout import Layout, TensorSpec
+from seqpart.store import Store
+store = Store(Path(sys.argv[1]), Device())
+small, large = (Layout.of([TensorSpec(name="w", shape=(n,), dtype=torch.uint8)]) for n in (4096, 65536))
+store.put("home", small, aligned(4096).fill_(7))
+resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+try:
+    store.put("home", large, aligned(65536).fill_(8))
+except StoreError as error:
+    print(type(error).__name__, error)
+back = aligned(4096)
+store.get("home", back)
+print((back == 7).all().item(), [path.name for path in Path(sys.argv[1]).iterdir()])
+store.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True, timeout=120)
+    assert "File too large" in done.stdout
+    assert "True ['home.safetensors']" in done.stdout
+
+
+def test_a_file_system_without_direct_transfers_keeps_homes_too(tmp_path, monkeypatch):
+    real = os.open
+
+    def refusing(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    store, tensors = Store(tmp_path, Device()), tensors_of_a_block()
+    store.put("home", *flat_of(tensors))
+    assert same(got(store, "home"), tensors)
+    store.close()
+
+
+def test_a_block_without_tensors_has_an_empty_home(store):
+    layout = Layout.of([])
+    store.put("home", layout, aligned(0))
+    store.get("home", aligned(0))
+    assert load_file(store.path("home")) == {}
+
+
+def test_names_and_layouts_of_a_home_are_those_that_were_put(store):
+    layout = Layout.of([TensorSpec(name="block.weight", shape=(2, 3), dtype=torch.float32)])
+    store.put("home", layout, aligned(layout.nbytes).zero_())
+    assert store.layout("home") == layout
+    assert "other" not in store
