@@ -45,9 +45,10 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 class DirectFile:
     """One open file. Reads and writes take page-aligned memory, offsets and sizes (the end of the file may be ragged)."""
 
-    def __init__(self, path: Path, *, write: bool = False) -> None:
+    def __init__(self, path: Path, *, write: bool = False, keep: bool = False) -> None:
+        """`write` makes the file, or empties it; with `keep` its old blocks on the disk stay, to be written over."""
         self.path = path
-        self._flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if write else os.O_RDONLY
+        self._flags = (os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC)) if write else os.O_RDONLY
         self.direct = hasattr(os, "O_DIRECT")
         self._written = 0
         try:

@@ -12,7 +12,8 @@ from rich.table import Table
 from seqpart.device import describe_versions, host_memory_free, open_device
 from seqpart.direct import DirectFile, probe_disk
 from seqpart.errors import OptionError
-from seqpart.meter import Gauge, measure_runtime
+from seqpart.gauge import Gauge
+from seqpart.meter import measure_runtime
 from seqpart.units import format_size
 
 PACKAGES = ("torchvision", "numpy", "psutil", "nvidia-ml-py", "ptflops", "safetensors", "rich", "tyro", "scikit-learn")

@@ -1,144 +1,25 @@
-"""How much memory there is, read from the kernel and the driver, and the limit that they enforce.
-
-On CPU the figure is RssAnon + RssShmem of the process tree: memory that only this program holds. VmHWM and RSS would
-add file pages, which the kernel drops at will. On CUDA it is NVML's figure for this process, context included.
-"""
+"""The limit: sampled all through a run, enforced by the kernel or the allocator, proven in the last line."""
 
 import gc
-import os
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from seqpart.device import Device
 from seqpart.errors import DoesNotFit
+from seqpart.gauge import Gauge, read_process
 from seqpart.units import format_limit, format_size
-
-_STATUS_FIELDS = ("RssAnon", "RssShmem", "RssFile", "VmData")
-THREAD_STACKS = 3 * (8 << 20)
-"""Reserved, not used: the stacks of threads that start after the limit is set."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One look at the memory, in bytes."""
-
-    anon: int = 0
-    shmem: int = 0
-    file: int = 0
-    data: int = 0
-
-    def __add__(self, other: "Reading") -> "Reading":
-        return Reading(self.anon + other.anon, self.shmem + other.shmem, self.file + other.file, self.data + other.data)
-
-
-def read_process(pid: int | str = "self") -> Reading:
-    """The kernel's figures for one process; zeros when it is gone."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            lines = status.read().split(b"\n")
-    except (FileNotFoundError, ProcessLookupError):
-        return Reading()
-    found = {}
-    for line in lines:
-        key, _, value = line.partition(b":")
-        found[key] = value
-    return Reading(*(int(found[name.encode()].split()[0]) * 1024 if name.encode() in found else 0 for name in _STATUS_FIELDS))
-
-
-def read_tree(pid: int | None = None) -> Reading:
-    """A process and all its descendants."""
-    pid = pid or os.getpid()
-    total = read_process(pid)
-    for child in _children(pid):
-        total += read_tree(child)
-    return total
-
-
-def _children(pid: int) -> Iterator[int]:
-    try:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with open(thread / "children", "rb") as file:
-                yield from map(int, file.read().split())
-    except (FileNotFoundError, ProcessLookupError):
-        return
-
-
-class Gauge:
-    """The figure that is held against the limit on this device, and its name."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._nvml = _NvmlGauge(device.torch.index) if device.kind == "cuda" else None
-
-    @property
-    def source(self) -> str:
-        return self._nvml.source if self._nvml else "RssAnon + RssShmem of the process tree"
-
-    def read(self) -> int:
-        if self._nvml:
-            return self._nvml.read()
-        reading = read_tree()
-        return reading.anon + reading.shmem
-
-
-class _NvmlGauge:
-    """NVML's per-process figure; where the driver gives none (WSL, Windows, containers) what stands in is named."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._handle: object = None
-        self.source = "torch's reserved memory (NVML is not available; the context is not counted)"
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            # By UUID: CUDA_VISIBLE_DEVICES renumbers CUDA's indices, not NVML's.
-            uuid = str(torch.cuda.get_device_properties(index).uuid)
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        except Exception as error:
-            self.source = f"torch's reserved memory (NVML: {error}; the context is not counted)"
-            return
-        self._nvml, self._handle = pynvml, handle
-        self._others = 0
-        self._per_process = self._own() is not None
-        self.source = "NVML, this process"
-        if not self._per_process:
-            self._others = max(0, self._used() - torch.cuda.memory_reserved(index))
-            self.source = "NVML, growth of the whole device since start (no per-process figure here), plus the context"
-            self._others = max(0, self._others - _CONTEXT_GUESS)
-
-    def _own(self) -> int | None:
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-        return None
-
-    def _used(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-
-    def read(self) -> int:
-        if self._handle is None:
-            return int(torch.cuda.memory_reserved(self._index))
-        if self._per_process:
-            return self._own() or 0
-        return max(0, self._used() - self._others)
-
-
-_CONTEXT_GUESS = 512 << 20
-"""Bytes of context assumed to be ours where NVML cannot tell ours from others'."""
 
 
 class Sampler:
     """Reads the gauge every `interval` seconds in a thread, and remembers the peak and what was running then."""
 
-    def __init__(self, gauge: Gauge, limit: int, interval: float = 0.005) -> None:
+    def __init__(self, gauge: Gauge, limit: int, interval: float = 0.01) -> None:
         self.gauge, self.limit, self.interval = gauge, limit, interval
         self.label: Callable[[], str] = lambda: ""
         self.peak = self.violations = self.samples = 0

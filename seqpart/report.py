@@ -63,9 +63,9 @@ class Reporter:
         for line in plan_notes(plan):
             self.say(line)
 
-    def begin(self, phases: Sequence[Phase], limit: int, used: Callable[[], int]) -> None:
-        """Start of the loop; `used` is the peak so far, in bytes."""
-        self._bar = _Bar(self.console, phases, limit, used)
+    def begin(self, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
+        """Start of the loop at phase number `first`; `used` is the peak so far, in bytes."""
+        self._bar = _Bar(self.console, phases, first, limit, used)
 
     def listen(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -123,7 +123,7 @@ def _console(quiet: bool) -> Console:
 class _Bar:
     """The live line; absent where the output is not a terminal."""
 
-    def __init__(self, console: Console, phases: Sequence[Phase], limit: int, used: Callable[[], int]) -> None:
+    def __init__(self, console: Console, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
         self._limit, self._used, self._phases = limit, used, phases
         self._progress: Progress | None = None
         self._rows = 0
@@ -136,7 +136,7 @@ class _Bar:
                 TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, auto_refresh=False, transient=True,
             )  # fmt: skip
             # A backward pass costs about three forward passes: the bar counts that, so that its ETA is honest.
-            total = sum(phase.rows * (3 if phase.kind is PhaseKind.TRAIN else 1) for phase in phases)
+            total = sum(phase.rows * (3 if phase.kind is PhaseKind.TRAIN else 1) for phase in phases[first:])
             self._task = self._progress.add_task("starting", total=total, note="")
             self._progress.start()
 

@@ -4,12 +4,12 @@ A file of rows is a safetensors file with one tensor, `rows`, (n, row width); ro
 chunks on page boundaries. A checksum per chunk is kept while the run lives and compared at every read.
 """
 
-import zlib
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
 
 import torch
+import xxhash
 
 from seqpart.arena import Arena
 from seqpart.device import Device
@@ -113,7 +113,7 @@ class Rows:
     def _flush(self, stage: torch.Tensor) -> None:
         nbytes = self.rows_in(self._done) * self.layout.stride
         memory = bytes_of(stage.reshape(-1))
-        self._checksums.append(zlib.crc32(memory[:nbytes]))
+        self._checksums.append(xxhash.xxh3_64_intdigest(memory[:nbytes]))
         if self._file is not None:
             self._file.write_from(memory[: round_up(nbytes)], len(self._header) + self._done * self.layout.chunk_bytes)
             self.bytes_written += nbytes
@@ -136,7 +136,7 @@ class Rows:
             if self._file.read_into(memory, len(self._header) + start) < nbytes:
                 raise CorruptFile(f"{self.path} is shorter than it was written. It was not used.")
             self.bytes_read += nbytes
-        if zlib.crc32(bytes_of(into)[:nbytes]) != self._checksums[chunk]:
+        if xxhash.xxh3_64_intdigest(bytes_of(into)[:nbytes]) != self._checksums[chunk]:
             raise CorruptFile(f"{self.path} is damaged in its rows from {chunk * self.layout.chunk_rows} on. It was not used.")
 
     def discard(self) -> None:

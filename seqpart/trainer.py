@@ -18,8 +18,9 @@ from seqpart.device import describe_versions, open_device
 from seqpart.direct import aligned
 from seqpart.errors import LimitExceeded, ModelError, OptionError, OutOfMemory
 from seqpart.executor import AllocationFailed, Event, Executor, PhaseDone
+from seqpart.gauge import Gauge
 from seqpart.ingest import as_split, pour
-from seqpart.meter import Gauge, Proof, Sampler, enforced
+from seqpart.meter import Proof, Sampler, enforced
 from seqpart.methods.method import LossFunction
 from seqpart.optimizers import Build, describe
 from seqpart.plan import Plan
@@ -198,7 +199,7 @@ class _Run:
         while True:
             executor = self._executor(pool, slot, position)
             phases = self._prepared.phases
-            self._reporter.begin(phases[position.phase :], self._prepared.plan.limit, lambda: self._sampler.peak)
+            self._reporter.begin(phases, position.phase, self._prepared.plan.limit, lambda: self._sampler.peak)
             self._sampler.label = lambda executor=executor: str(executor.step)  # type: ignore[misc]
             try:
                 executor.run(checked(one_at_a_time(phases, position)))

@@ -1,0 +1,211 @@
+"""How fast a partition trains from the disk cache, against a plain PyTorch loop; how fast it is loaded and saved.
+
+    python -m benchmarks.partition_speed
+
+One SIL epoch of an inner partition (residual blocks of width 2048, batch 256, Adam, prototype objective) is run by
+seqpart in one process, fed from the boundary cache on disk, and by a plain loop over inputs in memory in another,
+with the same threads and PyTorch's default environment. The epochs alternate; the ratio is of medians. Then one
+partition is saved and loaded, alternating with the program's own disk probe and, where it is installed, with fio.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WIDTH, BLOCKS, BATCH, ROWS = 2048, 6, 256, 4096
+PAIRS, WARM = 7, 1
+
+
+def seqpart_worker(folder: Path) -> None:
+    import torch
+
+    from seqpart import Trainer
+    from seqpart.executor import PhaseDone
+    from seqpart.report import Reporter
+    from seqpart.schedule import PhaseKind
+    from seqpart.zoo.models import mlp
+
+    class Alternating(Reporter):
+        """Answers each timed epoch to the parent, and waits for its word before the next."""
+
+        def listen(self, event: object) -> None:
+            if isinstance(event, PhaseDone) and event.phase.kind is PhaseKind.TRAIN and event.phase.partition == 1:
+                answer(event.seconds)
+                wait()
+            elif isinstance(event, PhaseDone) and event.phase.kind is PhaseKind.CACHE and event.phase.partition == 0:
+                wait()
+
+    x, y = torch.randn(ROWS, 64), torch.arange(ROWS) % 10
+    trainer = Trainer(
+        mlp(64, 10, width=WIDTH, depth=BLOCKS), mem_limit="2GB", partitions=f"0,1,{BLOCKS + 1}", epochs=[1, PAIRS + WARM, 1],
+        batch_size=BATCH, output_dir=folder / "run", quiet=True,
+    )  # fmt: skip
+    trainer.fit((x, y), (x[:BATCH], y[:BATCH]), reporter=Alternating(quiet=True))
+
+
+def plain_worker() -> None:
+    import torch
+    import torch.nn.functional as F
+
+    from seqpart.zoo.models import ResidualBlock
+
+    x, y = torch.randn(ROWS, WIDTH), torch.arange(ROWS) % 10
+    model = torch.nn.Sequential(*(ResidualBlock(WIDTH) for _ in range(BLOCKS)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    directions = 16 * F.normalize(torch.randn(WIDTH, 10), dim=0) / WIDTH**0.5
+    for _ in range(PAIRS + WARM):
+        wait()
+        began = time.perf_counter()
+        for rows in torch.randperm(ROWS).split(BATCH):
+            logits = F.layer_norm(model(x[rows]), (WIDTH,)) @ directions
+            F.cross_entropy(logits, y[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        answer(time.perf_counter() - began)
+
+
+def answer(seconds: float) -> None:
+    print(seconds, flush=True)
+
+
+def wait() -> None:
+    sys.stdin.readline()
+
+
+class Worker:
+    def __init__(self, name: str, folder: Path, environment: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.partition_speed", "--worker", name, "--folder", str(folder)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        )
+
+    def epoch(self) -> float:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.communicate("go\n" * 4, timeout=300)
+
+
+def epochs(folder: Path) -> dict[str, object]:
+    # The plain loop runs as PyTorch comes: neither our allocator settings nor our OpenMP setting.
+    plain_environment = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "300000"), "THP_MEM_ALLOC_ENABLE": "0"}
+    ours, plain = Worker("seqpart", folder, {}), Worker("plain", folder, plain_environment)
+    pairs = [
+        (ours.epoch(), plain.epoch()) if n % 2 else tuple(reversed((plain.epoch(), ours.epoch()))) for n in range(PAIRS + WARM)
+    ]
+    ours.end()
+    plain.end()
+    timed = pairs[WARM:]
+    seqpart, baseline = (statistics.median(column) for column in zip(*timed, strict=True))
+    row_bytes = ROWS * WIDTH * 4
+    return {
+        "width": WIDTH, "blocks": BLOCKS, "batch": BATCH, "rows": ROWS, "pairs": timed,
+        "seqpart_seconds": seqpart, "plain_seconds": baseline, "ratio": seqpart / baseline,
+        "ratio_of_pairs_median": statistics.median(a / b for a, b in timed), "cache_bytes_per_second": row_bytes / seqpart,
+    }  # fmt: skip
+
+
+def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
+    """Save and load a partition of 20 blocks, alternating with the probes."""
+    import torch
+
+    from seqpart.blocks import as_chain, tensors_of
+    from seqpart.costs import measure_chain
+    from seqpart.device import open_device
+    from seqpart.direct import probe_disk
+    from seqpart.optimizers import choose
+    from seqpart.resident import Resident, slot_bytes
+    from seqpart.store import Store
+    from seqpart.zoo.models import ResidualBlock
+
+    device = open_device("cpu")
+    device.settle()
+    chain = as_chain([lambda: ResidualBlock(WIDTH)] * 20)
+    costs, adam = measure_chain(chain, (WIDTH,), 8), choose("adam", lr=1e-4)
+    store = Store(folder, device)
+    for block, cost in zip(chain, costs, strict=True):
+        views = cost.layout.views(flat := device.empty(cost.layout.room))
+        for name, tensor in tensors_of(block.build(device, 0)).items():
+            views[name].copy_(tensor.detach())
+        store.put(block.home, cost.layout, flat)
+    resident = Resident(0, chain, costs, store, device, optimizer=adam, seed=0)
+    slot = device.empty(slot_bytes(costs, adam)).zero_()
+    nbytes = sum(cost.weights for cost in costs)
+    seen: dict[str, list[float]] = {"load": [], "save": [], "probe_read": [], "probe_write": []}
+    for _ in range(repeats):
+        began = time.perf_counter()
+        resident.load(slot, to_train=False)
+        seen["load"].append(nbytes / (time.perf_counter() - began))
+        resident.drop(keep_state=False)
+        resident.load(slot, to_train=True)
+        for parameter in resident.trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        resident.update(None)
+        began = time.perf_counter()
+        resident.drop(keep_state=False)
+        seen["save"].append(nbytes / (time.perf_counter() - began))
+        read, write = probe_disk(folder, 512 << 20)
+        seen["probe_read"].append(read)
+        seen["probe_write"].append(write)
+        for kind, speed in fio(folder).items():
+            seen.setdefault(kind, []).append(speed)
+    store.close()
+    medians = {name: statistics.median(values) for name, values in seen.items()}
+    return {
+        "partition_bytes": nbytes, "bytes_per_second": medians, "all": seen,
+        "load_share": medians["load"] / medians["probe_read"], "save_share": medians["save"] / medians["probe_write"],
+    }  # fmt: skip
+
+
+def fio(folder: Path) -> dict[str, float]:
+    """Sequential 8 MiB direct I/O, one job, as fio sees it; nothing where fio is not installed."""
+    if not shutil.which("fio"):
+        return {}
+    found = {}
+    for kind in ("write", "read"):
+        command = [
+            "fio", "--name=probe", f"--directory={folder}", f"--rw={kind}", "--bs=8m", "--size=512m", "--direct=1",
+            "--ioengine=psync", "--output-format=json", "--unlink=0" if kind == "write" else "--unlink=1",
+        ]  # fmt: skip
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found[f"fio_{kind}"] = float(json.loads(output)["jobs"][0][kind]["bw_bytes"])
+    for left in folder.glob("probe.*"):
+        left.unlink()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", choices=["seqpart", "plain"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="directory on the disk to measure (default: a temporary one here)")
+    options = parser.parse_args()
+    if options.worker:
+        return seqpart_worker(options.folder) if options.worker == "seqpart" else plain_worker()
+    from benchmarks.record import save
+
+    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
+        result = {"epoch": epochs(Path(folder)), "homes": homes(Path(folder))}
+    epoch, home = result["epoch"], result["homes"]
+    print(
+        f"one SIL epoch: seqpart {epoch['seqpart_seconds']:.2f} s, plain {epoch['plain_seconds']:.2f} s, ratio {epoch['ratio']:.3f}"
+    )
+    print(f"boundary cache: {epoch['cache_bytes_per_second'] / 1e6:.0f} MB/s were needed and read")
+    for name, speed in home["bytes_per_second"].items():
+        print(f"{name}: {speed / 1e9:.2f} GB/s")
+    print(f"load {100 * home['load_share']:.0f} %, save {100 * home['save_share']:.0f} % of the program's own probe")
+    print(f"written to {save('partition_speed', result)}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
