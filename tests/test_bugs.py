@@ -99,7 +99,7 @@ def test_any_flipped_bit_of_a_home_s_header_is_named(tmp_path):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+        with pytest.raises(CorruptFile, match=r"home.*\.safetensors"):
             store.get("home", flat)
     store.close()
 
@@ -110,7 +110,7 @@ def test_a_file_cut_off_in_its_header_is_not_judged_by_an_earlier_one(tmp_path):
     layout = Layout.of([])
     store.put("home", layout, aligned(0))
     store.path("home").write_bytes(b"")
-    with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+    with pytest.raises(CorruptFile, match=r"home.*\.safetensors"):
         store.get("home", aligned(0))
     store.close()
 

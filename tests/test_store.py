@@ -95,7 +95,7 @@ def test_a_home_is_a_file_that_the_safetensors_library_reads(store):
     path = store.path("home")
     assert same(load_file(path), tensors)
     with safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt", "crc32": f"{store.checksum('home'):010d}"}
+        assert file.metadata()["format"] == "pt"
 
 
 def test_data_starts_on_a_page_and_the_file_ends_with_the_last_tensor(store):
@@ -118,11 +118,13 @@ def test_long_homes_are_moved_by_several_requests(store, monkeypatch):
         got(store, "home")
 
 
-def test_a_second_put_replaces_the_first_and_leaves_one_file(store, tmp_path):
-    for value in (1.0, 2.0):
-        store.put("home", *flat_of({"w": torch.full((5,), value)}))
-    assert got(store, "home")["w"].tolist() == [2.0] * 5
-    assert [path.name for path in tmp_path.iterdir()] == ["home.safetensors"]
+def test_each_put_replaces_the_one_before_whatever_its_size(store, tmp_path):
+    for number, size in enumerate((5, 5000, 1, 0, 3000)):
+        store.put("home", *flat_of({"w": torch.full((size,), float(number))}))
+        assert got(store, "home")["w"].tolist() == [number] * size
+        assert load_file(store.path("home"))["w"].tolist() == [number] * size
+    store.discard("home")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_many_homes_go_and_come_together(store):
@@ -138,7 +140,7 @@ def test_an_error_of_one_home_among_many_is_raised(store):
     names = [f"home-{n}" for n in range(5)]
     store.put_all((name, *noise(9)) for name in names)
     store.path("home-3").unlink()
-    with pytest.raises(CorruptFile, match=r"home-3\.safetensors is missing"):
+    with pytest.raises(CorruptFile, match=r"home-3.*\.safetensors is missing"):
         store.get_all((name, aligned(36)) for name in names)
 
 
@@ -157,11 +159,11 @@ def test_a_torn_file_is_named_and_never_used(store):
     whole = path.read_bytes()
     for length in (len(whole) - 1, len(whole) - PAGE, PAGE + 1, PAGE):
         path.write_bytes(whole[:length])
-        with pytest.raises(CorruptFile, match=r"home\.safetensors is shorter than it was written"):
+        with pytest.raises(CorruptFile, match=r"home.*\.safetensors is shorter than it was written"):
             store.get("home", flat)
     for length in (PAGE - 1, 8, 1, 0):
         path.write_bytes(whole[:length])
-        with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+        with pytest.raises(CorruptFile, match=r"home.*\.safetensors"):
             store.get("home", flat)
 
 
@@ -169,7 +171,7 @@ def test_a_torn_file_is_named_and_never_used(store):
 def test_a_flipped_bit_of_the_data_is_named(store, byte):
     store.put("home", *noise(3000))
     flip(store.path("home"), byte)
-    with pytest.raises(CorruptFile, match=r"home\.safetensors is damaged: its checksum is not the one that was written"):
+    with pytest.raises(CorruptFile, match=r"home.*\.safetensors is damaged: its checksum is not the one that was written"):
         got(store, "home")
 
 
@@ -177,14 +179,14 @@ def test_a_flipped_bit_of_the_data_is_named(store, byte):
 def test_a_flipped_bit_of_the_header_is_named(store, byte):
     store.put("home", *noise(9))
     flip(store.path("home"), byte)
-    with pytest.raises(CorruptFile, match=r"home\.safetensors"):
+    with pytest.raises(CorruptFile, match=r"home.*\.safetensors"):
         got(store, "home")
 
 
 def test_a_deleted_home_is_named(store):
     store.put("home", *noise(9))
     store.path("home").unlink()
-    with pytest.raises(CorruptFile, match=r"home\.safetensors is missing"):
+    with pytest.raises(CorruptFile, match=r"home.*\.safetensors is missing"):
         got(store, "home")
 
 
@@ -194,6 +196,20 @@ def test_the_file_of_another_home_is_not_taken_for_this_one(store):
     store.path("home").write_bytes(store.path("other").read_bytes())
     with pytest.raises(CorruptFile, match="is not the file that this run wrote"):
         got(store, "home")
+
+
+def test_a_put_that_failed_can_be_tried_again(store, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store.put("home", *noise(9))
+    with monkeypatch.context() as patched, pytest.raises(DiskFull):
+        patched.setattr(os, "pwritev", full)
+        store.put("home", *noise(9))
+    for _ in range(2):
+        new = {"w": torch.randn(9)}
+        store.put("home", *flat_of(new))
+        assert same(got(store, "home"), new)
 
 
 def test_an_older_version_of_the_same_home_is_not_taken_for_the_new_one(store):
@@ -223,7 +239,7 @@ def test_the_old_home_is_intact_when_a_put_fails_midway(store, tmp_path, monkeyp
         store.put("home", *noise(4 * PAGE // 4))
     assert len(calls) == call
     assert same(got(store, "home"), old)
-    assert [path.name for path in tmp_path.iterdir()] == ["home.safetensors"]
+    assert list(tmp_path.iterdir()) == [store.path("home")]
 
 
 def test_a_home_that_could_not_be_put_is_not_there(store, tmp_path, monkeypatch):
@@ -231,24 +247,10 @@ def test_a_home_that_could_not_be_put_is_not_there(store, tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(DiskFull, match=r"home\.safetensors"):
+    with pytest.raises(DiskFull, match=r"home.*\.safetensors"):
         store.put("home", *noise(9))
     assert "home" not in store
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rename_that_fails_leaves_the_old_home_and_no_part(store, tmp_path, monkeypatch):
-    old = {"w": torch.randn(9)}
-    store.put("home", *flat_of(old))
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched, pytest.raises(DiskFull):
-        patched.setattr("pathlib.Path.replace", full)
-        store.put("home", *noise(9))
-    assert same(got(store, "home"), old)
-    assert [path.name for path in tmp_path.iterdir()] == ["home.safetensors"]
 
 
 def test_a_real_limit_on_the_disk_leaves_the_old_home(tmp_path):
@@ -272,12 +274,12 @@ except StoreError as error:
     print(type(error).__name__, error)
 back = aligned(4096)
 store.get("home", back)
-print((back == 7).all().item(), [path.name for path in Path(sys.argv[1]).iterdir()])
+print((back == 7).all().item(), list(Path(sys.argv[1]).iterdir()) == [store.path("home")])
 store.close()
 """
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True, timeout=120)
     assert "File too large" in done.stdout
-    assert "True ['home.safetensors']" in done.stdout
+    assert "True True" in done.stdout
 
 
 def test_a_file_system_without_direct_transfers_keeps_homes_too(tmp_path, monkeypatch):
