@@ -236,8 +236,9 @@ def _watch_inference(
 def measure_loss(loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1) -> int:
     """Most bytes alive while `loss` judges an output (batch, *output_shape), forward and backward, beyond the output."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, LiveBytes(granule) as live:
+    with mode:
         y = torch.empty((batch, *output_shape), requires_grad=True)
+    with mode, LiveBytes(granule) as live:
         live.ignore([y])
         loss(y).backward()  # type: ignore[no-untyped-call]
         return int(live.peak)

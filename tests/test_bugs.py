@@ -8,7 +8,7 @@ from torch import nn
 
 from seqpart.arena import Arena, Extents
 from seqpart.blocks import as_chain
-from seqpart.costs import measure_chain
+from seqpart.costs import measure_chain, measure_loss
 from seqpart.device import Device
 from seqpart.direct import PAGE, aligned, probe_disk
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, ScheduleError
@@ -196,3 +196,9 @@ def test_statistics_of_a_partition_without_parameters_go_home(tmp_path):
     assert expected.count_nonzero() == 3
     assert torch.equal(read_home(resident, store)["running_mean"], expected)
     store.close()
+
+
+def test_a_loss_does_not_count_the_output_that_it_judges():
+    """The output was born under the counter, so each prediction held it twice: once with the block, once with the loss."""
+    loss, its_gradient, gradient_of_the_output = 4, 4, 2 * 1000 * 4
+    assert measure_loss(lambda y: y.sum(), (1000,), 2) == loss + its_gradient + gradient_of_the_output
