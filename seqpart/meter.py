@@ -33,10 +33,11 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        self.sample()
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        self.sample()
+        self._look_at_files()
 
     def sample(self) -> int:
         used = self.gauge.read()
@@ -52,7 +53,10 @@ class Sampler:
         while not self._stop.wait(self.interval):
             self.sample()
             if self.samples % 20 == 0:
-                self.file_growth = max(self.file_growth, read_process().file - self._file_start)
+                self._look_at_files()
+
+    def _look_at_files(self) -> None:
+        self.file_growth = max(self.file_growth, read_process().file - self._file_start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

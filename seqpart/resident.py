@@ -130,6 +130,9 @@ class Resident:
                 states = state_layouts(self._costs, self._choice)
                 items += [(b.state_home, s, r) for b, s, r in zip(self.blocks, states, self._state_regions, strict=True)]
         self._store.put_all(items)
+        if not keep_state:  # an earlier visit's would be taken for this one's, and fills the disk
+            for block in self.blocks:
+                self._store.discard(block.state_home)
         self.release()
 
     def _gather_replaced(self) -> None:

@@ -1,5 +1,6 @@
 """One test for each bug that there was, with its story. Append only."""
 
+import mmap
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from seqpart.device import Device
 from seqpart.direct import PAGE, aligned, probe_disk
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, ScheduleError
 from seqpart.layout import Layout, TensorSpec
+from seqpart.meter import Sampler
 from seqpart.optimizers import choose, describe
 from seqpart.resident import Resident, slot_bytes
 from seqpart.rows import RowLayout, Rows
@@ -202,3 +204,31 @@ def test_a_loss_does_not_count_the_output_that_it_judges():
     """The output was born under the counter, so each prediction held it twice: once with the block, once with the loss."""
     loss, its_gradient, gradient_of_the_output = 4, 4, 2 * 1000 * 4
     assert measure_loss(lambda y: y.sum(), (1000,), 2) == loss + its_gradient + gradient_of_the_output
+
+
+def test_optimizer_state_that_is_not_kept_is_not_found_again(tmp_path):
+    """The state of an earlier visit stayed at home, to be loaded as if it were the last one's."""
+    resident, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
+    for keep_state in (True, False):
+        resident.load(slot, to_train=True)
+        resident.forward(torch.ones(2, 3), training=True, key=(0,)).sum().backward()
+        resident.update(None)
+        resident.drop(keep_state=keep_state)
+        assert (resident.blocks[0].state_home in store) == keep_state
+    store.close()
+
+
+def test_a_run_shorter_than_twenty_samples_has_its_file_pages_counted(tmp_path):
+    """File pages were looked at with every twentieth sample only, so the proof of a short run said that they grew by 0."""
+
+    class Still:
+        def read(self):
+            return 0
+
+    path = tmp_path / "file"
+    path.write_bytes(bytes(16 << 20))
+    sampler = Sampler(Still(), limit=1)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert not any(mapped[at] for at in range(0, 16 << 20, PAGE))
+        sampler.stop()
+    assert sampler.file_growth >= 16 << 20
