@@ -161,8 +161,8 @@ def open_device(name: str) -> Device:
     """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. Raises OptionError for anything else."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return Device()
-    kind, _, index = name.partition(":")
-    if name != "auto" and (kind != "cuda" or (index and not index.isdigit())):
+    kind, colon, index = name.partition(":")
+    if name != "auto" and (kind != "cuda" or (colon and not index.isdecimal())):
         raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N; found {name!r}.")
     if not torch.cuda.is_available():
         raise OptionError(f"--device {name}: no usable CUDA GPU was found. Use --device cpu.")

@@ -1,10 +1,15 @@
 """What every test shares: a fixed seed, and a report that names torch and the device."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from seqpart.device import describe_versions  # before torch: seqpart sets what torch reads when it loads
 
 import torch  # isort: skip
+
+# No test depends on time: a law that is checked slowly on a busy machine is no broken law.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("house")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import nn
 from seqpart.arena import Arena, Extents
 from seqpart.blocks import as_chain
 from seqpart.costs import measure_chain, measure_loss
-from seqpart.device import Device
+from seqpart.device import Device, open_device
 from seqpart.direct import PAGE, aligned, probe_disk
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, ScheduleError
 from seqpart.layout import Layout, TensorSpec
@@ -232,3 +232,9 @@ def test_a_run_shorter_than_twenty_samples_has_its_file_pages_counted(tmp_path):
         assert not any(mapped[at] for at in range(0, 16 << 20, PAGE))
         sampler.stop()
     assert sampler.file_growth >= 16 << 20
+
+
+def test_a_device_whose_number_was_forgotten_is_not_taken_for_the_first():
+    """`cuda:` was read as cuda:0."""
+    with pytest.raises(OptionError, match="expected auto, cpu, cuda or cuda:N"):
+        open_device("cuda:")

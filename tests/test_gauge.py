@@ -1,0 +1,139 @@
+"""The kernel's figures: memory that is used is seen, wherever in the process tree it is."""
+
+import mmap
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from seqpart.device import Device
+from seqpart.gauge import Gauge, Reading, _NvmlGauge, read_process, read_tree
+
+SIZE = 64 << 20
+SLACK = 8 << 20
+"""The interpreter allocates and frees some memory of its own between two looks; a tenth of SIZE is far above it."""
+
+
+@pytest.fixture
+def child():
+    """A process that holds SIZE bytes until its input closes."""
+    program = f"held = bytearray({SIZE})\nheld[::4096] = b'x' * len(held[::4096])\nprint('ready', flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.stdin.write(b"\n")
+
+
+def test_anonymous_memory_is_seen_when_it_is_touched_and_again_when_it_is_freed():
+    before = read_process()
+    held = torch.ones(SIZE, dtype=torch.uint8)
+    during = read_process()
+    del held
+    after = read_process()
+    assert abs(during.anon - before.anon - SIZE) < SLACK
+    assert abs(after.anon - before.anon) < SLACK
+
+
+def test_memory_that_is_reserved_and_not_touched_counts_as_data_only():
+    before = read_process()
+    held = torch.empty(SIZE, dtype=torch.uint8)
+    during = read_process()
+    assert abs(during.anon - before.anon) < SLACK
+    assert abs(during.data - before.data - SIZE) < SLACK
+    del held
+
+
+def test_shared_memory_is_seen_apart():
+    before = read_process()
+    with mmap.mmap(-1, SIZE) as shared:
+        shared.write(bytes(SIZE))
+        during = read_process()
+    assert abs(during.shmem - before.shmem - SIZE) < SLACK
+    assert abs(during.anon - before.anon) < SLACK
+
+
+def test_the_gauge_counts_anonymous_and_shared_memory_of_this_process():
+    gauge = Gauge(Device())
+    before = gauge.read()
+    held = torch.ones(SIZE, dtype=torch.uint8)
+    with mmap.mmap(-1, SIZE) as shared:
+        shared.write(bytes(SIZE))
+        assert abs(gauge.read() - before - 2 * SIZE) < SLACK
+    del held
+    assert "RssAnon + RssShmem" in gauge.source
+
+
+def test_a_child_s_memory_belongs_to_the_tree(child):
+    own, tree = read_process(), read_tree()
+    assert SIZE <= tree.anon - own.anon < SIZE + 4 * SLACK, "the child's interpreter is a few megabytes more"
+    assert read_process(child.pid).anon >= SIZE
+
+
+def test_the_gauge_finds_a_child_within_a_few_looks(child):
+    gauge = Gauge(Device())
+    own = read_process().anon
+    assert max(gauge.read() for _ in range(30)) - own >= SIZE - SLACK
+
+
+def test_a_process_that_is_gone_holds_nothing():
+    process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    assert read_process(int(process.stdout)) == read_tree(int(process.stdout)) == Reading()
+
+
+def test_readings_add_up():
+    assert Reading(1, 2, 3, 4) + Reading(10, 20, 30, 40) == Reading(11, 22, 33, 44)
+
+
+class Nvml(SimpleNamespace):
+    """What `pynvml` says on an invented card."""
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert uuid.startswith("GPU-")
+        return uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _):
+        return self.processes
+
+    def nvmlDeviceGetMemoryInfo(self, _):
+        return SimpleNamespace(used=self.used)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    nvml = Nvml(used=3 << 30, processes=[SimpleNamespace(pid=1, usedGpuMemory=9 << 30)])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 30)
+    return nvml
+
+
+def test_on_a_gpu_the_figure_is_the_driver_s_for_this_process(card):
+    card.processes.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=2 << 30))
+    gauge = _NvmlGauge(0)
+    assert (gauge.source, gauge.read()) == ("NVML, this process", 2 << 30)
+
+
+def test_without_a_figure_per_process_the_growth_of_the_card_stands_in_and_is_named(card):
+    card.processes.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=None))
+    gauge = _NvmlGauge(0)
+    before = gauge.read()
+    card.used += 1 << 30
+    assert gauge.read() - before == 1 << 30
+    assert before >= 1 << 30, "what is reserved already is ours"
+    assert "no per-process figure here" in gauge.source
+
+
+def test_without_a_driver_torch_s_own_count_stands_in_and_is_named(card, monkeypatch):
+    def missing():
+        raise OSError("no driver")
+
+    monkeypatch.setattr(card, "nvmlInit", missing, raising=False)
+    gauge = _NvmlGauge(0)
+    assert gauge.read() == 1 << 30
+    assert "NVML: no driver; the context is not counted" in gauge.source

@@ -1,0 +1,140 @@
+"""The limit: sampled, enforced by the kernel, proven."""
+
+import resource
+import threading
+
+import pytest
+import torch
+
+from seqpart.device import Device
+from seqpart.errors import DoesNotFit
+from seqpart.gauge import read_process
+from seqpart.meter import Proof, Sampler, enforced, measure_runtime, seconds_of, too_small
+from seqpart.units import parse_size
+
+MB = 10**6
+
+
+class Scripted:
+    """A gauge that shows the given figures one after the other, and the last one for ever."""
+
+    source = "a script"
+
+    def __init__(self, *figures):
+        self.figures = list(figures)
+        self.exhausted = threading.Event()
+
+    def read(self):
+        if len(self.figures) > 1:
+            return self.figures.pop(0)
+        self.exhausted.set()
+        return self.figures[0]
+
+
+def held_now():
+    reading = read_process()
+    return reading.anon + reading.shmem
+
+
+def test_the_peak_and_what_was_running_then_are_remembered():
+    sampler = Sampler(Scripted(5, 9, 7), limit=10)
+    for step in ("F0", "B0", "U0"):
+        sampler.label = lambda step=step: step
+        sampler.sample()
+    assert (sampler.peak, sampler.peak_label, sampler.samples, sampler.violations) == (9, "B0", 3, 0)
+
+
+def test_each_sample_over_the_limit_is_a_violation_and_the_first_is_named():
+    sampler = Sampler(Scripted(10, 11, 12, 3), limit=10)
+    for step in ("F0", "B0", "B1", "U0"):
+        sampler.label = lambda step=step: step
+        sampler.sample()
+    assert (sampler.violations, sampler.violation_label, sampler.peak_label) == (2, "B0", "B1")
+
+
+def test_the_thread_samples_until_it_is_stopped():
+    gauge = Scripted(1, 50, 2)
+    sampler = Sampler(gauge, limit=100, interval=0.001)
+    sampler.start()
+    assert gauge.exhausted.wait(60), "the thread did not look"
+    sampler.stop()
+    assert not sampler._thread.is_alive()
+    assert sampler.peak == 50
+    assert sampler.samples >= 3
+
+
+def test_a_sampler_that_never_started_still_takes_the_last_look():
+    sampler = Sampler(Scripted(7), limit=5)
+    sampler.stop()
+    assert (sampler.samples, sampler.peak, sampler.violations) == (1, 7, 1)
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(4 << 30, dtype=torch.uint8), lambda: bytearray(4 << 30)])
+def test_an_allocation_beyond_the_limit_fails_and_can_be_caught(allocate):
+    device = Device()
+    with enforced(device, held_now() + (256 << 20)):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            allocate()
+        assert device.is_out_of_memory(caught.value)
+        torch.ones(16 << 20, dtype=torch.uint8)  # what fits goes on
+    torch.empty(4 << 30, dtype=torch.uint8)  # reserved and not touched; the limit is gone
+
+
+def test_the_kernel_s_limit_is_the_old_one_again_whatever_happens_inside():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(KeyError), enforced(Device(), held_now() + (1 << 30)):
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] != before[0]
+        raise KeyError
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_stricter_limit_that_was_there_already_stays():
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    stricter = read_process().data + (512 << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (stricter, hard))
+    try:
+        with enforced(Device(), held_now() + (1 << 40)):
+            assert resource.getrlimit(resource.RLIMIT_DATA)[0] == stricter
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == stricter
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_a_limit_that_the_libraries_fill_is_refused_with_one_that_they_do_not():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(DoesNotFit, match="used up before training begins") as caught, enforced(Device(), MB):
+        pass
+    named = str(caught.value).rpartition("Give more than ")[2].rstrip(".")
+    assert parse_size(named) > MB
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_the_refusal_names_the_least_megabyte_that_is_enough():
+    assert str(too_small(100 * MB, 300 * MB + 1)).endswith("Give more than 301MB.")
+
+
+def test_the_runtime_is_measured_after_its_libraries_have_warmed_up():
+    runtime = measure_runtime(Device())
+    # What the garbage collector and the allocator return between the two looks is a few megabytes.
+    assert abs(runtime - held_now()) < 64 * MB
+    assert runtime > 20 * MB, "an interpreter with torch is never smaller"
+
+
+def test_the_proof_says_all_in_one_line():
+    figures = {"limit": 2000 * MB, "peak": 1940 * MB, "source": "a script", "predicted": 1900 * MB, "runtime": 350 * MB}
+    proof = Proof(**figures, allocator_peak=None, file_growth=5 * MB, samples=812, violations=0)
+    assert str(proof) == (
+        "proof: limit 2.00 GB, measured peak 1.94 GB (a script, 812 samples), predicted 1.90 GB, "
+        "of it runtime 350.0 MB; file pages grew 5.0 MB; violations 0"
+    )
+    with_allocator = Proof(**figures, allocator_peak=1500 * MB, file_growth=0, samples=1, violations=2)
+    assert ", allocator peak 1.50 GB, " in str(with_allocator)
+    assert str(with_allocator).endswith("violations 2")
+
+
+def test_the_shortest_of_several_timings_is_taken(monkeypatch):
+    clock = iter([0.0, 5.0, 10.0, 12.0, 20.0, 29.0])
+    monkeypatch.setattr("seqpart.meter.time.perf_counter", lambda: next(clock))
+    calls = []
+    assert seconds_of(lambda: calls.append(1)) == 2.0
+    assert len(calls) == 3
