@@ -173,13 +173,14 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     """Let the module's tensors be `views`. The memory stays with its owner, who must outlive the attachment."""
-    parameters = dict(module.named_parameters())
-    for name, view in views.items():
-        if name in parameters:
-            parameters[name].data = view
-        else:
-            path, _, leaf = name.rpartition(".")
-            module.get_submodule(path)._buffers[leaf] = view
+    for name, parameter in module.named_parameters():
+        if name in views:
+            parameter.data = views[name]
+    buffers = _places(module)
+    # A buffer that two submodules share has one home, under its first name; both get the same view.
+    home = {id(buffer): name for name, buffer in buffers if name in views}
+    for name, buffer in buffers:
+        _put_buffer(module, name, views[name] if name in views else views.get(home.get(id(buffer), ""), buffer))
 
 
 def detach(module: nn.Module) -> None:
@@ -187,9 +188,19 @@ def detach(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype)
-    for name, buffer in list(module.named_buffers()):
-        path, _, leaf = name.rpartition(".")
-        module.get_submodule(path)._buffers[leaf] = torch.empty(0, dtype=buffer.dtype)
+    empty: dict[int, torch.Tensor] = {}
+    for name, buffer in _places(module):
+        _put_buffer(module, name, empty.setdefault(id(buffer), torch.empty(0, dtype=buffer.dtype)))
+
+
+def _places(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every name of every buffer."""
+    return list(module.named_buffers(remove_duplicate=False))
+
+
+def _put_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path)._buffers[leaf] = tensor
 
 
 def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
