@@ -10,17 +10,18 @@ function of (seed, partition, epoch) alone, whatever the tier.
 
 import queue
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 
 from seqpart.arena import Arena
 from seqpart.device import Device, keyed_seed
-from seqpart.direct import aligned, aligned_bytes, bytes_of
+from seqpart.direct import PAGE, aligned, aligned_bytes, bytes_of
 from seqpart.rows import RowLayout, Rows
 from seqpart.schedule import Phase, Span
 
@@ -33,7 +34,8 @@ RING = 3
 def reader_bytes(layout: RowLayout, count: int, micro_batch: int) -> int:
     """Host memory that reading takes: one window and the ring."""
     window = min(WINDOW, -(-count // layout.chunk_rows)) * layout.chunk_bytes
-    return aligned_bytes(window) + RING * aligned_bytes(micro_batch * layout.nbytes)
+    # Pages of the ring that no row ever reaches are never touched.
+    return aligned_bytes(window) + RING * 2 * PAGE + min(RING * micro_batch, count) * layout.nbytes
 
 
 def writer_bytes(layout: RowLayout, micro_batch: int) -> int:
@@ -111,11 +113,33 @@ class Boundaries:
             self.discard(split, partition)
 
 
+class ReaderThread:
+    """The one thread that reads ahead. `close` stops it wherever it is, also when an interrupt lost its Reader."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-reader")
+        self._pool.submit(int).result()  # started now: its stack belongs to the runtime
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, work: Callable[[], None]) -> "Future[None]":
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        self.stopping.set()
+        self._pool.shutdown()
+
+
 class Reader:
     """Batches of one phase in order. One thread reads ahead; an error there is raised at the next `take`."""
 
     def __init__(
-        self, rows: Rows, labels: torch.Tensor, phase: Phase, device: Device, pool: ThreadPoolExecutor,
+        self, rows: Rows, labels: torch.Tensor, phase: Phase, device: Device, thread: ReaderThread,
         *, seed: int, first_update: int = 0,
     ) -> None:  # fmt: skip
         self._rows, self._labels, self._phase, self._device = rows, labels.numpy(), phase, device
@@ -130,7 +154,8 @@ class Reader:
         for slot in range(RING):
             self._free.put((slot, None))
         self._closed = threading.Event()
-        self._work = pool.submit(self._read_ahead)
+        self._stopping = thread.stopping
+        self._work = thread.submit(self._read_ahead)
 
     def take(self) -> Batch:
         """The next batch; waits for the reader. The caller owes a `done` for it."""
@@ -185,9 +210,14 @@ class Reader:
             yield Batch(m, span, self._view(slot, span.stop - span.start), torch.from_numpy(np.concatenate(labels)), slot)
 
     def _take_slot(self) -> int | None:
-        free = self._free.get()
-        if free is None or self._closed.is_set():
-            return None
+        free = None
+        while free is None:
+            if self._closed.is_set() or self._stopping.is_set():
+                return None
+            try:
+                free = self._free.get(timeout=0.2)
+            except queue.Empty:
+                continue
         slot, event = free
         self._device.wait(event)  # the copy to the device out of this slot is over
         return slot

@@ -40,6 +40,8 @@ class BlockCost:
     """Bytes alive when it has run: what autograd saved, and its output."""
     saved_alone: int
     """The same without the output, unless autograd saved that too."""
+    saved_sizes: tuple[int, ...]
+    """Each storage among `saved`. See [Note: the heap] in simulate.py."""
     backward_peak: int
     """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
     again_peak: int
@@ -67,6 +69,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._granule = granule
         self._known: dict[int, Any] = {}
+        self.sizes: dict[int, int] = {}
+        """Bytes of every counted storage that is alive."""
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are somebody else's: weights, the input."""
@@ -87,11 +91,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = round_up(storage.nbytes(), self._granule)
         self._known[key] = weakref.ref(storage, lambda _: self._died(key, size))
         self.live += size
+        self.sizes[key] = size
         self.peak = max(self.peak, self.live)
 
     def _died(self, key: int, size: int) -> None:
         self.live -= size
         self._known.pop(key, None)
+        self.sizes.pop(key, None)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -180,6 +186,7 @@ def _watch_training(
     module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int
 ) -> BlockCost:
     peaks, saved, saved_alone = [], 0, 0
+    saved_sizes: tuple[int, ...] = ()
     forward_peak = 0
     output_shape: tuple[int, ...] = ()
     output = 0
@@ -187,12 +194,13 @@ def _watch_training(
         for _ in range(2):  # the second micro-batch adds to gradients that exist
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
             live.ignore([x, *tensors.values()])
-            before = live.live
+            before, others = live.live, set(live.sizes)
             with live.watch():
                 y = run_fake(module, tensors, x)
             if y.shape[:1] != shape[:1]:
                 raise ModelError(f"it turned {shape[0]} rows into shape {tuple(y.shape)}; dimension 0 must stay the batch.")
             forward_peak, saved = live.peak - before, live.live - before
+            saved_sizes = tuple(size for key, size in live.sizes.items() if key not in others)
             output_shape, output = tuple(y.shape[1:]), round_up(_nbytes(y), granule)
             if not y.requires_grad:  # nothing to train, and nothing to carry a gradient through
                 peaks.append(0)
@@ -211,6 +219,7 @@ def _watch_training(
             del x
     return BlockCost(
         layout=Layout(()), trainable=(), gradients=0, forward_peak=forward_peak, saved=saved, saved_alone=saved_alone,
+        saved_sizes=saved_sizes,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
         input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape, flops=0,
     )  # fmt: skip

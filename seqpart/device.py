@@ -17,6 +17,17 @@ from seqpart.direct import aligned
 from seqpart.errors import OptionError
 
 _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
+_MMAP_THRESHOLD = 65536
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+
+
+_libc = _glibc()
 
 
 class Device:
@@ -26,6 +37,8 @@ class Device:
     host_tier = "ram"
     granule = 1
     """The allocator rounds every tensor up to a multiple of this many bytes."""
+    heap_below = _MMAP_THRESHOLD - 112
+    """Tensors under this many bytes lie on the C library's heap: 112 bytes are its header and our alignment."""
     growth = 12 << 20
     """Allowed for packing buffers inside matrix kernels, small objects and the allocator's own; benchmarks/prediction.py."""
 
@@ -49,13 +62,11 @@ class Device:
         of its own, returned when it dies; the cost is page faults, most of it won back by huge pages
         (THP_MEM_ALLOC_ENABLE, set in seqpart/__init__.py).
         """
-        try:
-            libc = ctypes.CDLL("libc.so.6")
-        except OSError:  # not glibc: the meter still holds the limit
+        if _libc is None:  # the meter still holds the limit
             return
-        libc.mallopt(_M_MMAP_THRESHOLD, 65536)
-        libc.mallopt(_M_MMAP_MAX, 1 << 30)
-        libc.mallopt(_M_ARENA_MAX, 1)
+        _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+        _libc.mallopt(_M_MMAP_MAX, 1 << 30)
+        _libc.mallopt(_M_ARENA_MAX, 1)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 buffer on the device, page-aligned, owned by the caller."""
@@ -92,6 +103,8 @@ class Device:
 
     def release_cached(self) -> None:
         """Give memory that the allocator keeps for reuse back to the system."""
+        if _libc is not None:
+            _libc.malloc_trim(0)
 
     def allocator_peak(self) -> int | None:
         """Most bytes that the framework's allocator held at once, where it counts them."""
@@ -102,6 +115,7 @@ class CudaDevice(Device):
     kind = "cuda"
     host_tier = "pinned"
     granule = 512
+    heap_below = 0
     growth = 64 << 20
     """Kernel workspaces, and what the caching allocator loses to fragments."""
 

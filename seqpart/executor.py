@@ -6,12 +6,11 @@ it too, with the partition sent home and `position` telling where to go on with 
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from seqpart.activations import Batch, Boundaries, Reader
+from seqpart.activations import Batch, Boundaries, Reader, ReaderThread
 from seqpart.device import Device
 from seqpart.errors import OptionError, OutOfMemory
 from seqpart.methods.method import PartitionLoss
@@ -88,14 +87,14 @@ class Executor:
     def __init__(
         self, *, phases: Sequence[Phase], residents: Sequence[Resident], losses: Callable[[int], PartitionLoss],
         boundaries: Boundaries, cache_layouts: Sequence[RowLayout], slot: torch.Tensor, store: Store, device: Device,
-        pool: ThreadPoolExecutor, seed: int, clip_grad_norm: float | None, listen: Callable[[Event], None],
+        reader_thread: ReaderThread, seed: int, clip_grad_norm: float | None, listen: Callable[[Event], None],
         guard: Callable[[], None], start: Position,
     ) -> None:  # fmt: skip
         self.position, self.step = start, Step(Verb.LOAD, 0)
         self._start = start
         self._phases, self._residents, self._losses = phases, residents, losses
         self._boundaries, self._cache_layouts = boundaries, cache_layouts
-        self._slot, self._store, self._device, self._pool = slot, store, device, pool
+        self._slot, self._store, self._device, self._thread = slot, store, device, reader_thread
         self._seed, self._clip, self._listen, self._guard = seed, clip_grad_norm, listen, guard
         self._loaded: dict[int, Resident] = {}
         self._loss: PartitionLoss | None = None
@@ -211,6 +210,7 @@ class Executor:
         resident.drop(keep_state=self._trains_from(step.phase + 1, step.partition))
         del self._loaded[step.partition]
         self._loss = None
+        self._device.release_cached()
         for split in ("train", "test"):
             self._boundaries.discard(split, step.partition)
         return 0, 0
@@ -240,7 +240,7 @@ class Executor:
             self._boundaries.labels[split],
             phase,
             self._device,
-            self._pool,
+            self._thread,
             seed=self._seed,
             first_update=first_update,
         )

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from seqpart.activations import reader_bytes, writer_bytes
 from seqpart.blocks import Chain
@@ -18,6 +18,8 @@ from seqpart.layout import Layout
 from seqpart.rows import RowLayout
 from seqpart.simulate import LossCost, PartitionCost, growing
 from seqpart.units import format_limit, format_size
+
+T = TypeVar("T")
 
 FORMAT = 1
 SMALLEST_EASY_MICRO_BATCH = 32
@@ -83,14 +85,27 @@ class Plan:
         try:
             found = json.loads(text)
             version = found.pop("format")
-            parts = tuple(PartitionPlan(**part) for part in found.pop("partitions"))
+            parts = tuple(_typed(PartitionPlan, part) for part in found.pop("partitions"))
             found["reasons"] = tuple(found["reasons"])
-            unknown = set(found) - {field.name for field in fields(cls)}
-            if version != FORMAT or unknown or not parts:
-                raise ValueError(f"format {version}, unknown fields {sorted(unknown)}")
-            return cls(partitions=parts, **found)
+            if version != FORMAT:
+                raise ValueError(f"format {version}")
+            edges = [0, *(part.last for part in parts)]
+            if not parts or [part.first for part in parts] != edges[:-1] or edges != sorted(set(edges)):
+                raise ValueError("its partitions do not follow each other")
+            if min(part.micro_batch for part in parts) < 1:
+                raise ValueError("micro_batch 0")
+            return _typed(cls, {**found, "partitions": parts})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OptionError(f"--plan: {name} is not a plan that --plan-out wrote ({error}).") from None
+
+
+def _typed(kind: type[T], values: dict[str, Any]) -> T:
+    """A dataclass from JSON. Raises ValueError for a number or text of another type, TypeError for other fields."""
+    for field in fields(kind):  # type: ignore[arg-type]
+        value = values.get(field.name)
+        if field.type in (int, str) and type(value) is not field.type:
+            raise ValueError(f"{field.name} is {value!r}")
+    return kind(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +126,7 @@ class Request:
     states: Sequence[Layout]
     loss_of: Callable[[int], LossCost]
     fused: bool
+    heap_below: int
     batch_size: int
     micro_batch: int | None
     starts: tuple[int, ...] | None
@@ -163,6 +179,13 @@ def micro_batches(request: Request) -> list[int]:
     return sizes
 
 
+def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
+    """The sizes of micro-batches that occur in an epoch, as parts of `micro_batch`."""
+    last = rows % batch or batch
+    sizes = {micro_batch, batch % micro_batch, last % micro_batch, min(last, micro_batch)} - {0}
+    return tuple(size / micro_batch for size in sorted(sizes))
+
+
 def _cut_at(request: Request, micro_batch: int, limit: int | None = None) -> Candidate | None:
     pieces: dict[tuple[int, int], PartitionCost] = {}
     room = (request.limit - margin_of(request.limit)) if limit is None else limit
@@ -195,7 +218,10 @@ def _grown(request: Request, micro_batch: int, first: int) -> Iterator[tuple[int
     """(last, cost) of every partition that may begin at `first`, shortest first."""
     costs = request.costs_at(micro_batch)
     ends = {*_starts(request), len(request.chain)}
-    grown = growing(costs[first:], request.states[first:], request.loss_of(micro_batch), fused=request.fused)
+    grown = growing(
+        costs[first:], request.states[first:], request.loss_of(micro_batch), fused=request.fused,
+        heap_below=request.heap_below, shares=shares_of(request.train_rows, request.batch_size, micro_batch),
+    )  # fmt: skip
     return ((last, cost) for last, cost in enumerate(grown, start=first + 1) if last in ends)
 
 

@@ -213,6 +213,7 @@ class Preparation:
             chain=self.chain, method=self.method.name, cuts=self.method.cuts, device=self.device.name,
             host_counts=self.device.kind == "cpu", limit=self.limit, runtime=self.runtime, growth=self.device.growth,
             costs_at=self.costs_at, states=state_layouts(costs, heaviest), loss_of=self._loss_cost, fused=heaviest.fused,
+            heap_below=self.device.heap_below,
             batch_size=batch, micro_batch=micro_batch or self.settings.micro_batch_size, starts=starts or asked, count=count,
             input_row=self.input_layout, cache_row=self._cache_row, train_rows=self.train.count,
         )  # fmt: skip
@@ -275,7 +276,10 @@ class Preparation:
         for (first, last, _), part, optimizer in zip(candidate.parts, training, optimizers, strict=True):
             blocks = self.costs_at(part.micro_batch)[first:last]
             states = state_layouts(blocks, optimizer)
-            *_, cost = growing(blocks, states, self._loss_cost(part.micro_batch), fused=optimizer.fused)
+            *_, cost = growing(
+                blocks, states, self._loss_cost(part.micro_batch), fused=optimizer.fused, heap_below=self.device.heap_below,
+                shares=planning.shares_of(self.train.count, part.batch_size, part.micro_batch),
+            )  # fmt: skip
             found.append(cost)
         return tuple(found)
 
@@ -326,7 +330,7 @@ class Preparation:
         moments = Simulator(phases, costs, self.rates, at_host).run(one_at_a_time(phases))
         weights = sum(cost.weights for cost in costs)
         widest = max((layout.home_bytes(self.train.count + self.test.count) for layout in cache_layouts[:-1]), default=0)
-        disk = 2 * weights + self.input_layout.home_bytes(self.train.count + self.test.count) + 2 * widest
+        disk = 3 * weights + self.input_layout.home_bytes(self.train.count + self.test.count) + 2 * widest
         return Plan(
             method=self.method.name, device=self.device.name, limit=self.limit, margin=planning.margin_of(self.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),

@@ -42,10 +42,21 @@ class PartitionCost:
     trainable: bool
 
 
+# [Note: the heap] A large tensor is a mapping of its own and leaves the process when it dies. A small one (`heap_below`
+# bytes: what the C library does not map) lies on the heap, and when backward frees it a gradient that was allocated
+# behind it keeps the heap from shrinking. So what autograd saved in small tensors counts until the partition is
+# dropped. Whether a tensor is small depends on the rows: the last micro-batch of an epoch may have fewer, hence `shares`.
+
+
 def growing(
-    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True
-) -> Iterator[PartitionCost]:
-    """Costs of the partitions blocks[:1], blocks[:2], ...: one block more each time, in constant time."""
+    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True, heap_below: int = 0,
+    shares: Sequence[float] = (1.0,),
+) -> Iterator[PartitionCost]:  # fmt: skip
+    """Costs of the partitions blocks[:1], blocks[:2], ...: one block more each time, in constant time.
+
+    `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
+    """
+    heaps = [0] * len(shares)
     slot = weights = state = gradients = flops = parameters = 0
     alive = forward = backward = again = inference = largest = 0
     first, trainable = blocks[0], False
@@ -59,6 +70,10 @@ def growing(
         backward = max(backward + block.gradients, start + block.backward_peak)
         again = max(again, start + block.again_peak)
         alive += block.saved
+        for index, share in enumerate(shares):
+            sizes = (int(size * share) for size in block.saved_sizes)
+            heaps[index] += sum(size for size in sizes if size < heap_below)
+        heap = max(heaps)
         gradients += block.gradients
         inference = max(inference, block.inference_peak + (block.input if block is not first else 0))
         flops += block.flops
@@ -71,10 +86,10 @@ def growing(
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
             weights=weights, state=state, slot=slot, gradients=gradients, saved=alive,
-            train_peak=own + max(forward, alive + loss_peak, backward),
-            again_peak=own + gradients + max(forward, alive + loss_peak, again),
-            inference_peak=own + max(inference, block.output + loss_peak),
-            update_peak=own + gradients + (0 if fused else 2 * largest),
+            train_peak=own + max(forward, alive + loss_peak, backward + heap),
+            again_peak=own + gradients + max(forward, alive + loss_peak, again + heap),
+            inference_peak=own + heap + max(inference, block.output + loss_peak),
+            update_peak=own + heap + gradients + (0 if fused else 2 * largest),
             input_row=first.input_row, output_row=block.output // rows, row_flops=flops // rows,
             parameters=parameters, trainable=trainable,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from seqpart.activations import Boundaries
+from seqpart.activations import Boundaries, ReaderThread
 from seqpart.arena import Arena
 from seqpart.blocks import attach, detach, layout_of, tensors_of
 from seqpart.checkpoint import WEIGHTS, export_weights
@@ -135,8 +134,7 @@ class _Run:
         plan = self._prepared.plan
         self._reporter.plan(plan)
         directory = self._open_directories(plan)
-        reader_pool = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="seqpart-reader"))
-        reader_pool.submit(int).result()  # its stack belongs to the runtime
+        reader_thread = self._stack.enter_context(ReaderThread())
         arena = Arena(self._prepared.arena_bytes, self._device) if self._prepared.arena_bytes else None
         self._store = Store(self._scratch.homes, self._device, arena)
         self._stack.callback(self._store.close)
@@ -146,7 +144,7 @@ class _Run:
         with enforced(self._device, plan.limit):
             self._pour_data()
             self._build_homes()
-            self._loop(reader_pool)
+            self._loop(reader_thread)
             export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
         return self._conclude(directory, time.perf_counter() - began)
 
@@ -192,12 +190,12 @@ class _Run:
             self._store.put(block.home, cost.layout, staging)
             detach(module)
 
-    def _loop(self, pool: ThreadPoolExecutor) -> None:
+    def _loop(self, thread: ReaderThread) -> None:
         """Run the schedule; after a failed allocation, go on from the last finished update with half the micro-batch."""
         position = Position()
         slot = self._device.empty(max(part.slot for part in self._prepared.partition_costs))
         while True:
-            executor = self._executor(pool, slot, position)
+            executor = self._executor(thread, slot, position)
             phases = self._prepared.phases
             self._reporter.begin(phases, position.phase, self._prepared.plan.limit, lambda: self._sampler.peak)
             self._sampler.label = lambda executor=executor: str(executor.step)  # type: ignore[misc]
@@ -225,7 +223,7 @@ class _Run:
             f"micro-batch {largest // 2} instead of {largest}"
         )
 
-    def _executor(self, pool: ThreadPoolExecutor, slot: torch.Tensor, start: Position) -> Executor:
+    def _executor(self, thread: ReaderThread, slot: torch.Tensor, start: Position) -> Executor:
         prepared = self._prepared
         residents = [
             Resident(
@@ -236,7 +234,7 @@ class _Run:
         ]  # fmt: skip
         return Executor(
             phases=prepared.phases, residents=residents, losses=prepared.loss, boundaries=self._boundaries,
-            cache_layouts=prepared.cache_layouts, slot=slot, store=self._store, device=self._device, pool=pool,
+            cache_layouts=prepared.cache_layouts, slot=slot, store=self._store, device=self._device, reader_thread=thread,
             seed=self._settings.seed, clip_grad_norm=self._settings.clip_grad_norm, listen=self._listen, guard=self._guard,
             start=start,
         )  # fmt: skip

@@ -1,6 +1,5 @@
 """The boundary cache: every row once, in an order that place decides, read ahead without losing an error."""
 
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from seqpart import activations as room
 from seqpart import rows as rows_room
-from seqpart.activations import RING, WINDOW, Boundaries, Reader, reader_bytes, windows
+from seqpart.activations import RING, WINDOW, Boundaries, Reader, ReaderThread, reader_bytes, windows
 from seqpart.arena import Arena
 from seqpart.device import Device
 from seqpart.direct import PAGE
@@ -38,7 +37,7 @@ def small_windows(monkeypatch):
 
 @pytest.fixture
 def pool():
-    with ThreadPoolExecutor(1) as threads:
+    with ReaderThread() as threads:
         yield threads
 
 
