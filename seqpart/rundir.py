@@ -101,6 +101,8 @@ class RunDirectory:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small file atomically and durably."""
+    if path.is_dir():
+        raise DirectoryUnusable(f"cannot make {path}: it is a directory. Give a path in a directory that you may write to.")
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "w") as file:
@@ -116,7 +118,7 @@ def write_text(path: Path, text: str) -> None:
 
 def _unusable(error: OSError, path: Path) -> StoreError:
     """As `explained`, for a path that is being made: what is missing was not there before either."""
-    if error.errno in (errno.ENOENT, errno.EISDIR, errno.EEXIST):
+    if error.errno in (errno.ENOENT, errno.EEXIST):
         return DirectoryUnusable(f"cannot make {path}: {error.strerror}. Give a path in a directory that you may write to.")
     return explained(error, path)
 

@@ -19,6 +19,7 @@ from seqpart.errors import LimitExceeded, ModelError, OptionError, OutOfMemory
 from seqpart.executor import AllocationFailed, Event, Executor, PhaseDone
 from seqpart.gauge import Gauge
 from seqpart.ingest import as_split, pour
+from seqpart.interrupts import Interrupts
 from seqpart.meter import Proof, Sampler, enforced
 from seqpart.methods.method import LossFunction
 from seqpart.optimizers import Build, describe
@@ -129,6 +130,7 @@ class _Run:
         self._sampler, self._stack = sampler, stack
         self._last_test: PhaseDone | None = None
         self._state = "failed"
+        self._interrupts = Interrupts()
 
     def carry_out(self, began: float) -> Result:
         plan = self._prepared.plan
@@ -200,7 +202,8 @@ class _Run:
             self._reporter.begin(phases, position.phase, self._prepared.plan.limit, lambda: self._sampler.peak)
             self._sampler.label = lambda executor=executor: str(executor.step)  # type: ignore[misc]
             try:
-                executor.run(checked(one_at_a_time(phases, position)))
+                with self._interrupts:
+                    executor.run(checked(one_at_a_time(phases, position)))
                 return
             except AllocationFailed as failure:
                 position, text = executor.position, str(failure)
@@ -245,6 +248,8 @@ class _Run:
         self._reporter.listen(event)
 
     def _guard(self) -> None:
+        """Between two steps, when nothing is half done."""
+        self._interrupts.check()
         if self._sampler.violations:
             raise LimitExceeded(
                 f"the limit of {format_size(self._sampler.limit)} was passed: {format_size(self._sampler.peak)} by "

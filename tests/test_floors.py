@@ -11,7 +11,7 @@ HOUSE = Path(seqpart.__file__).parent
 
 FLOORS = [
     ["errors", "units"],
-    ["schedule", "direct"],
+    ["schedule", "direct", "interrupts"],
     ["layout", "device", "arena"],
     ["gauge", "blocks", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],

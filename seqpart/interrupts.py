@@ -1,0 +1,48 @@
+"""Ctrl-C between two steps, not in the middle of one.
+
+Python raises KeyboardInterrupt wherever the main thread happens to be, also between taking a lock that it shares with
+the reader's thread and noting that it is taken. That lock stays locked, and the run hangs while it cleans up. So as long
+as threads work for us a signal waits for the next safe point.
+"""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """While entered, a first SIGINT or SIGTERM waits for `check`; a second one is handled at once.
+
+    Outside the main thread, and for signals that nobody handles in Python, nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._waiting: int | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if callable(signal.getsignal(number)):
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """A safe point: handle the signal that came, as it would have been without us."""
+        number, self._waiting = self._waiting, None
+        if number is not None:
+            self._before[number](number, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._waiting is not None:
+            self._before[number](number, frame)
+        self._waiting = number
