@@ -16,6 +16,9 @@ from seqpart.gauge import Gauge, read_process
 from seqpart.units import format_limit, format_size
 
 
+_SLACK = 16 << 20
+
+
 class Sampler:
     """Reads the gauge every `interval` seconds in a thread, and remembers the peak and what was running then."""
 
@@ -102,6 +105,16 @@ def measure_runtime(device: Device) -> int:
     return Gauge(device).read()
 
 
+def margin_of(limit: int) -> int:
+    """Room left under the limit: what RLIMIT_DATA charges and nobody uses, and noise of the runtime."""
+    return limit // 100 + (_SLACK)
+
+
+def limit_for(peak: int) -> int:
+    """The least limit whose margin leaves room for `peak`."""
+    return -(-(peak + (_SLACK)) * 100 // 99) + 1
+
+
 @contextmanager
 def enforced(device: Device, limit: int) -> Iterator[None]:
     """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
@@ -129,7 +142,8 @@ def enforced(device: Device, limit: int) -> Iterator[None]:
 @contextmanager
 def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
     context = Gauge(device).read() - torch.cuda.memory_reserved(device.torch)
-    room = limit - context
+    # Kernels that are loaded later make the context grow: the margin is theirs.
+    room = limit - context - margin_of(limit)
     if room <= 0:
         raise too_small(limit, context)
     torch.cuda.reset_peak_memory_stats(device.torch)

@@ -15,6 +15,7 @@ from seqpart.costs import BlockCost
 from seqpart.cutting import Piece, best_cut
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.layout import Layout
+from seqpart.meter import limit_for, margin_of
 from seqpart.rows import RowLayout
 from seqpart.simulate import LossCost, PartitionCost, growing
 from seqpart.units import format_limit, format_size
@@ -142,16 +143,6 @@ class Candidate:
 
     micro_batch: int
     parts: tuple[tuple[int, int, PartitionCost], ...]
-
-
-def margin_of(limit: int) -> int:
-    """Room left under the limit: what RLIMIT_DATA charges and nobody uses, and noise of the runtime."""
-    return limit // 100 + (16 << 20)
-
-
-def limit_for(peak: int) -> int:
-    """The least limit whose margin leaves room for `peak`."""
-    return -(-(peak + (16 << 20)) * 100 // 99) + 1
 
 
 def choose_cut(request: Request) -> tuple[Candidate, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from seqpart.device import Device, host_memory_free
 from seqpart.direct import probe_disk, round_up
 from seqpart.errors import DataError, DiskFull, OptionError
 from seqpart.ingest import Split, count_classes, refuse_mismatch
-from seqpart.meter import measure_runtime, seconds_of
+from seqpart.meter import margin_of, measure_runtime, seconds_of
 from seqpart.methods import method_named
 from seqpart.methods.method import LossFunction, Method, PartitionLoss, PartitionTraining, Targets, Workload
 from seqpart.optimizers import Optimizer, choose
@@ -332,7 +332,7 @@ class Preparation:
         widest = max((layout.home_bytes(self.train.count + self.test.count) for layout in cache_layouts[:-1]), default=0)
         disk = 3 * weights + self.input_layout.home_bytes(self.train.count + self.test.count) + 2 * widest
         return Plan(
-            method=self.method.name, device=self.device.name, limit=self.limit, margin=planning.margin_of(self.limit),
+            method=self.method.name, device=self.device.name, limit=self.limit, margin=margin_of(self.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=arena_bytes, disk_bytes=disk,
             seconds=round(sum(moment.seconds for moment in moments), 1), reasons=reasons,

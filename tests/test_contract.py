@@ -54,6 +54,19 @@ def test_seen_from_outside_the_limit_is_never_passed_and_the_peak_is_the_foretol
     assert 0.99 * ran.watched.peak <= predicted <= 1.05 * ran.watched.peak
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU on this machine")
+@pytest.mark.parametrize("limit", ["1.5GB", "2GB"])
+def test_on_a_gpu_nvml_sees_the_limit_kept_and_the_peak_foretold(limit, tmp_path):
+    ran = Ran(tmp_path, ["--device", "cuda", "--mem-limit", limit, "--epochs", "2"])
+    assert ran.code == 0, ran.out + ran.err
+    assert "(NVML, " in ran.out
+    assert "violations 0" in ran.out
+    assert float(re.search(r"test accuracy (\S+) %", ran.out)[1]) >= 95
+    measured, predicted = ran.proof("peak"), ran.proof("predicted")
+    assert 0.99 * measured <= predicted <= 1.05 * measured
+
+
 def test_the_proof_reports_what_a_watcher_outside_sees(tmp_path):
     ran = Ran(tmp_path, ["--mem-limit", "700MB", "--width", "1024", "--depth", "20"])
     assert ran.code == 0, ran.out + ran.err
