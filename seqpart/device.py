@@ -122,7 +122,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.torch = torch.device("cuda", index)
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.torch)
         # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
         # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.

@@ -15,8 +15,8 @@ from seqpart.errors import DoesNotFit
 from seqpart.gauge import Gauge, read_process
 from seqpart.units import format_limit, format_size
 
-
 _SLACK = 16 << 20
+"""Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
 
 
 class Sampler:
@@ -107,12 +107,12 @@ def measure_runtime(device: Device) -> int:
 
 def margin_of(limit: int) -> int:
     """Room left under the limit: what RLIMIT_DATA charges and nobody uses, and noise of the runtime."""
-    return limit // 100 + (_SLACK)
+    return limit // 100 + _SLACK
 
 
 def limit_for(peak: int) -> int:
     """The least limit whose margin leaves room for `peak`."""
-    return -(-(peak + (_SLACK)) * 100 // 99) + 1
+    return -(-(peak + _SLACK) * 100 // 99) + 1
 
 
 @contextmanager
