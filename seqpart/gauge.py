@@ -69,6 +69,11 @@ class Gauge:
     def source(self) -> str:
         return self._nvml.source if self._nvml else "RssAnon + RssShmem of the process tree"
 
+    def grant(self, shared: int) -> None:
+        """Leave `shared` bytes of RssShmem out: the host memory that --ram-limit grants beside the limit."""
+        if self._tree:
+            self._tree.granted = shared
+
     def read(self) -> int:
         """Bytes."""
         if self._tree:
@@ -83,13 +88,13 @@ class _TreeGauge:
     every = 10
 
     def __init__(self) -> None:
-        self._pid, self._looks, self._parents = os.getpid(), 0, False
+        self._pid, self._looks, self._parents, self.granted = os.getpid(), 0, False, 0
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         weakref.finalize(self, os.close, self._status)
 
     def read(self) -> int:
         text = os.pread(self._status, 8192, 0)
-        used = sum(_field(text, name) for name in (b"RssAnon:", b"RssShmem:"))
+        used = _field(text, b"RssAnon:") + max(0, _field(text, b"RssShmem:") - self.granted)
         if self._parents or self._looks % self.every == 0:
             readings = [read_tree(child) for child in _children(self._pid)]
             self._parents = bool(readings)

@@ -73,14 +73,17 @@ class Proof:
     runtime: int
     """What the imported libraries (CPU) or the context (CUDA) took before any training."""
     allocator_peak: int | None
+    host: int
+    """Host memory granted beside the limit, and not part of the peak."""
     file_growth: int
     samples: int
     violations: int
 
     def __str__(self) -> str:
         allocator = f", allocator peak {format_size(self.allocator_peak)}" if self.allocator_peak is not None else ""
+        host = f" with {format_size(self.host)} of host memory beside it" if self.host else ""
         return (
-            f"proof: limit {format_size(self.limit)}, measured peak {format_size(self.peak)} ({self.source}, "
+            f"proof: limit {format_size(self.limit)}{host}, measured peak {format_size(self.peak)} ({self.source}, "
             f"{self.samples} samples), predicted {format_size(self.predicted)}{allocator}, "
             f"of it runtime {format_size(self.runtime)}; file pages grew {format_size(self.file_growth)}; "
             f"violations {self.violations}"

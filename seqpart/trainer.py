@@ -137,6 +137,7 @@ class _Run:
         self._reporter.plan(plan)
         directory = self._open_directories(plan)
         reader_thread = self._stack.enter_context(ReaderThread())
+        self._sampler.gauge.grant(plan.host_limit)
         arena = Arena(self._prepared.arena_bytes, self._device) if self._prepared.arena_bytes else None
         self._store = Store(self._scratch.homes, self._device, arena)
         self._stack.callback(self._store.close)
@@ -273,7 +274,7 @@ class _Run:
         assert self._last_test is not None
         proof = Proof(
             limit=plan.limit, peak=sampler.peak, source=sampler.gauge.source, predicted=plan.peak, runtime=plan.runtime,
-            allocator_peak=self._device.allocator_peak(), file_growth=sampler.file_growth, samples=sampler.samples,
+            allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth, samples=sampler.samples,
             violations=sampler.violations,
         )  # fmt: skip
         result = Result(

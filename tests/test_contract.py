@@ -74,6 +74,14 @@ def test_the_proof_reports_what_a_watcher_outside_sees(tmp_path):
     assert ran.proof("peak") == pytest.approx(ran.watched.peak, rel=0.02)
 
 
+def test_host_memory_that_was_granted_lies_beside_the_limit_and_is_used(tmp_path):
+    ran = Ran(tmp_path, ["--mem-limit", "520MB", "--ram-limit", "300MB", "--width", "1024", "--depth", "40", "--epochs", "1"])
+    assert ran.code == 0, ran.out + ran.err
+    assert "of host memory beside it" in ran.out and "violations 0" in ran.out
+    assert ran.proof("peak") <= 520_000_000 < ran.watched.peak <= 820_000_000
+    assert 0.99 * ran.proof("peak") <= ran.proof("predicted") <= 1.05 * ran.proof("peak")
+
+
 SMALL = ["--width", "1024", "--depth", "24", "--epochs", "1"]
 
 

@@ -122,12 +122,12 @@ def test_the_runtime_is_measured_after_its_libraries_have_warmed_up():
 
 def test_the_proof_says_all_in_one_line():
     figures = {"limit": 2000 * MB, "peak": 1940 * MB, "source": "a script", "predicted": 1900 * MB, "runtime": 350 * MB}
-    proof = Proof(**figures, allocator_peak=None, file_growth=5 * MB, samples=812, violations=0)
+    proof = Proof(**figures, host=0, allocator_peak=None, file_growth=5 * MB, samples=812, violations=0)
     assert str(proof) == (
         "proof: limit 2.00 GB, measured peak 1.94 GB (a script, 812 samples), predicted 1.90 GB, "
         "of it runtime 350.0 MB; file pages grew 5.0 MB; violations 0"
     )
-    with_allocator = Proof(**figures, allocator_peak=1500 * MB, file_growth=0, samples=1, violations=2)
+    with_allocator = Proof(**figures, host=0, allocator_peak=1500 * MB, file_growth=0, samples=1, violations=2)
     assert ", allocator peak 1.50 GB, " in str(with_allocator)
     assert str(with_allocator).endswith("violations 2")
 
