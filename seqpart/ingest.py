@@ -82,11 +82,11 @@ def _from_items(items: Any, name: str) -> Split:
     def passes() -> Iterator[torch.Tensor]:
         for start in range(0, len(items), ROWS_AT_ONCE):
             rows = [_item(items, i, name)[0] for i in range(start, min(start + ROWS_AT_ONCE, len(items)))]
-            odd = next((row for row in rows if row.shape != first.shape), None)
+            odd = next((i for i, row in enumerate(rows) if row.shape != first.shape), None)
             if odd is not None:
                 raise DataError(
-                    f"{name} data: row shapes differ: {tuple(first.shape)} in row 0 and {tuple(odd.shape)} after row {start}. "
-                    "Resize or crop them to one shape (--image-size for --data folder:DIR)."
+                    f"{name} data: row shapes differ: {tuple(first.shape)} in row 0 and {tuple(rows[odd].shape)} in row "
+                    f"{start + odd}. Resize or crop them to one shape (--image-size for --data folder:DIR)."
                 )
             yield torch.stack(rows)
 

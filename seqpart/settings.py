@@ -22,15 +22,15 @@ class Settings:
     """Settings of a training run. Where it says "per partition", `5,160` gives each partition its own value."""
 
     mem_limit: str
-    """The promise: memory that the run never passes. 2GB, 1.5GiB, 0.8 (of the device) or auto (what is free now). On
-    CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
+    """The promise: memory that the run never passes. 2GB, 1.5GiB, 0.8 (of the device) or auto (what is free now).
+    On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
     method: str = "sil"
     """sil (partitions one after the other, approximate) or full (plain back-propagation, exact, must fit whole)."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""
     ram_limit: str | None = None
-    """Host memory for homes and boundary rows, beside the limit. Default on CPU: none, so everything else is on disk.
-    On CUDA: half of what is free, pinned."""
+    """Host memory for homes and boundary rows, beside the limit.
+    Default on CPU: none, so everything else is on disk. On CUDA: half of what is free, pinned."""
     offload_dir: Path | None = None
     """Where homes and boundary rows go while the run lasts. Default: in the output directory."""
     output_dir: Path | None = None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import signal
 import sys
 import tomllib
@@ -109,6 +110,10 @@ def _guarded(work: Callable[[], None], *, debug: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted: the run's scratch files are removed; earlier results are untouched.", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads on (`| head`): no mistake, but the interpreter's last flush would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SeqpartError.exit_code
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

@@ -274,8 +274,8 @@ class _Run:
         assert self._last_test is not None
         proof = Proof(
             limit=plan.limit, peak=sampler.peak, source=sampler.gauge.source, predicted=plan.peak, runtime=plan.runtime,
-            allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth, samples=sampler.samples,
-            violations=sampler.violations,
+            allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth,
+            samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip
         result = Result(
             weights=weights, test_loss=self._last_test.loss, accuracy=self._last_test.accuracy, proof=proof, plan=plan,

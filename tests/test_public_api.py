@@ -1,0 +1,51 @@
+"""The names that others may rely on."""
+
+import importlib.metadata
+import inspect
+
+import seqpart
+from seqpart import errors
+
+
+def test_the_public_names_are_few_sorted_and_there():
+    assert seqpart.__all__ == sorted(seqpart.__all__)
+    assert seqpart.__all__ == [
+        "BadInput", "DoesNotFit", "LimitExceeded", "OutOfMemory", "Result", "SeqpartError", "Settings", "StoreError", "Trainer",
+    ]  # fmt: skip
+    assert all(hasattr(seqpart, name) for name in seqpart.__all__)
+
+
+def test_everything_that_the_package_defines_at_its_top_is_public():
+    own = {
+        name for name, value in vars(seqpart).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and getattr(value, "__module__", "").startswith("seqpart")
+    }  # fmt: skip
+    assert own == set(seqpart.__all__)
+
+
+def test_every_public_name_says_what_it_is():
+    for name in seqpart.__all__:
+        assert inspect.getdoc(getattr(seqpart, name)), name
+
+
+def test_every_error_is_in_the_tree_that_the_docstring_draws():
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, Exception):
+            assert issubclass(kind, errors.SeqpartError)
+            assert name in errors.__doc__
+
+
+def test_each_branch_of_the_tree_has_its_exit_code():
+    codes = {name: kind.exit_code for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    assert codes == {
+        "SeqpartError": 1, "ScheduleError": 1,
+        "BadInput": 2, "OptionError": 2, "ModelError": 2, "DataError": 2,
+        "DoesNotFit": 3,
+        "LimitExceeded": 4, "OutOfMemory": 4,
+        "StoreError": 6, "CorruptFile": 6, "DiskFull": 6, "DirectoryUnusable": 6,
+    }  # fmt: skip
+
+
+def test_the_installed_package_brings_the_command_and_its_types():
+    found = importlib.metadata.distribution("seqpart")
+    assert [entry.value for entry in found.entry_points if entry.name == "seqpart"] == ["seqpart.train:console"]

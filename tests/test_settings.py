@@ -1,0 +1,148 @@
+"""What may be set, how Python values and text become settings, and what contradicts."""
+
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpart.errors import OptionError
+from seqpart.settings import Settings, at_least_one, listed, per_partition
+
+
+def test_a_limit_is_all_that_must_be_given():
+    settings = Settings.of(mem_limit="2GB")
+    assert (settings.method, settings.objective_name, settings.cache_type, settings.shuffles) == (
+        "sil", "prototype", torch.float32, True,
+    )  # fmt: skip
+    with pytest.raises(OptionError, match=r"mem_limit is missing.*mem_limit='2GB'"):
+        Settings.of()
+
+
+def test_settings_do_not_change_once_made():
+    with pytest.raises(FrozenInstanceError):
+        Settings.of(mem_limit="2GB").seed = 3
+
+
+def test_an_unknown_setting_is_refused_with_the_known_ones():
+    with pytest.raises(OptionError, match=r"unknown setting\(s\): learning_rate\. Known: .*\blr\b"):
+        Settings.of(mem_limit="2GB", learning_rate=1e-3)
+
+
+PYTHON = [
+    ("mem_limit", 2_000_000_000, "2000000000"),
+    ("mem_limit", 0.8, "0.8"),
+    ("epochs", 5, "5"),
+    ("epochs", [5, 160], "5,160"),
+    ("lr", (1e-3, 1e-4), "0.001,0.0001"),
+    ("lr", 1e-4, "0.0001"),
+    ("optimizer", ["adam", "sgd"], "adam,sgd"),
+    ("partitions", [0, 20, 40], "0,20,40"),
+    ("partitions", 3, "3"),
+    ("shuffle", False, "no"),
+    ("shuffle", True, "yes"),
+    ("ram_limit", 10**9, "1000000000"),
+    ("ram_limit", None, None),
+    ("output_dir", "runs/mine", Path("runs/mine")),
+    ("offload_dir", Path("fast"), Path("fast")),
+    ("weight_decay", 1, 1.0),
+    ("clip_grad_norm", None, None),
+    ("micro_batch_size", 8, 8),
+    ("seed", -3, -3),
+    ("overwrite", True, True),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kept"), PYTHON)
+def test_python_values_are_kept_as_the_command_line_would_give_them(name, value, kept):
+    found = getattr(Settings.of(**{"mem_limit": "2GB", name: value}), name)
+    assert found == kept
+    assert type(found) is type(kept) or isinstance(found, Path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("output_dir", 3, "output_dir: expected a path; found 3"),
+        ("overwrite", "no", "overwrite: expected True or False; found 'no'"),
+        ("overwrite", 1, "overwrite: expected True or False; found 1"),
+        ("micro_batch_size", "8", "micro_batch_size: expected a whole number; found '8'"),
+        ("micro_batch_size", 8.0, r"micro_batch_size: expected a whole number; found 8\.0"),
+        ("seed", True, "seed: expected a whole number; found True"),
+        ("seed", None, "seed: expected a whole number; found None"),
+        ("weight_decay", "0.1", r"weight_decay: expected a number; found '0\.1'"),
+    ],
+)
+def test_python_values_of_another_type_are_refused(name, value, words):
+    with pytest.raises(OptionError, match=words):
+        Settings.of(**{"mem_limit": "2GB", name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "boosting"}, "--method: expected one of sil, full; found 'boosting'"),
+        ({"objective": "hinge"}, "--objective: expected one of prototype, mse; found 'hinge'"),
+        ({"kappa": 3.0}, "--kappa goes with --objective mse; found --objective prototype"),
+        ({"objective": "mse", "prototype_scale": 3.0}, "--prototype-scale goes with --objective prototype"),
+        ({"method": "full", "objective": "mse"}, "--objective goes with --method sil only; found --method full"),
+        ({"method": "full", "kappa": 3.0}, "--kappa goes with --method sil only"),
+        ({"method": "full", "cache_dtype": "bf16"}, "--cache-dtype goes with --method sil only"),
+        ({"method": "full", "partitions": 2}, "--partitions: method full has one partition; found '2'"),
+        ({"shuffle": "perhaps"}, "--shuffle: expected yes, no or auto"),
+        ({"cache_dtype": "fp8"}, "--cache-dtype: expected fp32 or bf16"),
+        ({"micro_batch_size": 0}, "--micro-batch-size: expected a number above zero; found 0"),
+        ({"clip_grad_norm": float("inf")}, "--clip-grad-norm: expected a number above zero; found inf"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(options, words):
+    with pytest.raises(OptionError, match=words):
+        Settings.of(mem_limit="2GB", **options)
+
+
+def test_all_contradictions_are_reported_at_once():
+    with pytest.raises(OptionError, match=r"--kappa goes.*; --shuffle: .*; --clip-grad-norm: "):
+        Settings.of(mem_limit="2GB", kappa=3.0, shuffle="perhaps", clip_grad_norm=0.0)
+
+
+def test_the_paper_s_objective_brings_the_paper_s_row_order():
+    assert not Settings.of(mem_limit="2GB", objective="mse").shuffles
+    assert Settings.of(mem_limit="2GB", objective="mse", shuffle="yes").shuffles
+    assert Settings.of(mem_limit="2GB", method="full").shuffles
+    assert not Settings.of(mem_limit="2GB", shuffle=False).shuffles
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [("auto", (None, None)), ("1", (1, None)), ("7", (7, None)), ("0,3", (None, (0, 3))), ("0, 3, 9", (None, (0, 3, 9)))],
+)
+def test_partitions_are_a_number_or_the_first_block_of_each(text, choice):
+    assert Settings.of(mem_limit="2GB", partitions=text).partition_choice() == choice
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "3,5", "0,0", "0,5,3", "0,x", "", "1.5", "0,"])
+def test_other_partitions_are_refused(text):
+    with pytest.raises(OptionError, match="--partitions: expected"):
+        Settings.of(mem_limit="2GB", partitions=text).partition_choice()
+
+
+def test_one_value_is_for_every_partition_and_otherwise_each_has_its_own():
+    assert per_partition("--lr", "1e-3", float, 3) == [1e-3] * 3
+    assert per_partition("--epochs", "5, 160", int, 2) == [5, 160]
+    with pytest.raises(OptionError, match=r"--epochs 5,160 gives 2 values, and the plan has 3 partition\(s\)"):
+        per_partition("--epochs", "5,160", int, 3)
+
+
+def test_malformed_numbers_name_the_option_and_the_text():
+    with pytest.raises(OptionError, match=r"--epochs: expected a whole number, or whole numbers with commas; found '1\.5'"):
+        listed("--epochs", "1.5", int)
+    with pytest.raises(OptionError, match="--lr: expected a number, or numbers with commas; found ',1'"):
+        listed("--lr", ",1", float)
+    with pytest.raises(OptionError, match="--epochs: expected whole numbers from 1 up; found -2"):
+        at_least_one("--epochs", [3, -2])
+
+
+def test_every_setting_has_a_type_that_a_python_caller_can_give():
+    given = {"str": "auto", "Path": "x", "bool": True, "int": 1, "float": 1.0}
+    for field in fields(Settings):
+        assert any(kind in str(field.type) for kind in given), field.name
