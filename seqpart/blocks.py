@@ -177,10 +177,13 @@ def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
         if name in views:
             parameter.data = views[name]
     buffers = _places(module)
-    # A buffer that two submodules share has one home, under its first name; both get the same view.
+    # `.data` counts its own versions. Views count together, and autograd would take a change of one buffer (a
+    # BatchNorm's statistics) for a change of every other that it saved.
+    own = {name: views[name].data for name, _ in buffers if name in views}
+    # A buffer that two submodules share has one home, under its first name; both get the same tensor.
     home = {id(buffer): name for name, buffer in buffers if name in views}
     for name, buffer in buffers:
-        _put_buffer(module, name, views[name] if name in views else views.get(home.get(id(buffer), ""), buffer))
+        _put_buffer(module, name, own[name] if name in own else own.get(home.get(id(buffer), ""), buffer))
 
 
 def detach(module: nn.Module) -> None:

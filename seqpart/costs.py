@@ -190,9 +190,11 @@ def _watch_training(
     forward_peak = 0
     output_shape: tuple[int, ...] = ()
     output = 0
+    leaves = [torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(2)]
+    # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
+    inputs = [leaf.clone() for leaf in leaves]
     with LiveBytes(granule) as live:
-        for _ in range(2):  # the second micro-batch adds to gradients that exist
-            x = torch.empty(shape, dtype=dtype, requires_grad=True)
+        for leaf, x in zip(leaves, inputs, strict=True):  # the second micro-batch adds to gradients that exist
             live.ignore([x, *tensors.values()])
             before, others = live.live, set(live.sizes)
             with live.watch():
@@ -215,8 +217,7 @@ def _watch_training(
                 torch.autograd.backward(edge, grad_tensors=gradient)
                 peaks.append(live.peak - start)
             del edge, gradient
-            x.grad = None
-            del x
+            leaf.grad = None
     return BlockCost(
         layout=Layout(()), trainable=(), gradients=0, forward_peak=forward_peak, saved=saved, saved_alone=saved_alone,
         saved_sizes=saved_sizes,

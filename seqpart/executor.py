@@ -121,11 +121,10 @@ class Executor:
             if not self._device.is_out_of_memory(error):
                 error.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
                 raise
-            failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self.step.verb not in _COMPUTES:
-                raise OutOfMemory(
-                    f"memory ran out in {self.step}, where a smaller micro-batch cannot help: {failed}."
-                ) from None
+                raise OutOfMemory(f"memory ran out in {self.step}, where a smaller micro-batch cannot help: {text}.") from None
+            failed = text
         finally:
             self._close_reader()
             if not failed:

@@ -83,6 +83,8 @@ class Preparation:
         self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
         self.limit = limit_of(settings, device)
         self.folder = folder
+        # Looked at once: a second plan, after a failed allocation, is made when the arena has taken its share.
+        self.host_free = host_memory_free()
         self.rates = self._measure_rates()
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
@@ -96,7 +98,8 @@ class Preparation:
             )
 
     def _measure_rates(self) -> Rates:
-        rows = min(self.largest_batch, self.train.count)
+        read, write = probe_disk(_existing(self.folder))  # first: its buffer is gone when the others come
+        rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
         weight = torch.ones(1024, 1024, device=self.device.torch)
         x = torch.ones(rows, 1024, device=self.device.torch)
 
@@ -106,8 +109,8 @@ class Preparation:
             self.device.wait(self.device.mark())
 
         matmul()
-        parameter = torch.nn.Parameter(weight)
-        parameter.grad = torch.ones_like(weight)
+        parameter = torch.nn.Parameter(weight[:256])
+        parameter.grad = torch.ones_like(parameter)
         optimizer = self._possible_optimizers()[0].build([parameter])
 
         def step() -> None:
@@ -115,10 +118,9 @@ class Preparation:
             self.device.wait(self.device.mark())
 
         step()
-        read, write = probe_disk(_existing(self.folder))
         return Rates(
             flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
-            optimizer=weight.numel() / seconds_of(step),
+            optimizer=parameter.numel() / seconds_of(step),
             read=read,
             write=write,
         )
@@ -187,6 +189,8 @@ class Preparation:
             return peak, loss.nbytes
 
         def cost(block: BlockCost) -> tuple[int, int]:
+            if block is not last and not self.method.cuts:
+                return 0, 0  # no loss ever stands there, and the true one may not suit that shape
             return measured(block.output_shape, block is last)
 
         self._refuse_few_outputs(last)
@@ -223,7 +227,7 @@ class Preparation:
         reuse = self._reuse
         if reuse is None:
             return self.prepare()
-        now = planning.fingerprint(self.chain, self.costs_at(1), self.train.shape)
+        now = planning.fingerprint(self.chain, self.costs_at(min(self.largest_batch, self.train.count)), self.train.shape)
         if (reuse.method, reuse.fingerprint) != (self.method.name, now):
             raise OptionError(
                 f"--plan: that plan is for another model or method ({reuse.method}, {reuse.fingerprint}); this run is "
@@ -288,7 +292,7 @@ class Preparation:
     ) -> tuple[int, frozenset[int]]:
         """(bytes of the host arena, partitions whose homes fit in it): homes come first, in order, then rows."""
         asked = self.settings.ram_limit
-        free = host_memory_free()
+        free = self.host_free
         if asked is None:
             budget = free // 2 if self.device.kind == "cuda" else 0
         else:

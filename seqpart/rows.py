@@ -130,7 +130,8 @@ class Rows:
         """Copy chunk number `chunk` to the start of `into`, a page-aligned uint8 buffer of chunk_bytes."""
         nbytes, start = self.rows_in(chunk) * self.layout.stride, chunk * self.layout.chunk_bytes
         if self._host is not None:
-            into[:nbytes].copy_(self._host[start : start + nbytes])
+            # Not tensor.copy_: in this thread it would start an OpenMP team of its own, with stacks that nobody planned.
+            bytes_of(into)[:nbytes] = bytes_of(self._host)[start : start + nbytes]
         elif self._file is not None:
             memory = bytes_of(into[: round_up(nbytes)])
             if self._file.read_into(memory, len(self._header) + start) < nbytes:

@@ -12,18 +12,20 @@ import torch
 from PIL import Image
 from torch import nn
 
+from seqpart import Trainer
 from seqpart.arena import Arena, Extents
 from seqpart.blocks import as_chain
-from seqpart.costs import measure_chain, measure_loss
+from seqpart.costs import LiveBytes, measure_chain, measure_loss
 from seqpart.device import Device, open_device
 from seqpart.direct import PAGE, DirectFile, aligned, probe_disk
-from seqpart.errors import CorruptFile, DataError, DirectoryUnusable, OptionError, ScheduleError
+from seqpart.errors import CorruptFile, DataError, DirectoryUnusable, OptionError, OutOfMemory, ScheduleError
 from seqpart.gauge import Reading
 from seqpart.ingest import as_split, count_classes, pour
 from seqpart.interrupts import Interrupts
 from seqpart.layout import Layout, TensorSpec
 from seqpart.meter import Sampler
 from seqpart.optimizers import choose, describe
+from seqpart.preparation import Preparation
 from seqpart.resident import Resident, slot_bytes
 from seqpart.rows import RowLayout, Rows
 from seqpart.rundir import RunDirectory, new_name
@@ -382,3 +384,117 @@ def test_a_zipped_file_with_a_flipped_bit_is_named(tmp_path):
         (tmp_path / f"train-{kind}-ubyte.gz").write_bytes(whole)
     with pytest.raises(DataError, match=r"ubyte\.gz is damaged: .* Fetch it again"):
         load(f"idx:{tmp_path}")
+
+
+def classified(rows, shape, classes=3):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, *shape, generator=generator), torch.arange(rows) % classes
+
+
+def trained(tmp_path, model, shape, **options):
+    options = {"mem_limit": "2GB", "epochs": 1, "batch_size": 16, "quiet": True, "output_dir": tmp_path / "run", **options}
+    return Trainer(model, **options).fit(classified(48, shape), classified(12, shape))
+
+
+def test_two_batch_norms_in_one_partition_train(tmp_path):
+    """Buffers were views of one slot, so the second's statistics counted as a change of what backward needs of the first."""
+    plain = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    model = copy.deepcopy(plain)
+    trained(tmp_path, model, (2, 4, 4), method="full", optimizer="sgd", lr=0.1, shuffle="no")
+    x, y = classified(48, (2, 4, 4))
+    step = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
+    for rows, labels in zip(x.split(16), y.split(16), strict=True):
+        nn.functional.cross_entropy(plain(rows), labels).backward()
+        step.step()
+        step.zero_grad()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_block_that_writes_into_its_input_is_no_user_s_mistake(tmp_path):
+    """Its cost was found on a leaf, which must not be written into: Linear, ReLU(inplace=True) was refused as a model."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    in_place = measure_chain(as_chain(model), (4,), 2)[1]
+    assert (in_place.saved, in_place.saved_alone, in_place.inference_peak) == (0, 0, 0)
+    assert trained(tmp_path, model, (4,), partitions="0,2").accuracy is not None
+
+
+def test_memory_that_runs_out_in_an_update_leaves_nothing_loaded(tmp_path, monkeypatch):
+    """Only a failed forward or backward was cleaned up after: a module given alive kept half-updated views of the slot."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    before = copy.deepcopy(model.state_dict())
+
+    def half_done(resident, _):
+        with torch.no_grad():
+            resident.trainable[0].add_(1)
+        raise MemoryError
+
+    monkeypatch.setattr(Resident, "update", half_done)
+    with pytest.raises(OutOfMemory, match="memory ran out in U0"):
+        trained(tmp_path, model, (4,))
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_copies_of_the_ram_tier_start_no_threads(tmp_path):
+    """tensor.copy_ started an OpenMP team in the reader's and in each I/O thread; their stacks are charged to the limit."""
+    device = Device()
+    arena, flat = Arena(8 << 20, device), aligned(1 << 20).zero_()
+    layout = Layout.of([TensorSpec(name="w", shape=(1 << 18,), dtype=torch.float32)])
+    store = Store(tmp_path, device, arena)
+    rows = Rows(RowLayout((256,), torch.float32), 1024, tmp_path / "rows", device, arena)
+    rows.append(torch.zeros(1024, 256))
+    rows.finish()
+    counts = []
+
+    def work():
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+        store.put("home", layout, flat)
+        store.get("home", flat)
+        rows.read_chunk(0, flat)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert counts[0] == counts[1]
+    store.close()
+
+
+def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, monkeypatch):
+    """The matrix rate was measured on a whole batch of rows 1024 wide: 0.5 GB for 60,000 rows, unplanned and unlimited."""
+    held = []
+    measure = Preparation._measure_rates
+
+    def watched(preparation):
+        with LiveBytes() as live:
+            rates = measure(preparation)
+        held.append(live.peak)
+        return rates
+
+    monkeypatch.setattr(Preparation, "_measure_rates", watched)
+    data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
+    Trainer([nn.Linear(1, 3)], mem_limit="2GB", batch_size=5000, output_dir=tmp_path).prepare(data, data)
+    assert held[0] < 12 << 20
+
+
+def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp_path, monkeypatch):
+    """After a failed allocation --ram-limit was compared with what the run's own arena had left free, and refused."""
+    free = iter([1 << 30])
+    monkeypatch.setattr("seqpart.preparation.host_memory_free", lambda: next(free, 0))
+    preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", ram_limit="64MB", output_dir=tmp_path).prepare(
+        classified(48, (4,)), classified(12, (4,))
+    )
+    first = preparation.planned()
+    again = preparation.prepare(micro_batch=8, starts=first.plan.starts)
+    assert again.arena_bytes == first.arena_bytes > 0
+
+
+@pytest.mark.parametrize(("shape", "regress"), [((2, 4, 4), False), ((6,), True)])
+def test_full_training_asks_its_loss_about_the_last_block_only(shape, regress, tmp_path):
+    """Planning put the true loss behind inner blocks too, so images and every regression with a hidden layer were refused."""
+    x, y = classified(48, shape)
+    model = [nn.Dropout(0.0), nn.Flatten(), nn.Linear(x[0].numel(), 4), nn.Linear(4, 1 if regress else 3)]
+    data = (x, y.float() if regress else y)
+    result = Trainer(model, mem_limit="2GB", method="full", epochs=1, quiet=True, output_dir=tmp_path / "run").fit(data, data)
+    assert result.test_loss > 0
