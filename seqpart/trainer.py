@@ -2,7 +2,8 @@
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,27 @@ class _Run:
         self._stack.callback(self._boundaries.close)
         self._stack.callback(self._give_back)
         with enforced(self._device, plan.limit):
-            self._pour_data()
-            self._build_homes()
+            with self._told("the data were read"):
+                self._pour_data()
+            with self._told("the blocks were built"):
+                self._build_homes()
             self._loop(reader_thread)
-            export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
+            with self._told("the weights were written"):
+                export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
         return self._conclude(directory, time.perf_counter() - began)
+
+    @contextmanager
+    def _told(self, when: str) -> Iterator[None]:
+        """Outside the loop no smaller micro-batch helps: say when memory ran out."""
+        try:
+            yield
+        except Exception as error:
+            if not self._device.is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"memory ran out while {when}, inside the limit of {format_size(self._prepared.plan.limit)}: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. Give a larger --mem-limit."
+            ) from error
 
     def _open_directories(self, plan: Plan) -> RunDirectory:
         settings = self._settings

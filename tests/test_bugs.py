@@ -498,3 +498,16 @@ def test_full_training_asks_its_loss_about_the_last_block_only(shape, regress, t
     data = (x, y.float() if regress else y)
     result = Trainer(model, mem_limit="2GB", method="full", epochs=1, quiet=True, output_dir=tmp_path / "run").fit(data, data)
     assert result.test_loss > 0
+
+
+def test_memory_that_runs_out_before_the_loop_is_said_in_words(tmp_path):
+    """A block whose factory takes more than the limit for a moment ended the run in a traceback and exit code 1."""
+
+    def greedy():
+        torch.empty(8 << 30, dtype=torch.uint8).fill_(1)
+        return nn.Linear(4, 2)
+
+    data = torch.zeros(4, 4), torch.tensor([0, 1, 0, 1])
+    with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*--mem-limit"):
+        Trainer([greedy], mem_limit="2GB", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
+    assert not list(tmp_path.rglob("*.safetensors"))
