@@ -1,6 +1,5 @@
 """The boundary cache: every row once, in an order that place decides, read ahead without losing an error."""
 
-
 import numpy as np
 import pytest
 import torch
