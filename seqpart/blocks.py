@@ -26,6 +26,7 @@ class Block:
     def __init__(self, number: int, name: str, source: nn.Module | Factory) -> None:
         self.number, self.name, self._source = number, name, source
         self._husk: nn.Module | None = None
+        self.was_training = True
 
     def __str__(self) -> str:
         return f"block {self.number} ({self.kind})"
@@ -75,7 +76,7 @@ class Block:
         """The real module, its random initial weights keyed by (seed, block)."""
         device.seed(seed, "build", self.number)
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
-        self._husk = module
+        self._husk, self.was_training = module, module.training
         return module
 
     @property

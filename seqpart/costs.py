@@ -34,6 +34,8 @@ class BlockCost:
     layout: Layout
     trainable: tuple[str, ...]
     gradients: int
+    buffers: int
+    """Of the layout: what is not a parameter. An update keeps a copy, in case it has to be done again."""
     forward_peak: int
     """Most bytes alive while it runs forward with a graph, beyond those before it."""
     saved: int
@@ -130,7 +132,7 @@ def measure_chain(
         key = (block.same_as, shape)  # one factory builds the same structure every time
         if key not in known:
             known[key] = _measure_block(block, (batch, *shape), dtype, granule)
-        costs.append(known[key])
+        costs.append(replace(known[key]))  # a value of its own: who stands last is told by identity
         shape = known[key].output_shape
     return tuple(costs)
 
@@ -155,6 +157,7 @@ def _measure_block(block: Block, shape: tuple[int, ...], dtype: torch.dtype, gra
         layout=layout_of(tensors),
         trainable=trainable,
         gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),
+        buffers=sum(_nbytes(tensor) for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
         inference_peak=inference,
         flops=flops,
     )
@@ -201,6 +204,8 @@ def _watch_training(
                 y = run_fake(module, tensors, x)
             if y.shape[:1] != shape[:1]:
                 raise ModelError(f"it turned {shape[0]} rows into shape {tuple(y.shape)}; dimension 0 must stay the batch.")
+            if y.dtype != dtype:
+                raise ModelError(f"it returns {y.dtype}; boundaries are {dtype}. Cast its output back.")
             forward_peak, saved = live.peak - before, live.live - before
             saved_sizes = tuple(size for key, size in live.sizes.items() if key not in others)
             output_shape, output = tuple(y.shape[1:]), round_up(_nbytes(y), granule)
@@ -219,7 +224,8 @@ def _watch_training(
             del edge, gradient
             leaf.grad = None
     return BlockCost(
-        layout=Layout(()), trainable=(), gradients=0, forward_peak=forward_peak, saved=saved, saved_alone=saved_alone,
+        layout=Layout(()), trainable=(), gradients=0, buffers=0, forward_peak=forward_peak,
+        saved=saved, saved_alone=saved_alone,
         saved_sizes=saved_sizes,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
         input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape, flops=0,

@@ -20,6 +20,9 @@ _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MMAP_THRESHOLD = 65536
 
 
+_ALLOCATION_FAILED = ("DefaultCPUAllocator: can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+
+
 def _glibc() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL("libc.so.6")
@@ -96,9 +99,9 @@ class Device:
         return torch.random.fork_rng(devices=[] if self.kind == "cpu" else [self.torch.index])
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        # The CPU allocator has no exception type of its own; this is the one text that we match.
+        # The CPU allocator and CUDA's libraries have no exception type of their own: their texts are matched, here only.
         return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+            isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATION_FAILED)
         )
 
     def release_cached(self) -> None:
@@ -127,6 +130,7 @@ class CudaDevice(Device):
         # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
         # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
         torch.backends.cudnn.benchmark = False
+        torch.cuda.synchronize(self.torch)  # the context is made here, so that NVML knows this process from the start
 
     @property
     def name(self) -> str:

@@ -174,6 +174,8 @@ class Executor:
         batch = self._next_batch(step)
         read = batch.x.nbytes
         x, labels = self._on_device(batch)
+        if batch.span.start % self._phases[step.phase].batch == 0:
+            self._loaded[step.partition].begin_update()
         share = (batch.span.stop - batch.span.start) / batch.span.update_rows
         self._back_propagate(step, x, labels, share)
         self._finish(batch)
@@ -280,7 +282,7 @@ class Executor:
         """After a failed allocation: forget the unfinished update, send weights and optimizer state home."""
         self._tally, self._sink = _Tally(), None
         for resident in self._loaded.values():
-            resident.forget_gradients()
+            resident.abandon_update()
         self._device.release_cached()
         for resident in self._loaded.values():
             resident.drop(keep_state=True)

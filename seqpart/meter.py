@@ -18,6 +18,9 @@ from seqpart.units import format_limit, format_size
 _SLACK = 16 << 20
 """Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
 
+WARM_UP_BYTES = 21 << 20
+"""What measure_runtime's own small step takes for a moment, before any plan: the least peak beyond the runtime."""
+
 
 class Sampler:
     """Reads the gauge every `interval` seconds in a thread, and remembers the peak and what was running then."""

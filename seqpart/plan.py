@@ -13,9 +13,9 @@ from seqpart.activations import reader_bytes, writer_bytes
 from seqpart.blocks import Chain
 from seqpart.costs import BlockCost
 from seqpart.cutting import Piece, best_cut
-from seqpart.errors import DoesNotFit, OptionError
+from seqpart.errors import DoesNotFit, ModelError, OptionError
 from seqpart.layout import Layout
-from seqpart.meter import limit_for, margin_of
+from seqpart.meter import WARM_UP_BYTES, limit_for, margin_of
 from seqpart.rows import RowLayout
 from seqpart.simulate import LossCost, PartitionCost, growing
 from seqpart.units import format_limit, format_size
@@ -135,6 +135,7 @@ class Request:
     input_row: RowLayout
     cache_row: Callable[[tuple[int, ...]], RowLayout]
     train_rows: int
+    test_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,8 @@ def choose_cut(request: Request) -> tuple[Candidate, tuple[str, ...]]:
     for micro_batch in micro_batches(request):
         if found and micro_batch < SMALLEST_EASY_MICRO_BATCH:
             break
+        if not _measurable(request, micro_batch):
+            break
         candidate = _cut_at(request, micro_batch)
         if candidate is not None:
             found.append(candidate)
@@ -158,6 +161,17 @@ def choose_cut(request: Request) -> tuple[Candidate, tuple[str, ...]]:
         raise _does_not_fit(request)
     best = min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch))
     return best, _reasons(request, best)
+
+
+def _measurable(request: Request, micro_batch: int) -> bool:
+    """Whether the model takes so few rows at all (BatchNorm refuses one); the largest must, or the error is the user's."""
+    try:
+        request.costs_at(micro_batch)
+    except ModelError:
+        if micro_batch == micro_batches(request)[0]:
+            raise
+        return False
+    return True
 
 
 def micro_batches(request: Request) -> list[int]:
@@ -178,20 +192,34 @@ def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
 
 
 def _cut_at(request: Request, micro_batch: int, limit: int | None = None) -> Candidate | None:
-    pieces: dict[tuple[int, int], PartitionCost] = {}
     room = (request.limit - margin_of(request.limit)) if limit is None else limit
-    for first in _starts(request):
-        for last, cost in _grown(request, micro_batch, first):
-            if peak_of(request, cost, first, last, micro_batch) > room:
-                break
-            if cost.trainable or request.starts is not None or last - first == len(request.chain):
-                pieces[first, last] = cost
-    allowed = [Piece(first, last, cost.output_row, cost.slot + cost.train_peak) for (first, last), cost in pieces.items()]
+    chain = len(request.chain)
+    if request.count is None and request.starts is None and _fits_whole(request, micro_batch, room):
+        pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
+    else:
+        pieces = [piece for first in _starts(request) for piece in _pieces(request, micro_batch, first, room)]
     count = len(request.starts) if request.starts is not None else request.count
-    chosen = best_cut(allowed, len(request.chain), count)
+    chosen = best_cut(pieces, chain, count)
     if chosen is None:
         return None
-    return Candidate(micro_batch, tuple((p.first, p.last, pieces[p.first, p.last]) for p in chosen))
+    return Candidate(micro_batch, tuple((p.first, p.last, _cost_of(request, micro_batch, p)) for p in chosen))
+
+
+def _fits_whole(request: Request, micro_batch: int, room: int) -> bool:
+    *_, (last, cost) = _grown(request, micro_batch, 0)
+    return peak_of(request, cost, 0, last, micro_batch) <= room
+
+
+def _pieces(request: Request, micro_batch: int, first: int, room: int) -> Iterator[Piece]:
+    for last, cost in _grown(request, micro_batch, first):
+        if peak_of(request, cost, first, last, micro_batch) > room:
+            return
+        if cost.trainable or request.starts is not None or last - first == len(request.chain):
+            yield Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
+
+
+def _cost_of(request: Request, micro_batch: int, piece: Piece) -> PartitionCost:
+    return next(cost for last, cost in _grown(request, micro_batch, piece.first) if last == piece.last)
 
 
 def _starts(request: Request) -> list[int]:
@@ -200,7 +228,7 @@ def _starts(request: Request) -> list[int]:
         return [0]
     if request.starts is not None:
         return list(request.starts)
-    costs = request.costs_at(micro_batches(request)[-1])
+    costs = request.costs_at(micro_batches(request)[0])  # not a small one: BatchNorm refuses a single row
     learning = [number for number, cost in enumerate(costs) if cost.trainable]
     return [0, *learning[1:]]
 
@@ -221,7 +249,7 @@ def peak_of(request: Request, cost: PartitionCost, first: int, last: int, micro_
     reading, writing = buffers_of(request, first, last, micro_batch)
     train = max(cost.train_peak, cost.again_peak if micro_batch < request.batch_size else 0, cost.update_peak)
     work = max(train + reading if cost.trainable else 0, cost.inference_peak + reading + writing)
-    return request.runtime + request.growth + cost.slot + work
+    return request.runtime + max(request.growth + cost.slot + work, WARM_UP_BYTES if request.host_counts else 0)
 
 
 def buffers_of(request: Request, first: int, last: int, micro_batch: int) -> tuple[int, int]:
@@ -233,11 +261,11 @@ def buffers_of(request: Request, first: int, last: int, micro_batch: int) -> tup
     writing = 0
     if last < len(request.chain):
         writing = writer_bytes(request.cache_row(costs[last - 1].output_shape), micro_batch)
-    return reader_bytes(row, request.train_rows, micro_batch), writing
+    return reader_bytes(row, max(request.train_rows, request.test_rows), micro_batch), writing
 
 
 def _does_not_fit(request: Request) -> DoesNotFit:
-    smallest_micro = micro_batches(request)[-1]
+    smallest_micro = next(size for size in reversed(micro_batches(request)) if _measurable(request, size))
     cost, where, peak = _largest_need(request, smallest_micro)
     smallest = limit_for(peak)
     wanted = _largest_need(request, micro_batches(request)[0])[2]

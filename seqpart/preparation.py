@@ -170,10 +170,13 @@ class Preparation:
 
         @cache
         def measured(shape: tuple[int, ...], final: bool) -> tuple[int, int]:
-            loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"))
+            targets = 0
 
             def judged(output: torch.Tensor) -> torch.Tensor:
                 """As the executor does it: the scores are looked at while the loss still holds its graph."""
+                nonlocal targets
+                loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"))  # on fake tensors: it may be large
+                targets = loss.nbytes
                 value = loss(output, labels)
                 with torch.no_grad():
                     loss.scores(output.detach())
@@ -186,7 +189,7 @@ class Preparation:
                     f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
                     f"{'classes' if self.classes else 'labels'}: {error}"
                 ) from error
-            return peak, loss.nbytes
+            return max(0, peak - targets), targets
 
         def cost(block: BlockCost) -> tuple[int, int]:
             if block is not last and not self.method.cuts:
@@ -219,7 +222,7 @@ class Preparation:
             costs_at=self.costs_at, states=state_layouts(costs, heaviest), loss_of=self._loss_cost, fused=heaviest.fused,
             heap_below=self.device.heap_below,
             batch_size=batch, micro_batch=micro_batch or self.settings.micro_batch_size, starts=starts or asked, count=count,
-            input_row=self.input_layout, cache_row=self._cache_row, train_rows=self.train.count,
+            input_row=self.input_layout, cache_row=self._cache_row, train_rows=self.train.count, test_rows=self.test.count,
         )  # fmt: skip
 
     def planned(self) -> Prepared:

@@ -57,6 +57,7 @@ class Resident:
         self._regions: list[torch.Tensor] = []
         self._state_regions: list[torch.Tensor] = []
         self._changed = False
+        self._buffers_before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -104,6 +105,17 @@ class Resident:
             x = module(x)
         return x
 
+    def begin_update(self) -> None:
+        """Keep the buffers as they are: a forward pass changes running statistics, and it may have to be done again."""
+        self._buffers_before = [(buffer, buffer.clone()) for block in self.blocks for buffer in block.husk.buffers()]
+
+    def abandon_update(self) -> None:
+        """Forget what the micro-batches of an unfinished update left: gradients and running statistics."""
+        self.forget_gradients()
+        for buffer, before in self._buffers_before:
+            buffer.copy_(before)
+        self._buffers_before = []
+
     def update(self, clip_grad_norm: float | None) -> float | None:
         """Optimizer step, then the gradients are freed. Returns the gradients' norm if it was needed for clipping."""
         norm = None
@@ -111,6 +123,7 @@ class Resident:
             norm = float(nn.utils.clip_grad_norm_(self.trainable, clip_grad_norm))
         if self._optimizer is not None:
             self._optimizer.step()
+        self._buffers_before = []
         self._changed = True  # buffers may have changed, also where nothing is trained
         self.forget_gradients()
         return norm
@@ -154,6 +167,7 @@ class Resident:
         for block in self.blocks:
             detach(block.husk)
         self._optimizer = None
+        self._buffers_before = []
         self._regions, self._state_regions = [], []
         self._changed = False
         self.placement = Placement.AT_HOME

@@ -57,7 +57,7 @@ def growing(
     `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
-    slot = weights = state = gradients = flops = parameters = 0
+    slot = weights = state = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = 0
     first, trainable = blocks[0], False
     for block, layout in zip(blocks, states, strict=True):
@@ -75,6 +75,7 @@ def growing(
             heaps[index] += sum(size for size in sizes if size < heap_below)
         heap = max(heaps)
         gradients += block.gradients
+        buffers += block.buffers
         inference = max(inference, block.inference_peak + (block.input if block is not first else 0))
         flops += block.flops
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
@@ -86,10 +87,10 @@ def growing(
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
             weights=weights, state=state, slot=slot, gradients=gradients, saved=alive,
-            train_peak=own + max(forward, alive + loss_peak, backward + heap),
-            again_peak=own + gradients + max(forward, alive + loss_peak, again + heap),
+            train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
+            again_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
             inference_peak=own + heap + max(inference, block.output + loss_peak),
-            update_peak=own + heap + gradients + (0 if fused else 2 * largest),
+            update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
             input_row=first.input_row, output_row=block.output // rows, row_flops=flops // rows,
             parameters=parameters, trainable=trainable,
         )  # fmt: skip

@@ -282,6 +282,7 @@ class _Run:
                 flat = aligned(cost.layout.room)
                 self._store.get(block.home, flat)
                 attach(block.husk, cost.layout.views(flat))
+                block.husk.train(block.was_training)
 
     def _conclude(self, directory: RunDirectory, seconds: float) -> Result:
         plan, sampler = self._prepared.plan, self._sampler

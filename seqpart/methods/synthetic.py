@@ -45,7 +45,7 @@ class _Regression:
     def __init__(self, targets: Targets) -> None:
         size = torch.Size(targets.output_shape).numel()
         sil = torch.rand(size, targets.classes, generator=_generator(targets))
-        self._sil = (targets.kappa * sil).to(targets.device)
+        self._sil = sil.mul_(targets.kappa).to(targets.device)
         self.nbytes = self._sil.nbytes
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

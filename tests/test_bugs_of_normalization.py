@@ -1,0 +1,47 @@
+"""Past bugs around BatchNorm, one test and one story each."""
+
+import torch
+from safetensors.torch import load_file
+
+from seqpart import Trainer
+
+
+def test_running_statistics_are_not_applied_twice_when_an_update_is_done_again(tmp_path):
+    """A failed allocation in the second half of an update replayed the first half, and BatchNorm counted it twice."""
+
+    class Fails(torch.nn.Module):
+        def __init__(self, at):
+            super().__init__()
+            self.at, self.calls, self.linear = at, 0, torch.nn.Linear(6, 6)
+
+        def forward(self, x):
+            if type(x) is torch.Tensor and self.training:
+                self.calls += 1
+                if self.calls == self.at:
+                    raise MemoryError
+            return self.linear(x)
+
+    def run(name, at, micro_batch):
+        x, y = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 2
+        blocks = [lambda: torch.nn.BatchNorm1d(6), lambda: Fails(at), lambda: torch.nn.Linear(6, 2)]
+        trainer = Trainer(
+            blocks, mem_limit="2GB", method="full", batch_size=16, micro_batch_size=micro_batch, epochs=1, shuffle=False,
+            output_dir=tmp_path / name, quiet=True,
+        )  # fmt: skip
+        return load_file(trainer.fit((x, y), (x[:4], y[:4])).weights)
+
+    failed, plain = run("failed", 2, 8), run("plain", 0, 4)
+    # Both do four passes of 4 rows for every update; the failed one had begun the first with 8.
+    assert failed["0.num_batches_tracked"] == plain["0.num_batches_tracked"]
+    for name, tensor in plain.items():
+        assert torch.equal(failed[name], tensor), name
+
+
+def test_batch_norm_is_planned_although_it_refuses_a_single_row(tmp_path):
+    """The planner measured every model at micro-batch 1 to see what learns, which BatchNorm1d refuses."""
+    blocks = [lambda: torch.nn.Linear(6, 8), lambda: torch.nn.BatchNorm1d(8), lambda: torch.nn.Linear(8, 2)]
+    x, y = torch.randn(40, 6), torch.arange(40) % 2
+    result = Trainer(
+        blocks, mem_limit="2GB", partitions=2, epochs=1, batch_size=20, output_dir=tmp_path / "run", quiet=True
+    ).fit((x, y), (x[:4], y[:4]))
+    assert len(result.plan.partitions) == 2
