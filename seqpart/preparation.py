@@ -78,6 +78,9 @@ class Preparation:
         self.input_layout = RowLayout(train.shape, torch.float32)
         self.costs_at = cache(self._measure)
         self._check_partitions()
+        micro = settings.micro_batch_size
+        if micro is not None and micro > self.largest_batch:
+            raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         self._possible_optimizers()
         self.live_bytes = sum(block.live_bytes for block in self.chain)
         self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
