@@ -202,7 +202,7 @@ class Executor:
 
     def _update(self, step: Step) -> tuple[int, int]:
         self._loaded[step.partition].update(self._clip)
-        self.position = Position(step.phase, self.position.updates + 1 if self.position.phase == step.phase else 1)
+        self.position = Position(step.phase, self.position.updates + 1)  # _enter set the phase
         self._end_phase_if_done(step.phase, self.position.updates == self._phases[step.phase].updates)
         return 0, 0
 
