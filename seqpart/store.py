@@ -8,11 +8,11 @@ named and never trained on.
 """
 
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 import xxhash
@@ -24,8 +24,6 @@ from seqpart.errors import CorruptFile, StoreError
 from seqpart.layout import Layout, decode_header, encode_header
 
 IO_THREADS = 2
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,6 +49,19 @@ class _Home:
     def path(self) -> Path:
         assert self.versions is not None
         return self.versions[self.current]
+
+
+class Transfer:
+    """Tensors on their way between home and the device; `nbytes` of them by way of the disk."""
+
+    def __init__(self, parts: "Sequence[Future[None]]" = (), nbytes: int = 0) -> None:
+        self._parts, self.nbytes = parts, nbytes
+
+    def wait(self) -> None:
+        """Return when every part is over; raise the first error of any."""
+        wait(self._parts)
+        for part in self._parts:
+            part.result()
 
 
 class Store:
@@ -107,11 +118,26 @@ class Store:
             return
         self._read(home, flat)
 
+    def begin_put(self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
+        """Start to `put` each of `items` in the I/O threads, once `after` has returned there. Their memory must rest."""
+        work = list(items)
+        for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
+            if name not in self._homes:
+                self._homes[name] = self._place(name, layout)
+        nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
+        return Transfer([self._pool.submit(_later, after, self.put, item) for item in work], nbytes)
+
+    def begin_get(self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
+        """Start to `get` each of `items` in the I/O threads, once `after` has returned there."""
+        work = list(items)
+        nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
+        return Transfer([self._pool.submit(_later, after, self.get, item) for item in work], nbytes)
+
     def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
-        self._each(lambda item: self.put(*item), list(items))
+        self.begin_put(items, _at_once).wait()
 
     def get_all(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._each(lambda item: self.get(*item), list(items))
+        self.begin_get(items, _at_once).wait()
 
     def discard(self, name: str) -> None:
         home = self._homes.pop(name, None)
@@ -121,10 +147,6 @@ class Store:
             self._arena.give(home.host)
         for path in home.versions or ():
             path.unlink(missing_ok=True)
-
-    def _each(self, work: Callable[[T], None], items: list[T]) -> None:
-        for _ in self._pool.map(work, items):
-            pass
 
     def _place(self, name: str, layout: Layout) -> _Home:
         host = self._arena.take(layout.nbytes) if self._arena is not None else None
@@ -200,6 +222,15 @@ class Store:
         if buffer is None or len(buffer) < nbytes:
             buffer = self._staging.buffer = self._device.host(round_up(nbytes))
         return buffer
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
+
+
+def _later(after: Callable[[], object], work: Callable[..., None], arguments: Sequence[Any]) -> None:
+    after()
+    work(*arguments)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
