@@ -55,6 +55,8 @@ class BlockCost:
     output: int
     output_shape: tuple[int, ...]
     """Without the batch dimension."""
+    input_dtype: torch.dtype
+    output_dtype: torch.dtype
     flops: int
     """Floating point operations of one forward pass."""
 
@@ -118,39 +120,44 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
 
 def measure_chain(
     chain: Chain | Sequence[Block], input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None,
 ) -> tuple[BlockCost, ...]:  # fmt: skip
-    """Costs of every block for micro-batches of `batch` rows of `input_shape`.
+    """Costs of every block for micro-batches of `batch` rows of `input_shape` and `dtype`, each run under `autocast`.
 
     Raises DataError where the rows do not suit the first block, ModelError where one block's output does not suit
     the next; the message names the block and the shapes.
     """
     costs = []
     shape = input_shape
-    known: dict[tuple[object, tuple[int, ...]], BlockCost] = {}
+    known: dict[tuple[object, tuple[int, ...], torch.dtype], BlockCost] = {}
     for block in chain:
-        key = (block.same_as, shape)  # one factory builds the same structure every time
+        key = (block.same_as, shape, dtype)  # one factory builds the same structure every time
         if key not in known:
-            known[key] = _measure_block(block, (batch, *shape), dtype, granule)
+            known[key] = _measure_block(block, (batch, *shape), dtype, granule, autocast)
         costs.append(replace(known[key]))  # a value of its own: who stands last is told by identity
-        shape = known[key].output_shape
+        shape, dtype = known[key].output_shape, known[key].output_dtype
     return tuple(costs)
 
 
-def _measure_block(block: Block, shape: tuple[int, ...], dtype: torch.dtype, granule: int) -> BlockCost:
+def _measure_block(
+    block: Block, shape: tuple[int, ...], dtype: torch.dtype, granule: int, autocast: torch.dtype | None
+) -> BlockCost:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module, tensors = block.fake(mode)
     module.train()
     trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
     try:
         with mode, _quiet_random(), _quiet_log():
-            training = _watch_training(module, tensors, shape, dtype, granule)
-            inference, flops = _watch_inference(module, tensors, shape, dtype, granule)
+            training = _watch_training(module, tensors, shape, dtype, granule, autocast)
+            inference, flops = _watch_inference(module, tensors, shape, dtype, granule, autocast)
     except ModelError as error:
         raise ModelError(f"{block}: {error}") from None
     except Exception as error:
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
-        text = f"{block} cannot take rows of shape {shape[1:]}: {reason}. Change the block, or the rows."
+        kind = "" if dtype == torch.float32 else f" and type {dtype}"
+        text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. Change the block, or the rows."
+        if not dtype.is_floating_point:
+            text += " Whole numbers of 64 bits are tokens, for an embedding: give quantities as floats."
         raise (DataError(text) if block.number == 0 else ModelError(text)) from error
     return replace(
         training,
@@ -181,34 +188,43 @@ def _quiet_random() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _cast(autocast: torch.dtype | None) -> Iterator[None]:
+    """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
+    those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
+    if autocast is None:
+        yield
+        return
+    with torch.autocast("cpu", dtype=autocast):
+        yield
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def _watch_training(
-    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int
-) -> BlockCost:
+    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int,
+    autocast: torch.dtype | None = None,
+) -> BlockCost:  # fmt: skip
     peaks, saved, saved_alone = [], 0, 0
     saved_sizes: tuple[int, ...] = ()
     forward_peak = 0
     output_shape: tuple[int, ...] = ()
-    output = 0
-    leaves = [torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(2)]
+    output_dtype, output = dtype, 0
+    leaves = [torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point) for _ in range(2)]
     # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
     inputs = [leaf.clone() for leaf in leaves]
     with LiveBytes(granule) as live:
         for leaf, x in zip(leaves, inputs, strict=True):  # the second micro-batch adds to gradients that exist
             live.ignore([x, *tensors.values()])
             before, others = live.live, set(live.sizes)
-            with live.watch():
+            with live.watch(), _cast(autocast):
                 y = run_fake(module, tensors, x)
-            if y.shape[:1] != shape[:1]:
-                raise ModelError(f"it turned {shape[0]} rows into shape {tuple(y.shape)}; dimension 0 must stay the batch.")
-            if y.dtype != dtype:
-                raise ModelError(f"it returns {y.dtype}; boundaries are {dtype}. Cast its output back.")
+            _refuse_bad_boundary(y, shape[0])
             forward_peak, saved = live.peak - before, live.live - before
             saved_sizes = tuple(size for key, size in live.sizes.items() if key not in others)
-            output_shape, output = tuple(y.shape[1:]), round_up(_nbytes(y), granule)
+            output_shape, output_dtype, output = tuple(y.shape[1:]), y.dtype, round_up(_nbytes(y), granule)
             if not y.requires_grad:  # nothing to train, and nothing to carry a gradient through
                 peaks.append(0)
                 continue
@@ -228,8 +244,16 @@ def _watch_training(
         saved=saved, saved_alone=saved_alone,
         saved_sizes=saved_sizes,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
-        input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape, flops=0,
+        input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape,
+        input_dtype=dtype, output_dtype=output_dtype, flops=0,
     )  # fmt: skip
+
+
+def _refuse_bad_boundary(y: torch.Tensor, rows: int) -> None:
+    if y.shape[:1] != (rows,):
+        raise ModelError(f"it turned {rows} rows into shape {tuple(y.shape)}; dimension 0 must stay the batch.")
+    if not y.dtype.is_floating_point:
+        raise ModelError(f"it returns {y.dtype}; a boundary is floats, which carry a gradient. Join it with the next block.")
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -237,23 +261,26 @@ def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _watch_inference(
-    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int
-) -> tuple[int, int]:
-    x = torch.empty(shape, dtype=dtype)
-    with torch.no_grad(), LiveBytes(granule) as live:
+    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int,
+    autocast: torch.dtype | None = None,
+) -> tuple[int, int]:  # fmt: skip
+    x = torch.zeros(shape, dtype=dtype)
+    with torch.no_grad(), LiveBytes(granule) as live, _cast(autocast):
         live.ignore([x, *tensors.values()])
         run_fake(module, tensors, x)
         peak = live.peak
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, _cast(autocast):
         run_fake(module, tensors, x)
     return peak, counter.get_total_flops()
 
 
-def measure_loss(loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1) -> int:
+def measure_loss(
+    loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1, dtype: torch.dtype = torch.float32
+) -> int:
     """Most bytes alive while `loss` judges an output (batch, *output_shape), forward and backward, beyond the output."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        y = torch.empty((batch, *output_shape), requires_grad=True)
+        y = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True)
     with mode, LiveBytes(granule) as live:
         live.ignore([y])
         loss(y).backward()  # type: ignore[no-untyped-call]

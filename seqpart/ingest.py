@@ -1,10 +1,13 @@
 """Data sets as they come from the user, checked, and turned into the rows of boundary 0.
 
 Rows are streamed home a chunk at a time, so a data set larger than the limit is no different from a small one.
+
+Rows are quantities (float32, or float64 where asked for) or tokens (int64), which an embedding looks up. Images and
+tables often come as whole numbers of 8 to 32 bits and are quantities; token ids come as 64-bit ones, or by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -14,29 +17,40 @@ import torch
 from seqpart.errors import DataError
 
 ROWS_AT_ONCE = 256
+QUANTITIES = (torch.float32, torch.float64)
+TOKENS = torch.int64
 SPARSE_CLASSES = 1000
 """Gaps in the numbers of up to so many classes cost little."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Split:
-    """Training or test rows. `open` starts a new pass over them: float tensors (some rows, *shape), in order."""
+    """Training or test rows. `open` starts a new pass over them: tensors (some rows, *shape) of numbers, in order."""
 
     name: str
     count: int
     shape: tuple[int, ...]
     labels: torch.Tensor
-    """(count,) int64 classes, or floats to regress."""
+    """(count,) int64 classes or floats to regress; or (count, T, ...) classes, one for every position of a row."""
     open: Callable[[], Iterable[torch.Tensor]]
+    dtype: torch.dtype = torch.float32
+    """What its rows become: float32, float64 (for a float64 model) or int64 (tokens)."""
+
+    @property
+    def tokens(self) -> bool:
+        return self.dtype == TOKENS
 
 
 def as_split(data: object, name: str) -> Split:
     """A Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items, as a Split.
 
+    x of type int64 is tokens and stays whole; x of any other type, uint8 images for one, becomes float32. A Split says
+    by its `dtype` what it wants. y has one label for each row, or whole numbers (rows, T, ...): one for each position.
+
     Raises DataError for anything else, for no rows, for rows of different shapes, and for x and y of different length.
     """
     if isinstance(data, Split):
-        split = data
+        split = _known_dtype(data)
     elif isinstance(data, tuple | list) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
         split = _from_pair(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
@@ -53,6 +67,19 @@ def as_split(data: object, name: str) -> Split:
     return split
 
 
+def _known_dtype(split: Split) -> Split:
+    dtype = split.dtype
+    if dtype in (*QUANTITIES, TOKENS):
+        return split
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        raise DataError(f"{split.name} data: expected rows of float32, float64 or int64 (tokens); found dtype={dtype}.")
+    return replace(split, dtype=TOKENS)
+
+
+def _dtype_of(x: object) -> torch.dtype:
+    return TOKENS if getattr(x, "dtype", None) in (torch.int64, np.dtype(np.int64)) else torch.float32
+
+
 def _from_pair(x: Any, y: Any, name: str) -> Split:
     labels = _as_labels(y, name)
     if not len(x.shape) or len(x) != len(labels):
@@ -67,13 +94,14 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
             # A copy: torch warns of arrays that it may not write to, such as memory-mapped ones.
             yield torch.as_tensor(rows if isinstance(rows, torch.Tensor) else np.array(rows))
 
-    return Split(name=name, count=len(labels), shape=tuple(int(n) for n in x.shape[1:]), labels=labels, open=passes)
+    shape = tuple(int(n) for n in x.shape[1:])
+    return Split(name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x))
 
 
 def _from_items(items: Any, name: str) -> Split:
     if not len(items):
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
-    first = _item(items, 0, name)[0]
+    first, dtype = _item(items, 0, name)[0], _dtype_of(items[0][0])
     targets = getattr(items, "targets", None)
     # A target_transform changes what items say and leaves `targets` as it was.
     if targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None:
@@ -90,7 +118,8 @@ def _from_items(items: Any, name: str) -> Split:
                 )
             yield torch.stack(rows)
 
-    return Split(name=name, count=len(items), shape=tuple(first.shape), labels=_as_labels(targets, name), open=passes)
+    labels = _as_labels(targets, name)
+    return Split(name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype)
 
 
 def _item(items: Any, index: int, name: str) -> tuple[torch.Tensor, Any]:
@@ -107,39 +136,71 @@ def _item(items: Any, index: int, name: str) -> tuple[torch.Tensor, Any]:
 
 def _as_labels(labels: Any, name: str) -> torch.Tensor:
     if isinstance(labels, Sequence):
-        labels = [label.item() if isinstance(label, torch.Tensor) else label for label in labels]
+        labels = [_plain(label) for label in labels]
     try:
         tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} labels: expected one number for each row: {str(error).splitlines()[0]}") from None
-    if tensor.ndim != 1:
-        raise DataError(f"{name} labels: expected shape (rows,), found {tuple(tensor.shape)}.")
     if tensor.is_complex():
         raise DataError(f"{name} labels: expected whole numbers (classes) or floats; found {tensor.dtype}.")
+    if not tensor.ndim or (tensor.ndim > 1 and (tensor.is_floating_point() or not prod(tensor.shape[1:]))):
+        raise DataError(
+            f"{name} labels: expected shape (rows,), found {tuple(tensor.shape)}. "
+            "Only whole numbers, a class for each position of a row, may have more dimensions."
+        )
     if tensor.is_floating_point():
         if not bool(tensor.isfinite().all()):
             raise DataError(f"{name} labels: NaN or infinity in row {int((~tensor.isfinite()).nonzero()[0])}.")
         return tensor.to(torch.float32).clone()
-    return tensor.to(torch.int64).clone()
+    return tensor.to(torch.int64 if tensor.ndim == 1 else _NARROW.get(tensor.dtype, torch.int64)).clone()
+
+
+_NARROW = {
+    **{dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)},
+    torch.bool: torch.uint8,
+    torch.uint16: torch.int32,
+}
+"""Types that labels of positions keep, because there are many; torch computes little with uint16."""
+
+
+def _plain(label: Any) -> Any:
+    if not isinstance(label, torch.Tensor):
+        return label
+    return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
 
 
 def count_classes(train: Split, test: Split) -> int:
     """Number of classes of integer labels, from 0 up; 0 for labels to regress.
 
     Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
-    training never saw, and test labels of another kind.
+    training never saw, and test labels of another kind. Labels of positions may be any of a vocabulary, of which a text
+    rarely holds every entry: gaps, and labels that only the test rows have, are classes like the others.
     """
+    if train.labels.shape[1:] != test.labels.shape[1:]:
+        raise DataError(
+            f"labels differ: training has shape {tuple(train.labels.shape)} and test {tuple(test.labels.shape)}; "
+            "give both one label per row, or one for each of equally many positions."
+        )
     if train.labels.is_floating_point() != test.labels.is_floating_point():
         raise DataError(
             f"labels differ: training has {train.labels.dtype} and test {test.labels.dtype}; give both as one type."
         )
     if train.labels.is_floating_point():
         return 0
+    for split in (train, test) if train.labels.ndim > 1 else (train,):
+        if (least := int(split.labels.min())) < 0:
+            raise DataError(f"{split.name} labels: found class {least}; expected classes that count from 0.")
+    least, most = (int(n) for n in train.labels.aminmax())
+    if least == most:
+        raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
+    if train.labels.ndim > 1:
+        return 1 + max(most, int(test.labels.max()))
+    return _class_count(train, test)
+
+
+def _class_count(train: Split, test: Split) -> int:
+    """Of labels of whole rows, of which every class should have rows to be learned from."""
     seen = torch.unique(train.labels)
-    if int(seen[0]) < 0:
-        raise DataError(f"{train.name} labels: found class {int(seen[0])}; expected classes that count from 0.")
-    if len(seen) == 1:
-        raise DataError(f"{train.name} labels: every row has class {int(seen[0])}. Training needs at least two classes.")
     unknown = test.labels[~torch.isin(test.labels, seen)]
     if len(unknown):
         raise DataError(
@@ -161,26 +222,51 @@ def refuse_mismatch(train: Split, test: Split) -> None:
             f"training rows have shape {train.shape} and test rows {test.shape}. Bring both to one shape: the same network "
             "takes them."
         )
+    if train.dtype != test.dtype:
+        raise DataError(
+            f"training rows are {train.dtype} and test rows {test.dtype}; give both as one type. Whole numbers of 64 bits are "
+            "tokens: give quantities as floats."
+        )
 
 
 def pour(split: Split, append: Callable[[torch.Tensor], None]) -> None:
-    """Stream every row of `split` into `append`. Raises DataError, naming the row, at the first NaN or infinity."""
+    """Stream every row of `split`, as its dtype, into `append`.
+
+    Raises DataError, naming the row, at the first NaN or infinity, and at the first token below 0.
+    """
     done = 0
     for found in split.open():
-        if found.is_complex():
-            raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
-        rows = found.to(torch.float32)  # before the check: 1e300 is infinity then
+        rows = _converted(found, split)
         if tuple(rows.shape[1:]) != split.shape:
             raise DataError(
                 f"{split.name} data: expected rows of shape {split.shape}; found {tuple(rows.shape[1:])} from row {done} on."
             )
-        bad = ~rows.flatten(1).isfinite().all(1)
-        if bool(bad.any()):
-            raise DataError(
-                f"{split.name} data: NaN or infinity (as a 32-bit float) in row {done + int(bad.nonzero()[0])}. "
-                "Clean the data: one such row spoils every weight."
-            )
+        _refuse_bad_values(rows, split, done)
         append(rows)
         done += len(rows)
     if done != split.count:
         raise DataError(f"{split.name} data: expected {split.count} rows, as len() says; found {done}.")
+
+
+def _converted(found: torch.Tensor, split: Split) -> torch.Tensor:
+    if found.is_complex():
+        raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
+    if split.tokens and found.is_floating_point():
+        raise DataError(f"{split.name} data: expected tokens (whole numbers); found {found.dtype}.")
+    return found.to(split.dtype)  # before the check of values: 1e300 is infinity as a float32
+
+
+def _refuse_bad_values(rows: torch.Tensor, split: Split, done: int) -> None:
+    bad = (rows.flatten(1) < 0 if split.tokens else ~rows.flatten(1).isfinite()).any(1)
+    if not bool(bad.any()):
+        return
+    row = done + int(bad.nonzero()[0])
+    if split.tokens:
+        raise DataError(
+            f"{split.name} data: found token {int(rows[row - done].min())} in row {row}; expected tokens that count from 0. "
+            "Whole numbers of 64 bits are tokens: give quantities as floats."
+        )
+    raise DataError(
+        f"{split.name} data: NaN or infinity (as a {rows.dtype.itemsize * 8}-bit float) in row {row}. "
+        "Clean the data: one such row spoils every weight."
+    )

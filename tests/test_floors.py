@@ -12,14 +12,14 @@ HOUSE = Path(seqpart.__file__).parent
 FLOORS = [
     ["errors", "units"],
     ["schedule", "direct", "interrupts"],
-    ["layout", "device", "arena"],
+    ["layout", "device", "arena", "losses"],
     ["gauge", "blocks", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],
     ["resident", "simulate", "cutting", "methods.method", "methods.exact", "methods.synthetic", "methods"],
     ["plan", "executor", "checkpoint", "settings"],
     ["report", "preparation"],
     ["trainer"],
-    ["", "zoo", "zoo.models", "zoo.loading", "zoo.datasets"],
+    ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.datasets"],
     ["doctor", "train"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
