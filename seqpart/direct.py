@@ -21,6 +21,9 @@ PAGE = 4096
 REQUEST = 8 << 20
 """Bytes of one read or write. 4-16 MiB reached the disk's full speed; more only costs buffers."""
 
+PROBE = ".probe-"
+"""Names of the files that `probe_disk` writes begin so; a killed process leaves its own."""
+
 
 def round_up(size: int, to: int = PAGE) -> int:
     return -(-size // to) * to
@@ -124,6 +127,20 @@ class DirectFile:
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
+def sync(path: Path) -> None:
+    """Return when the file, or the folder's list of files, is on the disk also after a loss of power."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        # A folder that cannot be opened or synced is one of a file system that orders its names itself, or not at all.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.EACCES)):
+            raise explained(error, path) from None
+
+
 def explained(error: OSError, path: Path) -> StoreError:
     """The user's words for what the operating system said."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -146,7 +163,7 @@ def probe_disk(folder: Path, nbytes: int = 64 << 20) -> tuple[float, float]:
     """
     if not folder.is_dir():
         raise DirectoryUnusable(f"cannot use {folder}: it is not a directory. Give a directory that you may write to.")
-    path = folder / f".probe-{os.getpid()}"
+    path = folder / f"{PROBE}{os.getpid()}"
     nbytes = min(nbytes, max(PAGE, _free(folder) // 2 // PAGE * PAGE))
     memory = bytes_of(aligned(REQUEST))
     memory[:] = os.urandom(PAGE) * (REQUEST // PAGE)

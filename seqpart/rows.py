@@ -1,21 +1,25 @@
 """One boundary's rows at home: a row is one sample's tensor, rows are kept in order, in chunks of whole pages.
 
 A file of rows is a safetensors file with one tensor, `rows`, (n, row width); rows are padded to a stride that keeps
-chunks on page boundaries. A checksum per chunk is kept while the run lives and compared at every read.
+chunks on page boundaries. A checksum per chunk is compared at every read; `persist` writes them into a file beside.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 import xxhash
 
 from seqpart.arena import Arena
 from seqpart.device import Device
-from seqpart.direct import PAGE, DirectFile, aligned, bytes_of, round_up
+from seqpart.direct import PAGE, DirectFile, aligned, bytes_of, round_up, sync
 from seqpart.errors import CorruptFile
 from seqpart.layout import TensorSpec, encode_header
+from seqpart.rundir import write_text
 
 CHUNK = 1 << 20
 """About this many bytes are read at a time."""
@@ -53,29 +57,39 @@ class RowLayout:
 class Rows:
     """Written once from the first row to the last, then read by chunks, any chunk at any time, by one thread."""
 
-    def __init__(self, layout: RowLayout, count: int, path: Path, device: Device, arena: Arena | None) -> None:
+    def __init__(
+        self, layout: RowLayout, count: int, path: Path, device: Device, arena: Arena | None,
+        checksums: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Empty rows to be appended to; with `checksums`, of its chunks, what another process wrote at `path`."""
         self.layout, self.count, self.path = layout, count, path
         self.bytes_read = self.bytes_written = 0
         self._arena = arena
         self._host = arena.take(layout.home_bytes(count)) if arena is not None else None
         self.tier = "disk" if self._host is None else device.host_tier
-        self._checksums: list[int] = []
+        self._checksums = checksums or []
         self._file: DirectFile | None = None
         self._stage: torch.Tensor | None = None
         self._filled = self._done = 0
-        self._header = b""
-        if self._host is None:
-            self._open()
+        self.finished = False
+        self._described: dict[str, Any] = {}
+        self._header = _header_of(layout, count)
+        if checksums is not None:
+            self._reopen()
+        elif self._host is None:
+            self._file = self._created()
 
-    def _open(self) -> None:
-        width = self.layout.stride // self.layout.dtype.itemsize
-        spec = TensorSpec(name="rows", shape=(self.count, width), dtype=self.layout.dtype)
-        shape = ",".join(map(str, self.layout.shape))
-        self._header = encode_header([spec], {"format": "pt", "row shape": shape})
-        self._file = DirectFile(self.path, write=True)
+    def _created(self) -> DirectFile:
+        file = DirectFile(self.path, write=True)
         page = aligned(len(self._header))
         bytes_of(page)[:] = self._header
-        self._file.write_from(bytes_of(page), 0)
+        file.write_from(bytes_of(page), 0)
+        return file
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Names of the rows' file and of their checksums' file, whether or not they are there."""
+        return self.path.name, self.path.with_suffix(".sums.json").name
 
     @property
     def chunks(self) -> int:
@@ -124,7 +138,12 @@ class Rows:
         assert self._done == self.chunks, f"{self.path.name}: {self._done} of {self.chunks} chunks were written"
         self._stage = None
         if self._file is not None:
-            self._file.finish(len(self._header) + self.count * self.layout.stride)
+            self._file.finish(self._size)
+        self.finished = True
+
+    @property
+    def _size(self) -> int:
+        return len(self._header) + self.count * self.layout.stride
 
     def read_chunk(self, chunk: int, into: torch.Tensor) -> None:
         """Copy chunk number `chunk` to the start of `into`, a page-aligned uint8 buffer of chunk_bytes."""
@@ -133,18 +152,108 @@ class Rows:
             # Not tensor.copy_: in this thread it would start an OpenMP team of its own, with stacks that nobody planned.
             bytes_of(into)[:nbytes] = bytes_of(self._host)[start : start + nbytes]
         elif self._file is not None:
-            memory = bytes_of(into[: round_up(nbytes)])
-            if self._file.read_into(memory, len(self._header) + start) < nbytes:
-                raise CorruptFile(f"{self.path} is shorter than it was written. It was not used.")
+            self._read(self._file, chunk, into)
             self.bytes_read += nbytes
-        if xxhash.xxh3_64_intdigest(bytes_of(into)[:nbytes]) != self._checksums[chunk]:
+        self._compare(chunk, into)
+
+    def _read(self, file: DirectFile, chunk: int, into: torch.Tensor) -> None:
+        nbytes = self.rows_in(chunk) * self.layout.stride
+        offset = len(self._header) + chunk * self.layout.chunk_bytes
+        if file.read_into(bytes_of(into[: round_up(nbytes)]), offset) < nbytes:
+            raise CorruptFile(f"{self.path} is shorter than it was written. It was not used.")
+
+    def _compare(self, chunk: int, memory: torch.Tensor) -> None:
+        nbytes = self.rows_in(chunk) * self.layout.stride
+        if xxhash.xxh3_64_intdigest(bytes_of(memory)[:nbytes]) != self._checksums[chunk]:
             raise CorruptFile(f"{self.path} is damaged in its rows from {chunk * self.layout.chunk_rows} on. It was not used.")
 
-    def discard(self) -> None:
+    def persist(self) -> dict[str, Any]:
+        """Bring finished rows to the disk, once; says how another process can `adopt` them."""
+        assert self.finished, f"{self.path.name}: rows that are not all in are nothing to come back to"
+        if not self._described:
+            if self._host is not None:
+                self._write_out(self._host)
+            else:
+                sync(self.path)
+            file, sums = self.files
+            text = json.dumps([f"{checksum:016x}" for checksum in self._checksums])
+            write_text(self.path.with_name(sums), text)
+            self._described = {
+                "file": file, "sums": sums, "digest": xxhash.xxh3_64_hexdigest(text.encode()), "count": self.count,
+                "shape": list(self.layout.shape), "dtype": str(self.layout.dtype).removeprefix("torch."),
+            }  # fmt: skip
+        return self._described
+
+    def _write_out(self, host: torch.Tensor) -> None:
+        try:
+            with self._created() as file:
+                for chunk in range(self.chunks):
+                    start = chunk * self.layout.chunk_bytes
+                    nbytes = round_up(self.rows_in(chunk) * self.layout.stride)
+                    file.write_from(bytes_of(host)[start : start + nbytes], len(self._header) + start)
+                file.finish(self._size, durable=True)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def adopt(cls, described: Mapping[str, Any], folder: Path, device: Device, arena: Arena | None) -> Self:
+        """Rows that another process persisted in `folder`; in host memory again where there is room.
+
+        Raises CorruptFile, naming a file that is missing, or damaged in its checksums, header or length; on the disk
+        the rows themselves are read by `verify`.
+        """
+        sums = folder / described["sums"]
+        text = sums.read_bytes() if sums.is_file() else b""
+        if xxhash.xxh3_64_hexdigest(text) != described["digest"]:
+            raise CorruptFile(f"{sums} is {'damaged' if text else 'missing or empty'}. Its rows were not used.")
+        checksums = [int(checksum, 16) for checksum in json.loads(text)]
+        layout = RowLayout(tuple(described["shape"]), getattr(torch, described["dtype"]))
+        rows = cls(layout, described["count"], folder / described["file"], device, arena, checksums)
+        rows._described = dict(described)
+        return rows
+
+    def _reopen(self) -> None:
+        if not self.path.is_file():
+            raise CorruptFile(f"{self.path} is missing.")
+        size, head = self.path.stat().st_size, aligned(len(self._header))
+        if size != self._size:
+            raise CorruptFile(f"{self.path} has {size} bytes and was saved with {self._size}. It was not used.")
+        self._file, self._done, self.finished = DirectFile(self.path), self.chunks, True
+        self._file.read_into(bytes_of(head), 0)
+        if bytes(bytes_of(head)) != self._header:
+            raise CorruptFile(f"{self.path} is damaged, or not the file that was saved: its header differs. It was not used.")
+        if self._host is not None:
+            for chunk in range(self.chunks):
+                start = chunk * self.layout.chunk_bytes
+                self._read(self._file, chunk, self._host[start:])
+                self._compare(chunk, self._host[start:])
+            self._file.__exit__()
+            self._file = None
+
+    def verify(self) -> None:
+        """Read every row on the disk once. Raises CorruptFile, naming the file, unless they are what was written."""
+        if self._file is not None:
+            buffer = aligned(self.layout.chunk_bytes)
+            for chunk in range(self.chunks):
+                self._read(self._file, chunk, buffer)
+                self._compare(chunk, buffer)
+
+    def close(self) -> None:
+        """Give memory and file handle back; the files stay."""
         if self._host is not None and self._arena is not None:
             self._arena.give(self._host)
             self._host = None
         if self._file is not None:
             self._file.__exit__()
             self._file = None
-            self.path.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        self.close()
+        for name in self.files:
+            self.path.with_name(name).unlink(missing_ok=True)
+
+
+def _header_of(layout: RowLayout, count: int) -> bytes:
+    spec = TensorSpec(name="rows", shape=(count, layout.stride // layout.dtype.itemsize), dtype=layout.dtype)
+    return encode_header([spec], {"format": "pt", "row shape": ",".join(map(str, layout.shape))})

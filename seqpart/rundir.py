@@ -1,6 +1,8 @@
 """Directories that a run owns: a marker says that we made it, a lock says that a live run uses it.
 
-Nothing is deleted here but files that a run of ours made under names of ours.
+Nothing is deleted here but files that a run of ours made under names of ours, and nothing at all of a run that has a
+checkpoint to go on from. Scratch directories under --offload-dir name the directory of their run; they belong to its
+checkpoint as long as that names them back.
 """
 
 import contextlib
@@ -10,48 +12,71 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from seqpart.direct import explained
-from seqpart.errors import DirectoryUnusable, OptionError, StoreError
+from seqpart.direct import PROBE, explained, sync
+from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
 
 MARKER = "seqpart-run.json"
 SCRATCH_PREFIX = "seqpart-"
 """Directories under --offload-dir are named so; they hold no results and go when the run ends."""
+CHECKPOINT = "checkpoint.json"
+PREVIOUS = "checkpoint.previous.json"
+SCRATCH = ("*.safetensors", "*.sums.json", "*.part")
+"""Files in a folder of homes or rows."""
 _LOCK = "seqpart.lock"
-_SCRATCH = ("homes", "rows")
+_FOLDERS = ("homes", "rows")
 _WEIGHTS = "model.safetensors"
 """A directory that holds it holds a finished run."""
 _NEW = ".seqpart-new"
+_PROBE_SECONDS = 60
+"""A probe file that nobody has written for so long has no process any more."""
 _numbers = itertools.count()
 
 
 class RunDirectory:
     """`root` with its lock held, `scratch` (homes of blocks and boundary rows) and the results beside them.
 
+    `overwrite` lets go of an earlier run's checkpoint, and of its results once there are new ones; `resume` opens the
+    directory of a run that has a checkpoint, and keeps everything. `run` is the directory of the run that this one is
+    the scratch directory of.
+
     Raises DirectoryUnusable where it cannot be written or another run holds it, OptionError where it holds someone
-    else's files or a finished run that `overwrite` does not cover.
+    else's files, a finished run that `overwrite` does not cover or one that could be resumed.
     """
 
-    def __init__(self, root: Path, *, overwrite: bool = False) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, overwrite: bool = False, resume: bool = False, run: Path | None = None) -> None:
+        self.root, self._run = root, run
+        if resume and not root.exists():
+            raise CorruptFile(f"{root} is missing: the checkpoint in {run or root} needs it.")
         try:
             created = not root.exists()
             root.mkdir(parents=True, exist_ok=True)
             if not created:
-                _must_be_ours(root, overwrite)
+                _must_be_ours(root)
             self._lock = _locked(root / _LOCK)
         except OSError as error:
             raise _unusable(error, root) from None
         try:
-            self.cleaned = clear_scratch(root)
-            self._replaces = (root / _WEIGHTS).exists()
-            self.mark("running")
-            for name in _SCRATCH:
-                (root / name).mkdir(exist_ok=True)
+            self._take_over(overwrite, resume)
         except OSError as error:
             os.close(self._lock)
             raise _unusable(error, root) from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_over(self, overwrite: bool, resume: bool) -> None:
+        if overwrite and not resume:
+            forget_checkpoint(self.root)
+        elif not resume:
+            _must_be_free(self.root)
+        self.cleaned = 0 if resume else clear_scratch(self.root)
+        self._replaces = (self.root / _WEIGHTS).exists()
+        self.mark("running")
+        for name in _FOLDERS:
+            (self.root / name).mkdir(exist_ok=True)
 
     @property
     def homes(self) -> Path:
@@ -75,12 +100,17 @@ class RunDirectory:
 
     def mark(self, state: str) -> None:
         text = {"made by": "seqpart", "state": state, "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+        if self._run is not None:
+            text["run"] = str(self._run.resolve())
         write_text(self.root / MARKER, json.dumps(text) + "\n")
 
     def close(self, state: str) -> None:
-        """Remove the scratch files, note how the run ended, and let go of the lock."""
+        """Note how the run ended and let go of the lock. What a checkpoint needs stays, unless the run is "done"."""
         try:
-            clear_scratch(self.root)
+            if state == "done":
+                forget_checkpoint(self.root)
+            if not has_checkpoint(self.root):
+                clear_scratch(self.root)
             if self.root.exists():
                 self.mark(state)
         except (OSError, StoreError):
@@ -91,10 +121,11 @@ class RunDirectory:
             os.close(self._lock)
 
     def vanish(self) -> None:
-        """For a scratch directory of ours: remove it altogether."""
+        """For a scratch directory of ours: remove it altogether, unless its run's checkpoint names it."""
         try:
-            clear_scratch(self.root)
-            _remove_empty(self.root)
+            if self._run is None or not _names(self._run, self.root):
+                clear_scratch(self.root)
+                _remove_empty(self.root)
         finally:
             os.close(self._lock)
 
@@ -110,6 +141,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+        sync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
@@ -126,21 +158,25 @@ def _unusable(error: OSError, path: Path) -> StoreError:
 def clear_scratch(root: Path) -> int:
     """Remove homes, rows and half-written results that a run left behind; returns their bytes."""
     freed = 0
-    for file in [*root.glob(f"*{_NEW}*"), *root.glob(f"{_WEIGHTS}.part")]:
+    for file in [*root.glob(f"*{_NEW}*"), *(root / f"{name}.part" for name in (_WEIGHTS, CHECKPOINT, PREVIOUS))]:
         freed += _removed(file)
-    for name in _SCRATCH:
-        folder = root / name
-        if not folder.is_dir():
-            continue
-        for file in [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.part")]:
-            freed += _removed(file)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+    for file in _scratch_files(root):
+        freed += _removed(file)
+    for name in _FOLDERS:
+        with contextlib.suppress(OSError):  # not there, or somebody's files are in it
+            (root / name).rmdir()
     return freed
 
 
+def _scratch_files(root: Path) -> list[Path]:
+    return [file for name in _FOLDERS for pattern in SCRATCH for file in (root / name).glob(pattern)]
+
+
 def _removed(file: Path) -> int:
-    size = file.stat().st_size
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        return 0
     file.unlink()
     return size
 
@@ -153,25 +189,98 @@ def _remove_empty(root: Path) -> None:
         root.rmdir()
 
 
-def clear_leftovers(parent: Path) -> tuple[int, int]:
-    """Clean the scratch of killed runs beside ours: (directories, bytes). Runs that live keep their lock and their files."""
-    found = freed = 0
+def has_checkpoint(root: Path) -> bool:
+    return any((root / name).exists() for name in (CHECKPOINT, PREVIOUS))
+
+
+def forget_checkpoint(root: Path) -> None:
+    """Remove the checkpoints of a run whose lock we hold, and the scratch directories that they named."""
+    scratches = _scratch_of(root)
+    for name in (PREVIOUS, CHECKPOINT):  # the manifests first: none ever names a file that is gone
+        (root / name).unlink(missing_ok=True)
+    for scratch in scratches:
+        if scratch != root.resolve() and _run_of(scratch) == root.resolve():
+            with contextlib.suppress(OSError, DirectoryUnusable):  # in use, or not ours to clean
+                lock = _locked(scratch / _LOCK)
+                try:
+                    clear_scratch(scratch)
+                    _remove_empty(scratch)
+                finally:
+                    os.close(lock)
+
+
+def _scratch_of(root: Path) -> set[Path]:
+    """The directories of homes and rows that the checkpoints in `root` name, as far as they can be read."""
+    found = set()
+    for name in (CHECKPOINT, PREVIOUS):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found.add((root / json.loads((root / name).read_text())["checkpoint"]["scratch"]).resolve())
+    return found
+
+
+def _run_of(scratch: Path) -> Path | None:
+    """The run whose scratch directory this is, by its marker."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return Path(json.loads((scratch / MARKER).read_text())["run"])
+    return None
+
+
+def _names(run: Path, scratch: Path) -> bool:
+    """Whether a checkpoint of `run` needs `scratch`; one that cannot be read might."""
+    named = _scratch_of(run)
+    return has_checkpoint(run) and (scratch.resolve() in named or not named)
+
+
+def _resumable(root: Path) -> Path | None:
+    """The run that can go on from what lies in `root`, its own directory or its scratch directory."""
+    if has_checkpoint(root):
+        return root.resolve()
+    run = _run_of(root)
+    return run if run is not None and _names(run, root) else None
+
+
+def _idle(parent: Path) -> Iterator[Path]:
+    """Directories of ours under `parent` that no live run holds; each is locked while it is looked at."""
     for marker in sorted(parent.glob(f"*/{MARKER}")):
-        root, size = marker.parent, 0
         try:
-            lock = _locked(root / _LOCK)
+            lock = _locked(marker.parent / _LOCK)
         except (OSError, DirectoryUnusable):
             continue
         try:
+            yield marker.parent
+        finally:
+            os.close(lock)
+
+
+def clear_leftovers(parent: Path) -> tuple[int, int]:
+    """Clean what killed runs beside ours left: (directories, bytes). Live runs and those with a checkpoint keep all."""
+    found = freed = 0
+    for root in _idle(parent):
+        if _resumable(root) is not None:
+            continue
+        size = 0
+        with contextlib.suppress(OSError):  # another user's, perhaps: not ours to clean
             size = clear_scratch(root)
             if root.name.startswith(SCRATCH_PREFIX):
                 _remove_empty(root)
-        except OSError:  # another user's, perhaps: not ours to clean
-            continue
-        finally:
-            os.close(lock)
-            found, freed = found + bool(size), freed + size
+        found, freed = found + bool(size), freed + size
+    for probe in parent.glob(f"{PROBE}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - probe.stat().st_mtime > _PROBE_SECONDS:
+                freed += _removed(probe)
     return found, freed
+
+
+def resumable(parent: Path) -> tuple[int, int]:
+    """Runs with homes or rows under `parent` that ended early and can be resumed: (runs, bytes that they hold)."""
+    runs, held = set(), 0
+    for root in _idle(parent):
+        run = _resumable(root)
+        if run is not None:
+            runs.add(run)
+            with contextlib.suppress(OSError):
+                held += sum(file.stat().st_size for file in _scratch_files(root))
+    return len(runs), held
 
 
 def new_name(method: str) -> str:
@@ -180,14 +289,22 @@ def new_name(method: str) -> str:
     return time.strftime("%Y%m%d-%H%M%S") + f"-{method}-{os.getpid()}" + (f"-{number}" if number else "")
 
 
-def _must_be_ours(root: Path, overwrite: bool) -> None:
+def _must_be_ours(root: Path) -> None:
     if not root.is_dir():
         raise OptionError(f"--output-dir: {root} is a file, not a directory.")
     if all(path.name == _LOCK for path in root.iterdir()):  # empty, or a run that begins this very moment
         return
     if not (root / MARKER).exists():
         raise OptionError(f"--output-dir: {root} holds files that seqpart did not make. Give a new or empty directory.")
-    if (root / _WEIGHTS).exists() and not overwrite:
+
+
+def _must_be_free(root: Path) -> None:
+    if has_checkpoint(root):
+        raise OptionError(
+            f"--output-dir: {root} holds a run that was interrupted. Give --resume {root} to go on with it, "
+            "or --overwrite to start anew."
+        )
+    if (root / _WEIGHTS).exists():
         raise OptionError(
             f"--output-dir: {root} holds a finished run. Give another directory, or --overwrite to replace its results."
         )

@@ -1,27 +1,32 @@
 """Named flat tensors at home: in host memory while the budget lasts, else on disk.
 
-`put` copies bytes in, `get` copies them out into memory that the caller owns, `discard` forgets. A disk home is a
-safetensors file in two versions: `put` writes the one that is not current and then makes it current, so a home is
-always whole. The old version's blocks on the disk are used again, which doubles the speed of rewriting against a new
-file that is renamed over the old (benchmarks/LOG.md). The checksum is read back with the bytes, so a damaged home is
-named and never trained on.
+`put` copies bytes in, `get` copies them out into memory that the caller owns, `discard` forgets. A disk home has
+numbered versions: `put` writes one that nobody needs and then makes it current, so a home is always whole. The blocks
+of a version that is written over are used again, which doubles the speed against a new file that is renamed over the
+old (benchmarks/LOG.md).
+
+    needed   the current version; the one that was current at the last `mark`, for `rollback`; those that a
+             checkpoint names, for `adopt` in a later process
+    spare    every other one, to be written over: two files a home, four where two checkpoints are kept
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from seqpart.arena import Arena
 from seqpart.device import Device
-from seqpart.direct import REQUEST, DirectFile, bytes_of, round_up
-from seqpart.errors import CorruptFile, StoreError
-from seqpart.layout import Layout, decode_header, encode_header
+from seqpart.direct import bytes_of, sync
+from seqpart.homefile import HomeFiles, Version
+from seqpart.kept import Kept
+from seqpart.layout import Layout
+from seqpart.rundir import SCRATCH
 
 IO_THREADS = 2
 
@@ -39,16 +44,14 @@ class _Home:
     layout: Layout
     host: torch.Tensor | None
     """The bytes, when the home is in host memory; owned by the arena."""
-    versions: tuple[Path, Path] | None
-    """The files, when it is on disk."""
-    current: int = 1
-    header: int = 0
-    checksum: int = 0
-
-    @property
-    def path(self) -> Path:
-        assert self.versions is not None
-        return self.versions[self.current]
+    now: Version | None = None
+    """The file with the bytes; of a home in host memory, the copy that was persisted of what it holds now."""
+    marked: Version | None = None
+    """What `now` was at the mark before the last put."""
+    epoch: int = -1
+    """How many marks there were before the last put."""
+    files: set[str] = field(default_factory=set)
+    """All versions on the disk, needed and spare."""
 
 
 class Transfer:
@@ -63,6 +66,13 @@ class Transfer:
         for part in self._parts:
             part.result()
 
+    def settle(self) -> None:
+        """Return when every part is over, however it ended: its error is told elsewhere."""
+        wait(self._parts)
+
+    def with_other(self, other: "Transfer") -> "Transfer":
+        return Transfer([*self._parts, *other._parts], self.nbytes + other.nbytes)
+
 
 class Store:
     """Homes under `folder`. Flat buffers are uint8, at least `layout.room` bytes, page-aligned on the CPU."""
@@ -70,8 +80,13 @@ class Store:
     def __init__(self, folder: Path, device: Device, arena: Arena | None = None) -> None:
         self.folder, self.traffic = folder, Traffic()
         self._device, self._arena = device, arena
+        self._files, self._kept = HomeFiles(device), Kept(folder)
         self._homes: dict[str, _Home] = {}
-        self._staging = threading.local()
+        self._gone: dict[str, _Home] = {}
+        """Discarded since the mark: a rollback brings them back."""
+        self._epoch, self._host_epoch = 0, -1
+        """How many marks there were, and how many before the last put into host memory."""
+        self._puts: list[Future[None]] = []
         self._count = threading.Lock()
         # Started now, so that the threads' stacks are part of the runtime and not of somebody's partition.
         self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="seqpart-io")
@@ -95,20 +110,15 @@ class Store:
     def path(self, name: str) -> Path | None:
         """The file that holds `name` now; None when it is in host memory."""
         home = self._homes[name]
-        return home.path if home.versions is not None else None
+        return home.now.path if home.host is None and home.now is not None else None
 
     def checksum(self, name: str) -> int:
-        return self._homes[name].checksum
+        now = self._homes[name].now
+        return now.checksum if now is not None else 0
 
     def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
         """Copy `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
-        home = self._homes.get(name) or self._place(name, layout)
-        if home.host is not None:
-            _copy(flat[: layout.nbytes], home.host[: layout.nbytes])
-        else:
-            self._write(home, layout, flat)
-        home.layout = layout
-        self._homes[name] = home
+        self._put(name, layout, flat, self._epoch)
 
     def get(self, name: str, flat: torch.Tensor) -> None:
         """Copy the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
@@ -116,22 +126,33 @@ class Store:
         if home.host is not None:
             _copy(home.host[: home.layout.nbytes], flat[: home.layout.nbytes])
             return
-        self._read(home, flat)
+        assert home.now is not None, f"{name} is not written yet"
+        self._files.read(home.now, flat)
+        with self._count:
+            self.traffic.bytes_read += home.layout.nbytes
 
     def begin_put(self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
-        """Start to `put` each of `items` in the I/O threads, once `after` has returned there. Their memory must rest."""
+        """Start to `put` each of `items` in the I/O threads, once `after` has returned there. Their memory must rest.
+
+        It belongs before the next `mark`, also when it ends after that.
+        """
         work = list(items)
         for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
-            if name not in self._homes:
-                self._homes[name] = self._place(name, layout)
+            self._place(name, layout)
         nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
-        return Transfer([self._pool.submit(_later, after, self.put, item) for item in work], nbytes)
+        parts = [self._pool.submit(self._move, after, self._put, (*item, self._epoch)) for item in work]
+        self._puts = [put for put in self._puts if not put.done()] + parts
+        return Transfer(parts, nbytes)
 
     def begin_get(self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
         """Start to `get` each of `items` in the I/O threads, once `after` has returned there."""
         work = list(items)
         nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
-        return Transfer([self._pool.submit(_later, after, self.get, item) for item in work], nbytes)
+        return Transfer([self._pool.submit(self._move, after, self.get, item) for item in work], nbytes)
+
+    def _move(self, after: Callable[[], object], work: Callable[..., None], arguments: Sequence[Any]) -> None:
+        after()
+        work(*arguments)
 
     def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         self.begin_put(items, _at_once).wait()
@@ -143,94 +164,152 @@ class Store:
         home = self._homes.pop(name, None)
         if home is None:
             return
-        if home.host is not None and self._arena is not None:
+        if home.host is not None:
+            assert self._arena is not None
             self._arena.give(home.host)
-        for path in home.versions or ():
-            path.unlink(missing_ok=True)
+            home.now = None
+            self._note_host(self._epoch)
+        self._go_back(home)
+        for file in home.files - _named(home.now):
+            self._kept.remove(file)
+        home.files = _named(home.now)
+        if home.now is not None:
+            self._gone[name] = home
+
+    def mark(self) -> None:
+        """The homes as they are now, with the puts that have begun, are what `rollback` comes back to."""
+        self._epoch += 1
+        for home in self._gone.values():
+            for file in home.files:
+                self._kept.remove(file)
+        self._gone.clear()
+
+    @property
+    def can_roll_back(self) -> bool:
+        """False when a home in host memory, which has one version only, was written or discarded since the mark."""
+        return self._host_epoch < self._epoch
+
+    def rollback(self) -> bool:
+        """Make every home what it was at the mark; False, and nothing done, where that cannot be. No put may be underway."""
+        self._assert_at_rest()
+        if not self.can_roll_back:
+            return False
+        for name, home in [*self._homes.items(), *self._gone.items()]:
+            self._go_back(home)
+            self._homes[name] = home
+            if home.now is None and home.host is None:
+                del self._homes[name]
+                for file in home.files:
+                    self._kept.remove(file)
+        self._gone.clear()
+        return True
+
+    def persist(self) -> dict[str, dict[str, str]]:
+        """Bring every home to the disk, and say by which file another process can `adopt` it. No put may be underway.
+
+        A home in host memory is written if it changed since it last was; it stays in host memory as well.
+        """
+        self._assert_at_rest()
+        Transfer([self._pool.submit(self._persist, name, home) for name, home in self._homes.items()]).wait()
+        sync(self.folder)
+        return {
+            name: {"file": home.now.path.name, "header": f"{home.now.digest:016x}"}
+            for name, home in self._homes.items()
+            if home.now is not None
+        }
+
+    def keep(self, files: Iterable[str]) -> None:
+        """From now on the files of these names, and no others, are safe from `put` and `discard`."""
+        self._kept.keep(files)
+
+    def adopt(self, described: Mapping[str, Mapping[str, str]]) -> None:
+        """Take over the homes that another process persisted in `folder`; other files there go, except kept ones.
+
+        Raises CorruptFile, naming a file that is missing, of another length or of another header. The data on the disk
+        are read by `verify`; what goes to host memory is read, and verified, here.
+        """
+        files = [self.folder / entry["file"] for entry in described.values()]
+        digests = [int(entry["header"], 16) for entry in described.values()]
+        for name, version in zip(described, self._pool.map(self._files.found, files, digests), strict=True):
+            host = self._arena.take(version.layout.nbytes) if self._arena is not None else None
+            self._homes[name] = _Home(version.layout, host, now=version, files={version.path.name})
+        Transfer([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None]).wait()
+        self._kept.sweep(SCRATCH, [file.name for file in files])
+
+    def verify(self) -> None:
+        """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
+        parts = [home.now for home in self._homes.values() if home.host is None and home.now is not None]
+        Transfer([self._pool.submit(self._files.check, version) for version in parts]).wait()
 
     def _place(self, name: str, layout: Layout) -> _Home:
-        host = self._arena.take(layout.nbytes) if self._arena is not None else None
-        if host is not None:
-            return _Home(layout, host, None)
-        return _Home(layout, None, (self.folder / f"{name}.0.safetensors", self.folder / f"{name}.1.safetensors"))
+        """The home of `name`: where it is, where it was before it was discarded since the mark, or a new place."""
+        if name in self._gone:
+            self._homes[name] = self._gone.pop(name)
+        if name not in self._homes:
+            host = self._arena.take(layout.nbytes) if self._arena is not None else None
+            self._homes[name] = _Home(layout, host)
+        return self._homes[name]
 
-    def _write(self, home: _Home, layout: Layout, flat: torch.Tensor) -> None:
-        assert home.versions is not None
-        nbytes, digest = layout.nbytes, xxhash.xxh3_64()
-        # The checksum goes into the header, so the header's size must not depend on it: its digits are always as many.
-        length = len(encode_header(layout.specs, _metadata(0)))
-        spare = home.versions[1 - home.current]
+    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int) -> None:
+        home = self._place(name, layout)
+        if home.host is not None:
+            home.now = None
+            self._note_host(epoch)
+            _copy(flat[: layout.nbytes], home.host[: layout.nbytes])
+        else:
+            if home.epoch != epoch:
+                home.marked, home.epoch = home.now, epoch
+            self._write(name, home, layout, flat)
+        home.layout = layout
+
+    def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor) -> None:
+        spare = self._spare(name, home)
+        home.files.add(spare)
         try:
-            with DirectFile(spare, write=True, keep=True) as file:
-                for at in range(0, nbytes, REQUEST):
-                    want = min(REQUEST, nbytes - at)
-                    memory = self._readable(flat, at, want)
-                    digest.update(memory[:want])
-                    file.write_from(memory, length + at)
-                file.write_from(self._page_of(encode_header(layout.specs, _metadata(digest.intdigest()))), 0)
-                file.finish(length + nbytes)
-        except StoreError:
-            spare.unlink(missing_ok=True)
+            home.now = self._files.write(self.folder / spare, layout, flat)
+        except BaseException:
+            home.files.discard(spare)
+            if home.now is None and home.host is None:
+                del self._homes[name]  # it was never written
             raise
-        home.header, home.checksum, home.current = length, digest.intdigest(), 1 - home.current
         with self._count:
-            self.traffic.bytes_written += nbytes
+            self.traffic.bytes_written += layout.nbytes
 
-    def _read(self, home: _Home, flat: torch.Tensor) -> None:
-        nbytes, digest = home.layout.nbytes, xxhash.xxh3_64()
-        with DirectFile(home.path) as file:
-            self._check_header(file, home)
-            for at in range(0, nbytes, REQUEST):
-                want = min(REQUEST, nbytes - at)
-                if flat.device.type == "cpu":
-                    memory = bytes_of(flat[at : at + round_up(want)])
-                else:
-                    memory = bytes_of(self._stage(want)[: round_up(want)])
-                if file.read_into(memory, home.header + at) < want:
-                    raise CorruptFile(f"{home.path} is shorter than it was written. Start again in a new --output-dir.")
-                digest.update(memory[:want])
-                if flat.device.type != "cpu":
-                    # Waits for the copy: the staging buffer is about to be filled again.
-                    flat[at : at + want].copy_(self._stage(want)[:want])
-        if digest.intdigest() != home.checksum:
-            raise CorruptFile(f"{home.path} is damaged: its checksum is not the one that was written. It was not used.")
+    def _spare(self, name: str, home: _Home) -> str:
+        """A version to write: one whose blocks are on the disk already, or a new one."""
+        needed = _named(home.now) | _named(home.marked)
+        for file in sorted(home.files - needed):
+            if file not in self._kept:
+                return file
+        files = (f"{name}.{number}.safetensors" for number in count())
+        return next(file for file in files if file not in home.files and file not in self._kept)
+
+    def _go_back(self, home: _Home) -> None:
+        if home.epoch == self._epoch:
+            home.now, home.epoch = home.marked, self._epoch - 1
+            home.layout = home.now.layout if home.now is not None else home.layout
+
+    def _persist(self, name: str, home: _Home) -> None:
+        if home.now is None:
+            assert home.host is not None, f"{name} is not written yet"
+            self._write(name, home, home.layout, home.host)
+        assert home.now is not None
+        home.now.make_durable()
+
+    def _fill(self, home: _Home) -> None:
+        assert home.now is not None and home.host is not None
+        self._files.read(home.now, home.host)
+
+    def _note_host(self, epoch: int) -> None:
         with self._count:
-            self.traffic.bytes_read += nbytes
+            self._host_epoch = max(self._host_epoch, epoch)
 
-    def _check_header(self, file: DirectFile, home: _Home) -> None:
-        head = bytes_of(self._stage(home.header)[: home.header])
-        got = file.read_into(head, 0)  # the buffer may hold the header of an earlier file: look at what was read only
-        if decode_header(bytes(head[:got]), home.path) != (home.layout, _metadata(home.checksum)):
-            raise CorruptFile(f"{home.path} is not the file that this run wrote: its header differs. It was not used.")
-
-    def _readable(self, flat: torch.Tensor, at: int, want: int) -> memoryview:
-        """`want` bytes of `flat` from `at`, rounded up to pages, in host memory."""
-        if flat.device.type == "cpu":
-            return bytes_of(flat[at : at + round_up(want)])
-        stage = self._stage(want)[: round_up(want)]
-        stage[:want].copy_(flat[at : at + want])
-        return bytes_of(stage)
-
-    def _page_of(self, head: bytes) -> memoryview:
-        page = bytes_of(self._stage(len(head))[: len(head)])
-        page[:] = head
-        return page
-
-    def _stage(self, nbytes: int) -> torch.Tensor:
-        """Host memory of this thread's own, reused: a header's pages on CPU, one request's worth on CUDA."""
-        buffer: torch.Tensor | None = getattr(self._staging, "buffer", None)
-        if buffer is None or len(buffer) < nbytes:
-            buffer = self._staging.buffer = self._device.host(round_up(nbytes))
-        return buffer
+    def _assert_at_rest(self) -> None:
+        assert all(put.done() for put in self._puts), "homes are still being written: wait for their transfers first"
 
 
 def _at_once() -> None:
     """Nothing to wait for."""
-
-
-def _later(after: Callable[[], object], work: Callable[..., None], arguments: Sequence[Any]) -> None:
-    after()
-    work(*arguments)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -241,5 +320,5 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _metadata(checksum: int) -> dict[str, str]:
-    return {"format": "pt", "xxh3_64": f"{checksum:016x}"}
+def _named(version: Version | None) -> set[str]:
+    return set() if version is None else {version.path.name}

@@ -237,7 +237,7 @@ def test_boundaries_have_a_file_each_and_leave_none(tmp_path):
         rows = boundaries.create(split, partition, layout, 3)
         rows.append(torch.zeros(3, *layout.shape))
         rows.finish()
-    assert boundaries.rows("train", 1).path.name == "train-00001.safetensors"
+    assert boundaries.rows("train", 1).path.name == "train-00001.2.safetensors"
     assert len(list(tmp_path.iterdir())) == 3
     boundaries.discard("train", 0)
     boundaries.discard("train", 0)

@@ -133,7 +133,7 @@ def test_a_put_that_fails_leaves_the_old_home_readable_under_its_old_layout(tmp_
         raise MemoryError
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr("seqpart.store.encode_header", broken)
+        patched.setattr("seqpart.homefile.encode_header", broken)
         store.put("home", large, flat)
     back = aligned(small.nbytes)
     store.get("home", back)

@@ -11,12 +11,12 @@ HOUSE = Path(seqpart.__file__).parent
 
 FLOORS = [
     ["errors", "units"],
-    ["schedule", "direct", "interrupts"],
+    ["schedule", "direct", "interrupts", "kept"],
     ["layout", "device", "arena", "losses"],
-    ["gauge", "blocks", "store", "rows", "rundir", "optimizers"],
+    ["gauge", "blocks", "homefile", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],
     ["resident", "simulate", "cutting", "methods.method", "methods.exact", "methods.synthetic", "methods"],
-    ["plan", "executor", "checkpoint", "settings"],
+    ["plan", "executor", "checkpoint", "manifest", "settings"],
     ["report", "preparation"],
     ["trainer"],
     ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.datasets"],

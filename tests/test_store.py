@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from seqpart import store as store_room
+from seqpart import homefile
 from seqpart.arena import Arena
 from seqpart.device import Device
 from seqpart.direct import PAGE, aligned
@@ -109,7 +109,7 @@ def test_data_starts_on_a_page_and_the_file_ends_with_the_last_tensor(store):
 
 
 def test_long_homes_are_moved_by_several_requests(store, monkeypatch):
-    monkeypatch.setattr(store_room, "REQUEST", 2 * PAGE)
+    monkeypatch.setattr(homefile, "REQUEST", 2 * PAGE)
     tensors = {"w": torch.randn(5 * PAGE // 2 + 1)}
     store.put("home", *flat_of(tensors))
     assert same(got(store, "home"), tensors)
@@ -223,7 +223,7 @@ def test_an_older_version_of_the_same_home_is_not_taken_for_the_new_one(store):
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_the_old_home_is_intact_when_a_put_fails_midway(store, tmp_path, monkeypatch, call):
-    monkeypatch.setattr(store_room, "REQUEST", 2 * PAGE)
+    monkeypatch.setattr(homefile, "REQUEST", 2 * PAGE)
     old = {"w": torch.randn(4 * PAGE // 4)}
     store.put("home", *flat_of(old))
     real, calls = os.pwritev, []

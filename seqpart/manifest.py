@@ -1,0 +1,178 @@
+"""A checkpoint is a manifest: one JSON file that names file versions in the homes and rows, and the trainer's state.
+
+Saving copies nothing that is on the disk already. What the two latest manifests name is neither written over nor
+deleted, so there is no moment at which a killed run has nothing to go on from:
+
+    1. homes and rows are brought to the disk                                          named and kept
+    2. the new manifest and a copy of the latest are written beside, and synced        n-1, n-2
+    3. checkpoint.previous.json is replaced                                            n-1, n-1
+    4. checkpoint.json is replaced, and the directory synced                           n,   n-1
+    5. files that only n-2 named may be written over
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from seqpart.activations import Boundaries
+from seqpart.direct import explained, sync
+from seqpart.errors import CorruptFile, OptionError
+from seqpart.rundir import CHECKPOINT, PREVIOUS
+from seqpart.store import Store
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    path: Path
+    """The file that it was read from."""
+    scratch: Path
+    """The directory of the homes and rows."""
+    state: dict[str, Any]
+    """What the trainer gave."""
+    homes: Mapping[str, Mapping[str, str]]
+    rows: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def root(self) -> Path:
+        return self.path.parent
+
+    @property
+    def home_files(self) -> set[str]:
+        return {entry["file"] for entry in self.homes.values()}
+
+    @property
+    def row_files(self) -> set[str]:
+        return {entry[part] for entry in self.rows.values() for part in ("file", "sums")}
+
+    def to_json(self) -> str:
+        # A scratch directory inside the run's own may be moved along with it.
+        scratch = os.path.relpath(self.scratch.resolve(), self.root.resolve())
+        body = {
+            "format": FORMAT,
+            "scratch": str(self.scratch.resolve()) if scratch.startswith("..") else scratch,
+            "state": self.state,
+            "homes": dict(self.homes),
+            "rows": dict(self.rows),
+        }
+        return _with_checksum(body)
+
+
+def save(root: Path, scratch: Path, state: dict[str, Any], store: Store, boundaries: Boundaries) -> Manifest:
+    """Make the present state the run's latest checkpoint. Nothing may be half done, and no put underway.
+
+    Raises DiskFull or another StoreError; then the checkpoints are those that there were, and what was to be the new
+    one's takes no room but for spare files.
+    """
+    new = Manifest(path=root / CHECKPOINT, scratch=scratch, state=state, homes=store.persist(), rows=boundaries.persist())
+    latest, previous = _readable(root / CHECKPOINT), _readable(root / PREVIOUS)
+    # Also if what follows fails: nobody knows then which of the manifests is on the disk.
+    _keep(store, boundaries, new, latest, previous)
+    parts = {root / f"{CHECKPOINT}.part": new.to_json()}
+    if latest is not None:  # one that is damaged must not take the place of one that is whole
+        parts = {root / f"{PREVIOUS}.part": latest.to_json(), **parts}
+    try:
+        for part, text in parts.items():
+            part.write_text(text)
+            sync(part)
+        for part in parts:
+            part.replace(part.with_suffix(""))
+        sync(root)
+    except OSError as error:
+        raise explained(error, new.path) from None
+    finally:
+        for part in parts:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+    _keep(store, boundaries, new, latest or previous)
+    return new
+
+
+def load(path: Path) -> Manifest:
+    """The manifest at `path`, or the latest in the run directory `path`.
+
+    Raises OptionError where nothing was saved, CorruptFile, naming the file, where it is damaged.
+    """
+    path = path / CHECKPOINT if path.is_dir() else path
+    if not path.is_file():
+        if (path.parent / PREVIOUS).is_file():
+            raise CorruptFile(f"{path} is missing. {_cure(path)}")
+        raise OptionError(f"--resume: nothing was saved in {path.parent}: there is no {path.name}. Start without --resume.")
+    try:
+        text = path.read_text()
+        body = json.loads(text)["checkpoint"]
+        whole = text == _with_checksum(body)
+    except OSError as error:
+        raise explained(error, path) from None
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise CorruptFile(f"{path} is damaged: its checksum is not the one that was written. It was not used. {_cure(path)}")
+    if body["format"] != FORMAT:
+        raise OptionError(
+            f"--resume: {path} was saved by another version of seqpart: its format is {body['format']} and this one reads "
+            f"{FORMAT}. Resume it with that version."
+        )
+    return Manifest(
+        path=path, scratch=path.parent / body["scratch"], state=body["state"], homes=body["homes"], rows=body["rows"]
+    )
+
+
+def restore(manifest: Manifest, store: Store, boundaries: Boundaries) -> None:
+    """Fill a new store and new boundaries, opened on the manifest's scratch directory, with what it names.
+
+    Every file is read once. Raises CorruptFile, naming a damaged one; no file that a manifest names is touched then.
+    Otherwise this manifest is the latest from now on: a damaged one that came after it is replaced.
+    """
+    latest, previous = _readable(manifest.root / CHECKPOINT), _readable(manifest.root / PREVIOUS)
+    _keep(store, boundaries, manifest, latest, previous)
+    try:
+        store.adopt(manifest.homes)
+        boundaries.adopt(manifest.rows)
+        store.verify()
+        boundaries.verify()
+    except CorruptFile as error:
+        raise CorruptFile(f"{error} {_cure(manifest.path)}") from None
+    if manifest.path.name == CHECKPOINT:
+        _keep(store, boundaries, manifest, previous)
+        return
+    part = manifest.root / f"{CHECKPOINT}.part"
+    try:
+        part.write_text(manifest.to_json())
+        sync(part)
+        part.replace(manifest.root / CHECKPOINT)
+        sync(manifest.root)
+    except OSError as error:
+        raise explained(error, part) from None
+    _keep(store, boundaries, manifest)
+
+
+def _keep(store: Store, boundaries: Boundaries, *manifests: Manifest | None) -> None:
+    store.keep(set().union(*(manifest.home_files for manifest in manifests if manifest)))
+    boundaries.keep(set().union(*(manifest.row_files for manifest in manifests if manifest)))
+
+
+def _readable(path: Path) -> Manifest | None:
+    try:
+        return load(path)
+    except (CorruptFile, OptionError):
+        return None
+
+
+def _cure(path: Path) -> str:
+    previous = path.with_name(PREVIOUS)
+    if path.name != PREVIOUS and previous.is_file():
+        return f"Go on from the checkpoint before it with --resume {previous}."
+    return "Start again in a new --output-dir."
+
+
+def _with_checksum(body: object) -> str:
+    text = json.dumps(body)
+    return f'{{"xxh3_64": "{xxhash.xxh3_64_hexdigest(text.encode())}",\n"checkpoint": {text}}}\n'
