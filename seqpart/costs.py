@@ -148,17 +148,22 @@ def _measure_block(
     trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
     try:
         with mode, _quiet_random(), _quiet_log():
+            with _SameTypes():  # type: ignore[no-untyped-call]
+                inference, flops = _watch_inference(module, tensors, shape, dtype, granule, autocast)
             training = _watch_training(module, tensors, shape, dtype, granule, autocast)
-            inference, flops = _watch_inference(module, tensors, shape, dtype, granule, autocast)
     except ModelError as error:
         raise ModelError(f"{block}: {error}") from None
     except Exception as error:
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         kind = "" if dtype == torch.float32 else f" and type {dtype}"
         text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. Change the block, or the rows."
+        if block.number:
+            raise ModelError(text) from error
         if not dtype.is_floating_point:
             text += " Whole numbers of 64 bits are tokens, for an embedding: give quantities as floats."
-        raise (DataError(text) if block.number == 0 else ModelError(text)) from error
+        elif any(isinstance(part, nn.Embedding) for part in module.modules()):
+            text += " An embedding takes tokens: give them as whole numbers of 64 bits."
+        raise DataError(text) from error
     return replace(
         training,
         layout=layout_of(tensors),
@@ -168,6 +173,17 @@ def _measure_block(
         inference_peak=inference,
         flops=flops,
     )
+
+
+class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fake products take matrices of different types, which real ones refuse."""
+
+    _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in self._PRODUCTS and len(found := {str(tensor.dtype) for tensor in _tensors(args)}) > 1:
+            raise TypeError(f"it multiplies {' and '.join(sorted(found))}, which must be of one type")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -216,6 +216,11 @@ def _class_count(train: Split, test: Split) -> int:
     return classes
 
 
+def count_tokens(train: Split, test: Split) -> int:
+    """Size of the vocabulary that the rows of tokens use; it takes a pass over them."""
+    return 1 + max(int(_converted(rows, split).max()) for split in (train, test) for rows in split.open())
+
+
 def refuse_mismatch(train: Split, test: Split) -> None:
     if train.shape != test.shape:
         raise DataError(

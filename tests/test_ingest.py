@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from seqpart.errors import DataError
-from seqpart.ingest import ROWS_AT_ONCE, Split, as_split, count_classes, pour, refuse_mismatch
+from seqpart.ingest import ROWS_AT_ONCE, Split, as_split, count_classes, count_tokens, pour, refuse_mismatch
 
 X, Y = torch.arange(12.0).view(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -95,6 +95,8 @@ REFUSED = {
     "6 rows of x and 5 labels": (X, Y[:5]),
     "no rows of x": (torch.tensor(1.0), Y),
     r"labels: expected shape \(rows,\), found \(6, 3\)": (X, torch.eye(6)[:, :3]),
+    r"labels: expected shape \(rows,\), found \(6, 0\)": (X, torch.zeros(6, 0, dtype=torch.int64)),
+    r"labels: expected shape \(rows,\), found \(\)": (X, torch.tensor(3)),
     "labels: NaN or infinity in row 2": (X, torch.tensor([0, 1, float("nan"), 0, 1, 2])),
     "labels: expected one number for each row": Items([(x, name) for x, name in zip(X, "abcdef", strict=True)]),
     "labels: expected whole numbers": (X, Y.to(torch.complex64)),
@@ -121,6 +123,11 @@ def test_unusable_data_is_refused_in_words(words):
         ([0, 1], [-1], "test labels: class -1 does not occur"),
         ([0, 5000], [0], "found class 5000 among 2 classes; number them 0 to 1"),
         ([0, 1], [0.5], "labels differ: training has torch.int64 and test torch.float32"),
+        ([[0, 1]], [0], r"labels differ: training has shape \(1, 2\) and test \(1,\); give both one label per row"),
+        ([[0, 1]], [[0, 1, 2]], r"labels differ: training has shape \(1, 2\) and test \(1, 3\)"),
+        ([[0, -1]], [[0, 1]], "training labels: found class -1; expected classes that count from 0"),
+        ([[0, 1]], [[0, -1]], "test labels: found class -1; expected classes that count from 0"),
+        ([[4, 4]], [[4, 0]], "every row has class 4. Training needs at least two classes"),
     ],
 )
 def test_labels_that_cannot_be_classes_are_refused(train, test, words):
@@ -169,3 +176,110 @@ def test_a_split_that_does_not_keep_its_word_is_refused(chunks, words):
     split = Split(name="training", count=3, shape=(2,), labels=torch.tensor([0, 1, 0]), open=lambda: chunks)
     with pytest.raises(DataError, match=words):
         poured(split)
+
+
+# --- Tokens, float64, and labels of positions ------------------------------------------------------------------------
+
+TOKENS = torch.arange(12).view(6, 2)
+
+
+def split_as(rows, dtype):
+    return Split(name="training", count=len(rows), shape=rows.shape[1:], labels=Y, open=lambda: [rows], dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [(TOKENS, Y), (TOKENS.numpy(), Y.numpy()), TensorDataset(TOKENS, Y), Items([(x.numpy(), 0) for x in TOKENS])],
+    ids=["tensors", "arrays", "TensorDataset", "items"],
+)
+def test_whole_numbers_of_64_bits_are_tokens_and_stay_whole(data):
+    split = as_split(data, "training")
+    assert split.tokens
+    assert poured(split).dtype == torch.int64
+    assert torch.equal(poured(split), TOKENS)
+    assert count_tokens(split, split) == 12
+
+
+@pytest.mark.parametrize(
+    "kind", [np.bool_, np.uint8, np.int16, np.uint16, np.int32, np.uint64, np.float16, np.float32, np.float64]
+)
+def test_numbers_of_any_other_type_become_float32(kind):
+    x = (X.numpy() % 2).astype(kind)
+    for data in ((x, Y.numpy()), Items([(row, 0) for row in x])):
+        split = as_split(data, "training")
+        assert (split.dtype, split.tokens) == (torch.float32, False)
+        assert torch.equal(poured(split), X % 2)
+
+
+def test_a_list_of_numbers_has_no_type_and_becomes_float32():
+    assert poured(as_split(Items([([1, 2], 0), ([3, 4], 1)]), "training")).dtype == torch.float32
+
+
+@pytest.mark.parametrize("asked", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_a_split_of_any_type_of_whole_numbers_is_tokens_of_64_bits(asked):
+    split = as_split(split_as(TOKENS.to(torch.uint8), asked), "training")
+    assert split.dtype == poured(split).dtype == torch.int64
+    assert torch.equal(poured(split), TOKENS)
+
+
+def test_a_split_keeps_float64_where_it_says_so():
+    rows = torch.randn(6, 2, dtype=torch.float64)
+    assert torch.equal(poured(as_split(split_as(rows, torch.float64), "training")), rows)
+    large = torch.full((6, 2), 1e300, dtype=torch.float64)
+    assert torch.equal(poured(as_split(split_as(large, torch.float64), "training")), large)
+    with pytest.raises(DataError, match=r"NaN or infinity \(as a 64-bit float\) in row 0"):
+        poured(as_split(split_as(large * 1e300, torch.float64), "training"))
+
+
+@pytest.mark.parametrize("asked", [torch.bool, torch.float16, torch.bfloat16, torch.complex64])
+def test_a_split_of_rows_that_no_model_takes_is_refused(asked):
+    with pytest.raises(DataError, match=f"training data: expected rows of float32, float64 or int64 .* found dtype={asked}"):
+        as_split(split_as(TOKENS, asked), "training")
+
+
+def test_a_token_below_0_is_named_with_the_cure_for_quantities():
+    rows = torch.zeros(ROWS_AT_ONCE + 50, 2, dtype=torch.int64)
+    rows[ROWS_AT_ONCE + 7, 1] = -3
+    with pytest.raises(DataError, match=f"found token -3 in row {ROWS_AT_ONCE + 7}; .* give quantities as floats"):
+        poured(as_split((rows, torch.arange(len(rows)) % 2), "training"))
+
+
+def test_floats_are_no_tokens():
+    with pytest.raises(DataError, match=r"training data: expected tokens \(whole numbers\); found torch\.float32"):
+        poured(split_as(X, torch.int64))
+
+
+def test_tokens_in_training_and_floats_in_test_are_refused():
+    with pytest.raises(DataError, match=r"training rows are torch\.int64 and test rows torch\.float32; give both as one type"):
+        refuse_mismatch(as_split((TOKENS, Y), "training"), as_split((X, Y), "test"))
+
+
+NARROW = {
+    torch.bool: torch.uint8, torch.uint8: torch.uint8, torch.int8: torch.int8, torch.int16: torch.int16,
+    torch.uint16: torch.int32, torch.int32: torch.int32, torch.int64: torch.int64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NARROW, ids=str)
+def test_labels_of_positions_keep_their_shape_and_as_narrow_a_type_as_torch_computes_with(kind):
+    labels = (torch.arange(6 * 4) % 2).view(6, 2, 2)
+    for data in ((X, labels.to(kind)), (X.numpy(), labels.to(kind).numpy()), TensorDataset(X, labels.to(kind))):
+        split = as_split(data, "training")
+        assert split.labels.dtype == NARROW[kind]
+        assert torch.equal(split.labels.to(torch.int64), labels)
+        assert count_classes(split, split) == 2
+
+
+def test_labels_of_rows_are_64_bits_wide_whatever_was_given():
+    assert {as_split((X, Y.to(kind)), "training").labels.dtype for kind in NARROW if kind != torch.bool} == {torch.int64}
+
+
+def test_labels_of_positions_may_leave_gaps_and_occur_in_the_test_alone():
+    assert count_classes(split_of([[0, 50000]]), split_of([[7, 8]])) == 50001
+    assert count_classes(split_of([[0, 1]]), split_of([[7, 8]])) == 9
+
+
+def test_labels_of_different_numbers_of_positions_are_refused():
+    items = Items([(X[0], torch.zeros(2, dtype=torch.int64)), (X[1], torch.zeros(3, dtype=torch.int64))])
+    with pytest.raises(DataError, match="training labels: expected one number for each row"):
+        as_split(items, "training")
