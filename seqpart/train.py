@@ -9,6 +9,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ import tyro
 
 from seqpart.doctor import doctor
 from seqpart.errors import BadInput, OptionError, SeqpartError
-from seqpart.ingest import as_split, count_classes
+from seqpart.ingest import Split, as_split, count_classes, count_tokens
 from seqpart.plan import Plan
 from seqpart.preparation import limit_of
 from seqpart.report import Reporter
@@ -41,20 +42,26 @@ class Job(Settings):
     """
 
     model: str = "mlp"
-    """mlp, or package.module:function that returns an nn.Sequential, a list of blocks or a list of block factories."""
+    """mlp, gpt (for tokens), or package.module:function that returns an nn.Sequential, a list of blocks or a list of
+    block factories."""
     data: str = "digits"
-    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR, or package.module:function that returns a
-    training and a test set."""
+    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR, text:FILE (its characters, to predict the
+    next one), or package.module:function that returns a training and a test set."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False
     """Fetch mnist, fashion-mnist or emnist into --data-dir."""
     image_size: int | None = None
     """Resize the images of folder:DIR to this many pixels square."""
+    context: int | None = None
+    """Characters in a row of text:FILE. Default: 128."""
     width: int | None = None
-    """Width of --model mlp. Default: 2048."""
+    """Width of --model mlp or gpt. Default: 2048 and 256."""
     depth: int | None = None
-    """Residual blocks of --model mlp. Default: as many as make the full training state twice the limit."""
+    """Residual blocks of --model mlp. Default: as many as make the full training state twice the limit.
+    Transformer blocks of --model gpt. Default: 4."""
+    heads: int | None = None
+    """Attention heads of --model gpt. Default: 4."""
     config: Path | None = None
     """A TOML file with these options as keys; options on the command line win."""
     dry_run: bool = False
@@ -171,10 +178,12 @@ def _train(job: Job) -> None:
     if job.plan and (job.partitions != "auto" or job.micro_batch_size is not None):
         raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
     reporter = Reporter(quiet=job.quiet)
-    train, test = datasets.load(job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size)
+    train, test = datasets.load(
+        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context
+    )
     trainer = Trainer(None, **job.settings(), quiet=job.quiet)
     train, test = as_split(train, "training"), as_split(test, "test")
-    trainer.model = _model(job, trainer, train.shape, count_classes(train, test), reporter)
+    trainer.model = _model(job, trainer, train, test, reporter)
     reuse = _saved_plan(job.plan) if job.plan else None
     if job.print_schedule or job.plan_out or job.dry_run:
         prepared = trainer.prepare(train, test, reuse=reuse).planned()
@@ -189,20 +198,24 @@ def _train(job: Job) -> None:
         trainer.fit(train, test, reuse=reuse, reporter=reporter)
 
 
-def _model(job: Job, trainer: Trainer, shape: tuple[int, ...], classes: int, reporter: Reporter) -> object:
-    if job.model != "mlp":
+def _model(job: Job, trainer: Trainer, train: Split, test: Split, reporter: Reporter) -> object:
+    classes = count_classes(train, test)
+    if job.heads is not None and job.model != "gpt":
+        raise OptionError(f"--heads goes with --model gpt; found --model {job.model}.")
+    if job.model not in ("mlp", "gpt"):
         if job.width is not None or job.depth is not None:
-            raise OptionError(f"--width and --depth go with --model mlp; found --model {job.model}.")
+            raise OptionError(f"--width and --depth go with --model mlp or gpt; found --model {job.model}.")
         if ":" not in job.model:
-            raise OptionError(f"--model: expected mlp or package.module:function; found {job.model!r}.")
+            raise OptionError(f"--model: expected mlp, gpt or package.module:function; found {job.model!r}.")
         return called(job.model, "--model")
-    inputs = 1
-    for size in shape:
-        inputs *= size
-    width = models.WIDTH if job.width is None else job.width
+    width = (models.GPT_WIDTH if job.model == "gpt" else models.WIDTH) if job.width is None else job.width
     if width < 1 or (job.depth is not None and job.depth < 0):
         raise OptionError(f"--width and --depth: expected whole numbers, from 1 and from 0 up; found {width} and {job.depth}.")
-    depth = job.depth
+    if job.model == "gpt":
+        return _gpt(job, train, test, width, reporter)
+    if train.tokens:
+        raise OptionError(f"--model mlp takes quantities, and the rows of --data {job.data} are tokens. Take --model gpt.")
+    inputs, depth = prod(train.shape), job.depth
     if depth is None:
         limit = limit_of(job, trainer.device)
         depth = models.depth_for(limit, inputs, max(classes, 1), width)
@@ -210,6 +223,23 @@ def _model(job: Job, trainer: Trainer, shape: tuple[int, ...], classes: int, rep
             f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
         )
     return models.mlp(inputs, max(classes, 1), width=width, depth=depth)
+
+
+def _gpt(job: Job, train: Split, test: Split, width: int, reporter: Reporter) -> object:
+    labels = tuple(train.labels.shape[1:])
+    if not train.tokens or len(train.shape) != 1 or labels != train.shape:
+        kind = "tokens" if train.tokens else "quantities"
+        raise OptionError(
+            "--model gpt takes rows of tokens with a label for each, as --data text:FILE gives them; "
+            f"found rows of {kind} of shape {train.shape} with labels of shape {labels} each. Take another --model."
+        )
+    heads = models.GPT_HEADS if job.heads is None else job.heads
+    if heads < 1 or width % heads:
+        raise OptionError(f"--heads: expected a number that divides the width of {width}; found {heads}.")
+    depth = models.GPT_DEPTH if job.depth is None else job.depth
+    vocabulary = max(count_tokens(train, test), count_classes(train, test))
+    reporter.say(f"model gpt: width {width}, depth {depth}, {heads} heads, {vocabulary} different tokens")
+    return models.gpt(vocabulary, train.shape[0], width=width, depth=depth, heads=heads)
 
 
 def _saved_plan(path: Path) -> Plan:

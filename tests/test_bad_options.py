@@ -42,6 +42,7 @@ def desk(tmp_path_factory):
     (folder / "two" / "other-train-images-idx3-ubyte").write_bytes(b"")
     (folder / "empty").mkdir()
     (folder / "text.npz").write_text("not a zip file")
+    (folder / "desk.txt").write_text("To be, or not to be, that is the question. " * 40)
     np.savez(folder / "names.npz", a=np.zeros(3))
     np.savez(folder / "rows.npz", x=np.zeros((10, 64)), y=np.zeros(9))
     np.savez(folder / "words.npz", x=np.array([["a"] * 4] * 10), y=np.arange(10) % 2)
@@ -124,6 +125,13 @@ OPTIONS = {
     "--method full --partitions 2": "--partitions: method full has one partition; found '2'",
     "--momentum 0.9": "--momentum goes with --optimizer sgd; adam and adamw keep moments of their own",
     "--model desk_own:fits": "--width and --depth go with --model mlp; found --model desk_own:fits",
+    "--model gpt": "--model gpt takes rows of tokens; found rows of quantities of shape (64,) with labels of shape () each",
+    "--heads 2": "--heads goes with --model gpt; found --model mlp",
+    "--model gpt --data text:desk.txt --context 9 --heads 3": "--heads: expected a number; width of 64; found 3",
+    "--model gpt --data text:desk.txt --context 9 --heads 0": "divides the width of 64; found 0",
+    "--data text:desk.txt": "--model mlp takes quantities; --data text:desk.txt are tokens. Take --model gpt",
+    "--context 8": "--context goes with --data text:FILE; found --data digits",
+    "--data text:desk.txt --context 0": "--context: expected characters from 1 up; found 0",
     "--image-size 8": "--image-size goes with --data folder:DIR; found --data digits",
     "--data-dir .": "--data-dir and --download go with mnist, fashion-mnist, emnist; found --data digits",
     "--download": "--data-dir and --download go with mnist",
@@ -145,6 +153,8 @@ OPTIONS = {
     "--data npz:words.npz": "words.npz: expected x to be rows of numbers",
     "--data npz:objects.npz": "objects.npz: expected x to be rows of numbers",
     "--data npz:hot.npz": "hot.npz: expected one number for each row in y; found shape (10, 10)",
+    "--data text:nowhere.txt": "--data text:nowhere.txt: no such file",
+    "--data text:rows.npz": "rows.npz is not; text; Give a UTF-8 text file",
     "--data folder:nowhere": "--data folder:nowhere: no such directory",
     "--data folder:folder": "--data folder:folder: expected one directory of images per class; cat",
     "--data folder:folder --image-size 0": "--image-size: expected pixels from 1 up; found 0",
@@ -176,7 +186,7 @@ OPTIONS = {
 }
 
 MODELS = {
-    "transformer": "--model: expected mlp or package.module:function; found 'transformer'",
+    "transformer": "--model: expected mlp, gpt or package.module:function; found 'transformer'",
     ":f": "--model: expected package.module:function; found ':f'",
     "..x:f": "--model: expected package.module:function; found '..x:f'",
     "desk_own:": "--model: expected package.module:function; found 'desk_own:'",

@@ -20,8 +20,8 @@ FLAGS = {
     "--mem-limit", "--method", "--device", "--ram-limit", "--offload-dir", "--output-dir", "--overwrite", "--epochs",
     "--batch-size", "--micro-batch-size", "--lr", "--optimizer", "--weight-decay", "--momentum", "--clip-grad-norm",
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
-    "--data", "--data-dir", "--download", "--image-size", "--width", "--depth", "--config", "--dry-run", "--plan-out",
-    "--plan", "--print-schedule", "--quiet", "--debug",
+    "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
+    "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
 }  # fmt: skip
 
 

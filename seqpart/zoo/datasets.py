@@ -17,6 +17,7 @@ import torch
 
 from seqpart.errors import DataError, OptionError
 from seqpart.ingest import ROWS_AT_ONCE, Split
+from seqpart.zoo import text
 from seqpart.zoo.loading import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
@@ -26,13 +27,18 @@ _MNISTS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "emnist": "EMNIST"
 Array = npt.NDArray[Any]
 
 
-def load(name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None) -> tuple[Any, Any]:
+def load(
+    name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None,
+    context: int | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """(training, test) data. Raises DataError for missing or damaged files, OptionError for unknown names."""
     prefix, _, rest = name.partition(":")
     if image_size is not None and prefix != "folder":
         raise OptionError(f"--image-size goes with --data folder:DIR; found --data {name}.")
     if image_size is not None and image_size < 1:
         raise OptionError(f"--image-size: expected pixels from 1 up; found {image_size}.")
+    if context is not None and prefix != "text":
+        raise OptionError(f"--context goes with --data text:FILE; found --data {name}.")
     if name not in _MNISTS and (download or data_dir is not None):
         raise OptionError(f"--data-dir and --download go with {', '.join(_MNISTS)}; found --data {name}.")
     if name == "digits":
@@ -45,13 +51,16 @@ def load(name: str, *, data_dir: Path | None = None, download: bool = False, ima
         return _npz(Path(rest))
     if prefix == "folder" and rest:
         return _folder(Path(rest), image_size)
+    if prefix == "text" and rest:
+        return text.load(Path(rest), context)
     if rest:
         found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise DataError(f"--data {name}: expected a pair (training, test); found {type(found).__name__}.")
         return found[0], found[1]
     raise OptionError(
-        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR or package.module:function; found {name!r}."
+        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, text:FILE or package.module:function; "
+        f"found {name!r}."
     )
 
 

@@ -4,9 +4,11 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 WIDTH = 2048
+GPT_WIDTH, GPT_DEPTH, GPT_HEADS = 256, 4, 4
 STATE_PER_PARAMETER = 16
 """Bytes of plain training with Adam in float32: weight, gradient and two moments."""
 
@@ -46,3 +48,65 @@ def depth_for(limit: int, inputs: int, classes: int, width: int = WIDTH) -> int:
     block = width * width + 3 * width
     needed = -(-2 * limit // STATE_PER_PARAMETER)
     return max(1, -(-(needed - ends) // block))
+
+
+# A transformer's shapes: R rows, T tokens of a row, W width, H heads, D = W / H.
+
+
+class TokenEmbedding(nn.Module):
+    """Tokens (R, T) to (R, T, W): what each is, and where it stands."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=0.02)  # as GPT-2 does: tied weights are an output's, too
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.dropout(self.token(tokens) + self.position.weight[: tokens.shape[1]])
+        return x
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); (R, T, W) in and out. A token sees itself and those before it."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.mixed = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )  # fmt: skip
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self._attention, self.mlp):
+            x = x + self.dropout(part(x))
+        return x
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(2, (3, self.heads, -1))  # (R, T, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (R, H, T, D) each
+        dropout = self.dropout.p if self.training else 0.0
+        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        mixed: torch.Tensor = self.mixed(seen.transpose(1, 2).flatten(2))
+        return mixed
+
+
+def gpt(
+    vocabulary: int, context: int, *, width: int = GPT_WIDTH, depth: int = GPT_DEPTH, heads: int = GPT_HEADS,
+    dropout: float = 0.0, tied: bool = False,
+) -> list[Callable[[], nn.Module]]:  # fmt: skip
+    """A language model: an embedding, `depth` transformer blocks, an output block; (R, T) to (R, T, vocabulary).
+
+    tied: embedding and output share one weight, so these two blocks are built here, and not by factories.
+    """
+    embedding = functools.partial(TokenEmbedding, vocabulary, context, width, dropout)
+    output = functools.partial(output_block, width, vocabulary)
+    between = [functools.partial(TransformerBlock, width, heads, dropout)] * depth
+    if not tied:
+        return [embedding, *between, output]
+    first, last = embedding(), output()
+    last.get_submodule("1").weight = first.token.weight
+    return [first, *between, last]

@@ -1,0 +1,70 @@
+"""The loss that a run takes by itself, and what its accuracy is counted from."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpart.losses import default_loss, regression, scores_of, token_cross_entropy
+
+sizes = st.integers(1, 4)
+
+
+def outputs_and_labels(rows, positions, classes):
+    output = torch.randn(rows, *positions, classes, dtype=torch.float64)
+    return output, torch.randint(classes, (rows, *positions))
+
+
+@given(sizes, st.lists(sizes, max_size=2), sizes)
+def test_labels_of_positions_are_judged_as_torch_judges_them_with_classes_in_dimension_1(rows, positions, classes):
+    output, labels = outputs_and_labels(rows, positions, classes)
+    torch.testing.assert_close(token_cross_entropy(output, labels), F.cross_entropy(output.movedim(-1, 1), labels))
+
+
+@given(sizes, sizes, sizes)
+def test_the_loss_of_a_batch_is_the_mean_of_the_losses_of_its_rows(rows, positions, classes):
+    output, labels = outputs_and_labels(rows, [positions], classes)
+    each = torch.stack([token_cross_entropy(output[i : i + 1], labels[i : i + 1]) for i in range(rows)])
+    torch.testing.assert_close(token_cross_entropy(output, labels), each.mean())
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "loss"),
+    [
+        (torch.zeros(3), 0, regression),
+        (torch.zeros(3, dtype=torch.int64), 2, F.cross_entropy),
+        (torch.zeros(3, 5, dtype=torch.uint8), 2, token_cross_entropy),
+    ],
+)
+def test_the_kind_of_the_labels_chooses_the_loss(labels, classes, loss):
+    assert default_loss(labels, classes) is loss
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_a_regression_is_the_mean_squared_error_of_one_output_per_row(shape):
+    output, labels = torch.randn(4), torch.randn(4)
+    assert torch.equal(regression(output.view(shape), labels), F.mse_loss(output, labels))
+
+
+@given(sizes, st.lists(sizes, max_size=2), sizes)
+def test_every_label_has_its_row_of_scores(rows, positions, classes):
+    output, labels = outputs_and_labels(rows, positions, classes)
+    scores, flat = scores_of(output, labels)
+    assert scores.shape == (labels.numel(), classes)
+    assert torch.equal(scores.argmax(1).view(labels.shape), output.argmax(-1))
+    assert torch.equal(flat.view(labels.shape), labels)
+
+
+@pytest.mark.parametrize(
+    ("output", "labels"),
+    [
+        (torch.zeros(3, 1), torch.zeros(3)),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+        (torch.zeros(3, 2, 4, 4), torch.zeros(3, 4, 4, dtype=torch.int64)),
+        (torch.zeros(3, 5, 2), torch.zeros(3, dtype=torch.int64)),
+    ],
+    ids=["regression", "one number", "classes in dimension 1", "a map of features"],
+)
+def test_outputs_that_do_not_score_the_labels_give_no_scores(output, labels):
+    assert scores_of(output, labels) is None
