@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from seqpart.ballast import lay_down_gpu_tables
 from seqpart.direct import aligned
 from seqpart.errors import OptionError
 
@@ -59,7 +60,7 @@ class Device:
         return min(int(psutil.virtual_memory().available), _cgroup_free())
 
     def settle(self) -> None:
-        """Make freed memory leave the process at once.
+        """Make freed memory leave the process at once, and put down what only a GPU would need.
 
         By default glibc keeps 225-290 MB of dead heap. With a fixed threshold every tensor over 64 KiB is a mapping
         of its own, returned when it dies; the cost is page faults, most of it won back by huge pages
@@ -70,6 +71,7 @@ class Device:
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
         _libc.mallopt(_M_MMAP_MAX, 1 << 30)
         _libc.mallopt(_M_ARENA_MAX, 1)
+        lay_down_gpu_tables()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 buffer on the device, page-aligned, owned by the caller."""

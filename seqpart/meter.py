@@ -18,7 +18,7 @@ from seqpart.units import format_limit, format_size
 _SLACK = 16 << 20
 """Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
 
-WARM_UP_BYTES = 21 << 20
+WARM_UP_BYTES = 9 << 20
 """What measure_runtime's own small step takes for a moment, before any plan: the least peak beyond the runtime."""
 
 
@@ -98,8 +98,8 @@ def measure_runtime(device: Device) -> int:
 
     One small training step starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces.
     """
-    width, batch = 1024, 256
-    layer = torch.nn.Linear(width, width, device=device.torch)
+    width, out, batch = 1024, 256, 256
+    layer = torch.nn.Linear(width, out, device=device.torch)
     optimizer = torch.optim.Adam(layer.parameters(), fused=True)
     for _ in range(2):
         layer(torch.ones(batch, width, device=device.torch)).square().mean().backward()

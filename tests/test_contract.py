@@ -86,7 +86,7 @@ SMALL = ["--width", "1024", "--depth", "16", "--epochs", "1", "--batch-size", "1
 
 
 def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(tmp_path):
-    refused = Ran(tmp_path, ["--mem-limit", "410MB", *SMALL])
+    refused = Ran(tmp_path, ["--mem-limit", "320MB", *SMALL])
     assert refused.code == 3, refused.out + refused.err
     named = re.search(r"smallest limit that fits: (\w+)", refused.err)[1]
     done = Ran(tmp_path, ["--mem-limit", named, *SMALL])

@@ -11,7 +11,7 @@ HOUSE = Path(seqpart.__file__).parent
 
 FLOORS = [
     ["errors", "units"],
-    ["schedule", "direct", "interrupts", "kept"],
+    ["schedule", "direct", "interrupts", "kept", "ballast"],
     ["layout", "device", "arena", "losses"],
     ["gauge", "blocks", "homefile", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],
