@@ -256,5 +256,36 @@ def test_rows_left_half_written_are_replaced(tmp_path):
     boundaries.close()
 
 
+def test_rows_made_again_take_another_file_and_kept_ones_stay_until_they_are_let_go(tmp_path):
+    boundaries, layout = Boundaries(tmp_path, Device(), None), RowLayout((2,), torch.float32)
+    for _ in range(2):
+        boundaries.create("train", 0, layout, 30).append(torch.zeros(30, 2))
+        boundaries.rows("train", 0).finish()
+    described = boundaries.persist()
+    kept = {described["train-0"]["file"], described["train-0"]["sums"]}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    boundaries.keep(kept)
+    boundaries.create("train", 0, layout, 30)
+    assert len(list(tmp_path.iterdir())) == 3
+    boundaries.close()
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    boundaries.keep(())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_created_after_others_were_adopted_take_no_file_of_theirs(tmp_path):
+    first, layout = Boundaries(tmp_path, Device(), None), RowLayout((2,), torch.float32)
+    for split in ("train", "test"):
+        first.create(split, 11, layout, 3).append(torch.ones(3, 2))
+        first.rows(split, 11).finish()
+    described = first.persist()
+    again = Boundaries(tmp_path, Device(), None)
+    again.adopt(described)
+    again.verify()
+    assert again.rows("test", 11).path == first.rows("test", 11).path
+    assert again.create("train", 0, layout, 3).path.name == "train-00000.2.safetensors"
+    again.close()
+
+
 def test_the_window_of_a_run_is_at_least_two_chunks():
     assert WINDOW > 1, "one chunk at a time would hardly shuffle"

@@ -1,6 +1,7 @@
 """Rows of a boundary: written once in order, read by chunks, equal to the bit, damage named with its rows."""
 
 import errno
+import json
 import os
 
 import pytest
@@ -207,3 +208,39 @@ def test_discarded_rows_give_their_host_memory_back(tmp_path):
     first.discard()
     assert written(tmp_path, layout, data, arena=arena).tier == "ram"
     second.discard()
+
+
+@layouts
+@pytest.mark.parametrize("tiers", [(0, 0), (0, 1 << 22), (1 << 22, 0), (1 << 22, 1 << 22)], ids=str)
+def test_another_process_adopts_rows_in_any_tier(tmp_path, layout, tiers):
+    data = values(layout, 2 * layout.chunk_rows + 1)
+    arenas = [Arena(budget, Device()) if budget else None for budget in tiers]
+    described = written(tmp_path, layout, data, arena=arenas[0]).persist()
+    rows = Rows.adopt(json.loads(json.dumps(described)), tmp_path, Device(), arenas[1])
+    assert (rows.tier, rows.layout, rows.count) == ("ram" if tiers[1] else "disk", layout, len(data))
+    rows.verify()
+    assert torch.equal(read(rows), data)
+    assert rows.persist() == described, "nothing is written again"
+    rows.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_host_memory_that_find_the_disk_full_leave_no_file(tmp_path, monkeypatch):
+    layout = LAYOUTS["fp32, padded"]
+    rows = written(tmp_path, layout, values(layout, 9), arena=Arena(1 << 20, Device()))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(DiskFull):
+        patched.setattr(os, "pwritev", full)
+        rows.persist()
+    assert list(tmp_path.iterdir()) == []
+    assert len(rows.persist()["digest"]) == 16
+
+
+def test_rows_that_are_not_finished_cannot_be_persisted(tmp_path):
+    rows = Rows(LAYOUTS["bytes"], 3, tmp_path / "rows.safetensors", Device(), None)
+    with pytest.raises(AssertionError, match="not all in"):
+        rows.persist()
+    rows.discard()

@@ -3,11 +3,23 @@
 import json
 import os
 import re
+import time
 
 import pytest
 
-from seqpart.errors import DirectoryUnusable, OptionError, StoreError
-from seqpart.rundir import MARKER, SCRATCH_PREFIX, RunDirectory, clear_leftovers, clear_scratch, new_name, write_text
+from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
+from seqpart.rundir import (
+    CHECKPOINT,
+    MARKER,
+    PREVIOUS,
+    SCRATCH_PREFIX,
+    RunDirectory,
+    clear_leftovers,
+    clear_scratch,
+    new_name,
+    resumable,
+    write_text,
+)
 
 
 def state(folder):
@@ -201,3 +213,171 @@ def test_no_two_runs_have_one_name():
     made = [new_name("sil") for _ in range(5)]
     assert len(set(made)) == 5
     assert all(re.fullmatch(r"\d{8}-\d{6}-sil-\d+(-\d+)?", name) for name in made)
+
+
+def save(directory, scratch=None, name=CHECKPOINT):
+    """As much of a checkpoint as directories look at."""
+    text = json.dumps({"checkpoint": {"scratch": str(scratch.root.resolve()) if scratch else "."}})
+    (directory.root / name).write_text(text)
+
+
+def with_scratch(tmp_path, *, saved=True):
+    """A run and its scratch directory elsewhere, which a killed run left."""
+    directory = RunDirectory(tmp_path / "runs" / "out")
+    scratch = RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}x", run=directory.root)
+    fill(scratch)
+    if saved:
+        save(directory, scratch)
+    kill(scratch)
+    kill(directory)
+    return directory.root, scratch.root
+
+
+@pytest.mark.parametrize("name", [CHECKPOINT, PREVIOUS])
+def test_a_killed_run_with_a_checkpoint_is_left_alone_and_counted(tmp_path, name):
+    killed = RunDirectory(tmp_path / "out")
+    fill(killed)
+    save(killed, name=name)
+    kill(killed)
+    before = names(tmp_path)
+    assert clear_leftovers(tmp_path) == (0, 0)
+    assert resumable(tmp_path) == (1, 200)
+    assert names(tmp_path) == before
+
+
+def test_a_live_run_is_not_counted_as_resumable(tmp_path):
+    directory = RunDirectory(tmp_path / "out")
+    fill(directory)
+    save(directory)
+    assert resumable(tmp_path) == (0, 0)
+    kill(directory)
+
+
+def test_an_interrupted_run_is_not_begun_anew_by_mistake(tmp_path):
+    killed = RunDirectory(tmp_path / "out")
+    fill(killed)
+    save(killed)
+    before = names(tmp_path)
+    with pytest.raises(DirectoryUnusable, match="in use by another run"):  # it lives: resuming is no cure
+        RunDirectory(tmp_path / "out")
+    kill(killed)
+    with pytest.raises(OptionError, match=r"interrupted. Give --resume .*/out to go on with it, or --overwrite to start anew"):
+        RunDirectory(tmp_path / "out")
+    assert names(tmp_path) == before
+    RunDirectory(tmp_path / "out", resume=True).close("failed")  # the refused one has let go of the lock
+
+
+def test_an_interrupted_run_is_overwritten_when_that_is_asked_for(tmp_path):
+    killed = RunDirectory(tmp_path / "out")
+    fill(killed)
+    for name in (CHECKPOINT, PREVIOUS):
+        save(killed, name=name)
+    kill(killed)
+    directory = RunDirectory(tmp_path / "out", overwrite=True)
+    assert directory.cleaned == 200
+    assert names(directory.root) == ["homes", "rows", MARKER, "seqpart.lock"]
+    directory.close("failed")
+
+
+def test_a_resumed_run_finds_everything_and_holds_the_lock(tmp_path):
+    finish(tmp_path / "out")
+    killed = RunDirectory(tmp_path / "out", overwrite=True)
+    fill(killed)
+    save(killed)
+    killed.result("events.jsonl").write_text("so far")
+    kill(killed)
+    before = names(tmp_path)
+    directory = RunDirectory(tmp_path / "out", resume=True)
+    assert (names(tmp_path), directory.cleaned, state(directory.root)) == (before, 0, "running")
+    assert directory.result("events.jsonl").read_text() == "so far"
+    with pytest.raises(DirectoryUnusable, match="in use by another run"):
+        RunDirectory(tmp_path / "out", resume=True)
+    directory.close("failed")
+
+
+def test_a_directory_that_is_gone_cannot_be_resumed(tmp_path):
+    with pytest.raises(CorruptFile, match=r"scratch is missing: the checkpoint in .*run needs it"):
+        RunDirectory(tmp_path / "scratch", resume=True, run=tmp_path / "run")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("how", ["done", "interrupted", "failed"])
+def test_what_a_checkpoint_needs_stays_unless_the_run_is_done(tmp_path, how, saved):
+    stays = saved and how != "done"
+    directory = RunDirectory(tmp_path / "out")
+    fill(directory)
+    if saved:
+        save(directory)
+    directory.close(how)
+    assert state(directory.root) == how
+    assert resumable(tmp_path) == ((1, 200) if stays else (0, 0))
+    assert ((directory.root / CHECKPOINT).exists(), (directory.root / "homes").exists()) == (stays, stays)
+
+
+@pytest.mark.parametrize("how", ["done", "interrupted"])
+@pytest.mark.parametrize("first", ["scratch", "run"])
+def test_a_scratch_directory_goes_with_its_run_in_whatever_order_they_close(tmp_path, how, first):
+    directory = RunDirectory(tmp_path / "runs" / "out")
+    scratch = RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}x", run=directory.root)
+    fill(scratch)
+    save(directory, scratch)
+    closing = [scratch.vanish, lambda: directory.close(how)]
+    for close in closing if first == "scratch" else reversed(closing):
+        close()
+    assert scratch.root.exists() == (how == "interrupted")
+    assert resumable(tmp_path / "fast") == ((1, 200) if how == "interrupted" else (0, 0))
+
+
+def test_a_scratch_directory_is_left_alone_as_long_as_its_run_s_checkpoint_names_it(tmp_path):
+    root, scratch = with_scratch(tmp_path)
+    assert clear_leftovers(scratch.parent) == (0, 0)
+    assert resumable(scratch.parent) == (1, 200)
+    (root / CHECKPOINT).write_text("not to be read")  # it may name it still
+    assert clear_leftovers(scratch.parent) == (0, 0)
+    (root / CHECKPOINT).unlink()
+    assert clear_leftovers(scratch.parent) == (1, 200)
+    assert not scratch.exists()
+
+
+def test_a_scratch_directory_that_its_run_no_longer_names_goes(tmp_path):
+    root, scratch = with_scratch(tmp_path)
+    directory = RunDirectory(root, resume=True)
+    save(directory, RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}y", run=root))
+    assert clear_leftovers(scratch.parent) == (1, 200)
+    assert not scratch.exists()
+
+
+def test_overwriting_a_run_removes_its_scratch_directory_elsewhere(tmp_path):
+    root, scratch = with_scratch(tmp_path)
+    RunDirectory(root, overwrite=True).close("failed")
+    assert not scratch.exists()
+
+
+def test_overwriting_a_run_removes_no_directory_that_is_not_its_own(tmp_path):
+    """A checkpoint may have been copied, or name a directory that another run has taken since."""
+    root, scratch = with_scratch(tmp_path)
+    (tmp_path / "runs" / "copy").mkdir()
+    for name in (CHECKPOINT, MARKER):
+        (tmp_path / "runs" / "copy" / name).write_text((root / name).read_text())
+    RunDirectory(tmp_path / "runs" / "copy", overwrite=True).close("failed")
+    assert resumable(scratch.parent) == (1, 200)
+
+
+def test_a_run_and_its_scratch_directory_side_by_side_are_one_resumable_run(tmp_path):
+    directory = RunDirectory(tmp_path / "out")
+    scratch = RunDirectory(tmp_path / f"{SCRATCH_PREFIX}x", run=directory.root)
+    fill(scratch)
+    save(directory, scratch)
+    kill(scratch)
+    kill(directory)
+    assert resumable(tmp_path) == (1, 200)
+    assert clear_leftovers(tmp_path) == (0, 0)
+
+
+def test_an_old_probe_of_the_disk_is_cleaned_up_and_one_in_use_is_not(tmp_path):
+    for name, age in ((".probe-1", 3600), (".probe-2", 0)):
+        (tmp_path / name).write_bytes(bytes(50))
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    assert clear_leftovers(tmp_path) == (0, 50)
+    assert names(tmp_path) == [".probe-2"]
