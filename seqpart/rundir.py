@@ -292,7 +292,8 @@ def new_name(method: str) -> str:
 def _must_be_ours(root: Path) -> None:
     if not root.is_dir():
         raise OptionError(f"--output-dir: {root} is a file, not a directory.")
-    if all(path.name == _LOCK for path in root.iterdir()):  # empty, or a run that begins this very moment
+    # Empty, or a run that begins this very moment, or was killed as it began.
+    if all(path.name in (_LOCK, f"{MARKER}.part") for path in root.iterdir()):
         return
     if not (root / MARKER).exists():
         raise OptionError(f"--output-dir: {root} holds files that seqpart did not make. Give a new or empty directory.")

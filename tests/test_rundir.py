@@ -295,6 +295,13 @@ def test_a_resumed_run_finds_everything_and_holds_the_lock(tmp_path):
     directory.close("failed")
 
 
+def test_a_run_killed_as_it_began_left_nobody_else_s_files(tmp_path):
+    (tmp_path / f"{MARKER}.part").write_text("{")
+    (tmp_path / "seqpart.lock").write_text("")
+    RunDirectory(tmp_path).close("failed")
+    assert names(tmp_path) == [MARKER, "seqpart.lock"]
+
+
 def test_a_directory_that_is_gone_cannot_be_resumed(tmp_path):
     with pytest.raises(CorruptFile, match=r"scratch is missing: the checkpoint in .*run needs it"):
         RunDirectory(tmp_path / "scratch", resume=True, run=tmp_path / "run")
