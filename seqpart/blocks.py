@@ -55,6 +55,11 @@ class Block:
         """Name of its optimizer state in the store."""
         return f"{self.home}.optimizer"
 
+    @property
+    def gradient_home(self) -> str:
+        """Name of its gradients in the store, while they wait for their norm."""
+        return f"{self.home}.gradients"
+
     def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """The module, and its parameters and buffers by name as fake tensors: shapes that own no memory."""
         if isinstance(self._source, nn.Module):

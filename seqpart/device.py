@@ -7,7 +7,9 @@ from pinned memory on the current stream, and an event says when the host buffer
 import ctypes
 import hashlib
 import os
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -92,6 +94,16 @@ class Device:
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Block the calling thread until `event` has happened."""
 
+    def copying(self) -> AbstractContextManager[object]:
+        """Around copies in an I/O thread: they do not wait for the computation, and are over when it ends."""
+        return nullcontext()
+
+    def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+        """Mixed precision for one block. Without the cache of casts: a shared weight's gradients add up as float32."""
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.kind, dtype=dtype, cache_enabled=False)
+
     def seed(self, *key: int | str) -> None:
         """Random state as a function of place (run seed, step, block, micro-batch), never of call order."""
         torch.default_generator.manual_seed(keyed_seed(*key))
@@ -127,6 +139,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.torch = torch.device("cuda", index)
+        self._threads = threading.local()
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.torch)
         # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
@@ -166,6 +179,15 @@ class CudaDevice(Device):
     def wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             event.synchronize()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        stream: torch.cuda.Stream | None = getattr(self._threads, "stream", None)
+        if stream is None:
+            stream = self._threads.stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.torch), torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
 
     def seed(self, *key: int | str) -> None:
         super().seed(*key)

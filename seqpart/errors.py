@@ -17,6 +17,8 @@
 A message says what was expected, what was found, and the cure.
 """
 
+from pathlib import Path
+
 
 class SeqpartError(Exception):
     """Root of the tree; `exit_code` is what the command line returns."""
@@ -76,3 +78,11 @@ class DirectoryUnusable(StoreError):
 
 class ScheduleError(SeqpartError):
     pass
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run, and `directory` holds a checkpoint to go on from."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(f"interrupted; the run is saved: --resume {directory}")
+        self.directory = directory

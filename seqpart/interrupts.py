@@ -36,6 +36,11 @@ class Interrupts:
         if kind is None:
             self.check()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a signal has come that nobody has obeyed."""
+        return self._waiting is not None
+
     def check(self) -> None:
         """A safe point: handle the signal that came, as it would have been without us."""
         number, self._waiting = self._waiting, None

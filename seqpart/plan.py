@@ -6,7 +6,7 @@ A plan is a frozen value of ints. It can be printed, saved as JSON, compared and
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, TypeVar
 
 from seqpart.activations import reader_bytes, writer_bytes
@@ -17,12 +17,12 @@ from seqpart.errors import DoesNotFit, ModelError, OptionError
 from seqpart.layout import Layout
 from seqpart.meter import WARM_UP_BYTES, limit_for, margin_of
 from seqpart.rows import RowLayout
-from seqpart.simulate import LossCost, PartitionCost, growing
+from seqpart.simulate import LossCost, Means, PartitionCost, Rates, growing
 from seqpart.units import format_limit, format_size
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 SMALLEST_EASY_MICRO_BATCH = 32
 """Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
 
@@ -68,6 +68,12 @@ class Plan:
     seconds: float
     reasons: tuple[str, ...]
     fingerprint: str
+    slots: int
+    """Partitions that may be on the device at once."""
+    relay: str
+    """Where boundaries wait within an update: device, host or disk."""
+    keeps_graph_from: int | None
+    """Partitions from this one on keep activations for backward instead of computing them again."""
 
     @property
     def peak(self) -> int:
@@ -102,10 +108,10 @@ class Plan:
 
 def _typed(kind: type[T], values: dict[str, Any]) -> T:
     """A dataclass from JSON. Raises ValueError for a number or text of another type, TypeError for other fields."""
-    for field in fields(kind):  # type: ignore[arg-type]
-        value = values.get(field.name)
-        if field.type in (int, str) and type(value) is not field.type:
-            raise ValueError(f"{field.name} is {value!r}")
+    for known in fields(kind):  # type: ignore[arg-type]
+        value = values.get(known.name)
+        if known.type in (int, str) and type(value) is not known.type:
+            raise ValueError(f"{known.name} is {value!r}")
     return kind(**values)
 
 
@@ -114,8 +120,6 @@ class Request:
     """What make_plan is asked to fit."""
 
     chain: Chain
-    method: str
-    cuts: bool
     device: str
     host_counts: bool
     """Whether host buffers count against the limit (CPU), or not (CUDA)."""
@@ -132,22 +136,34 @@ class Request:
     micro_batch: int | None
     starts: tuple[int, ...] | None
     count: int | None
+    rates: Rates
+    clips: bool
+    relays: tuple[str, ...]
+    """Places where boundaries may wait within an update, the fastest first."""
     input_row: RowLayout
-    cache_row: Callable[[tuple[int, ...]], RowLayout]
+    cache_row: Callable[[BlockCost], RowLayout]
     train_rows: int
     test_rows: int
+    known: dict[tuple[int, int], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
+    """Of `costs_from`: what it has found already."""
+
+
+ALONE = Means()
+"""One slot, boundaries on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cut at one micro-batch: first block, last block and cost of every partition."""
+    """A cut at one micro-batch: first block, last block and cost of every partition; and how they are run."""
 
     micro_batch: int
     parts: tuple[tuple[int, int, PartitionCost], ...]
+    means: Means = ALONE
+    keeps_graph_from: int | None = None
 
 
 def choose_cut(request: Request) -> tuple[Candidate, tuple[str, ...]]:
-    """Fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words."""
+    """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words."""
     found: list[Candidate] = []
     for micro_batch in micro_batches(request):
         if found and micro_batch < SMALLEST_EASY_MICRO_BATCH:
@@ -197,7 +213,7 @@ def _cut_at(request: Request, micro_batch: int, limit: int | None = None) -> Can
     if request.count is None and request.starts is None and _fits_whole(request, micro_batch, room):
         pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
     else:
-        pieces = [piece for first in _starts(request) for piece in _pieces(request, micro_batch, first, room)]
+        pieces = [piece for first in starts_of(request) for piece in _pieces(request, micro_batch, first, room)]
     count = len(request.starts) if request.starts is not None else request.count
     chosen = best_cut(pieces, chain, count)
     if chosen is None:
@@ -206,12 +222,12 @@ def _cut_at(request: Request, micro_batch: int, limit: int | None = None) -> Can
 
 
 def _fits_whole(request: Request, micro_batch: int, room: int) -> bool:
-    *_, (last, cost) = _grown(request, micro_batch, 0)
+    *_, (last, cost) = costs_from(request, micro_batch, 0).items()
     return peak_of(request, cost, 0, last, micro_batch) <= room
 
 
 def _pieces(request: Request, micro_batch: int, first: int, room: int) -> Iterator[Piece]:
-    for last, cost in _grown(request, micro_batch, first):
+    for last, cost in costs_from(request, micro_batch, first).items():
         if peak_of(request, cost, first, last, micro_batch) > room:
             return
         if cost.trainable or request.starts is not None or last - first == len(request.chain):
@@ -219,13 +235,11 @@ def _pieces(request: Request, micro_batch: int, first: int, room: int) -> Iterat
 
 
 def _cost_of(request: Request, micro_batch: int, piece: Piece) -> PartitionCost:
-    return next(cost for last, cost in _grown(request, micro_batch, piece.first) if last == piece.last)
+    return costs_from(request, micro_batch, piece.first)[piece.last]
 
 
-def _starts(request: Request) -> list[int]:
+def starts_of(request: Request) -> list[int]:
     """Blocks at which a partition may begin: blocks that learn; what does not stays with what it follows."""
-    if not request.cuts:
-        return [0]
     if request.starts is not None:
         return list(request.starts)
     costs = request.costs_at(micro_batches(request)[0])  # not a small one: BatchNorm refuses a single row
@@ -233,15 +247,18 @@ def _starts(request: Request) -> list[int]:
     return [0, *learning[1:]]
 
 
-def _grown(request: Request, micro_batch: int, first: int) -> Iterator[tuple[int, PartitionCost]]:
-    """(last, cost) of every partition that may begin at `first`, shortest first."""
-    costs = request.costs_at(micro_batch)
-    ends = {*_starts(request), len(request.chain)}
-    grown = growing(
-        costs[first:], request.states[first:], request.loss_of(micro_batch), fused=request.fused,
-        heap_below=request.heap_below, shares=shares_of(request.train_rows, request.batch_size, micro_batch),
-    )  # fmt: skip
-    return ((last, cost) for last, cost in enumerate(grown, start=first + 1) if last in ends)
+def costs_from(request: Request, micro_batch: int, first: int) -> dict[int, PartitionCost]:
+    """Cost of every partition that may begin at `first`, by its last block (not included), shortest first."""
+    key = micro_batch, first
+    if key not in request.known:
+        costs = request.costs_at(micro_batch)
+        ends = {*starts_of(request), len(request.chain)}
+        grown = growing(
+            costs[first:], request.states[first:], request.loss_of(micro_batch), fused=request.fused,
+            heap_below=request.heap_below, shares=shares_of(request.train_rows, request.batch_size, micro_batch),
+        )  # fmt: skip
+        request.known[key] = {last: cost for last, cost in enumerate(grown, start=first + 1) if last in ends}
+    return request.known[key]
 
 
 def peak_of(request: Request, cost: PartitionCost, first: int, last: int, micro_batch: int) -> int:
@@ -257,10 +274,10 @@ def buffers_of(request: Request, first: int, last: int, micro_batch: int) -> tup
     if not request.host_counts:
         return 0, 0
     costs = request.costs_at(micro_batch)
-    row = request.input_row if first == 0 else request.cache_row(costs[first - 1].output_shape)
+    row = request.input_row if first == 0 else request.cache_row(costs[first - 1])
     writing = 0
     if last < len(request.chain):
-        writing = writer_bytes(request.cache_row(costs[last - 1].output_shape), micro_batch)
+        writing = writer_bytes(request.cache_row(costs[last - 1]), micro_batch)
     return reader_bytes(row, max(request.train_rows, request.test_rows), micro_batch), writing
 
 
@@ -269,10 +286,8 @@ def _does_not_fit(request: Request) -> DoesNotFit:
     cost, where, peak = _largest_need(request, smallest_micro)
     smallest = limit_for(peak)
     wanted = _largest_need(request, micro_batches(request)[0])[2]
-    what = "the whole network" if not request.cuts else where
-    verb = "training it" if not request.cuts else "alone"
     lines = [
-        f"{what} {verb} needs {format_size(wanted)} at micro-batch {micro_batches(request)[0]}, and the limit is "
+        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(request)[0]}, and the limit is "
         f"{format_size(request.limit)}.",
         f"  runtime {format_size(request.runtime)}, weights {format_size(cost.weights)}, gradients "
         f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations at micro-batch {smallest_micro} "
@@ -281,8 +296,6 @@ def _does_not_fit(request: Request) -> DoesNotFit:
     ]
     if request.count or request.starts:
         lines.append("  Or leave --partitions out, and the plan cuts where it must.")
-    elif not request.cuts:
-        lines.append("  Or use --method sil, which holds one partition at a time.")
     else:
         lines.append("  Or split that block into smaller ones, or use an optimizer with less state (--optimizer sgd).")
     return DoesNotFit("\n".join(lines), smallest=smallest)
@@ -295,8 +308,8 @@ def _largest_need(request: Request, micro_batch: int) -> tuple[PartitionCost, st
         if best is not None:
             return best
     worst: tuple[PartitionCost, str, int] | None = None
-    for first in _starts(request):
-        for last, cost in _grown(request, micro_batch, first):  # noqa: B007 (both are used behind the loop)
+    for first in starts_of(request):
+        for last, cost in costs_from(request, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
             if cost.trainable:
                 break
         peak = peak_of(request, cost, first, last, micro_batch)
@@ -306,15 +319,19 @@ def _largest_need(request: Request, micro_batch: int) -> tuple[PartitionCost, st
     return worst
 
 
+def too_many(request: Request, count: int) -> OptionError:
+    return OptionError(
+        f"--partitions {count}: the model has {len(starts_of(request))} blocks at which a partition can begin; "
+        f"it cannot be cut into {count}."
+    )
+
+
 def _best_effort(request: Request, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
     """With the number of partitions given: the least limit under which some cut of so many fits, by bisection."""
     low, high = request.runtime, request.runtime
     high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in request.costs_at(micro_batch)) + (1 << 30)
     if _cut_at(request, micro_batch, high) is None:
-        raise OptionError(
-            f"--partitions {count}: the model has {len(_starts(request))} blocks at which a partition can begin; "
-            f"it cannot be cut into {count}."
-        )
+        raise too_many(request, count)
     while high - low > 1 << 20:
         middle = (low + high) // 2
         low, high = (low, middle) if _cut_at(request, micro_batch, middle) is not None else (middle, high)
@@ -337,7 +354,7 @@ def _reasons(request: Request, best: Candidate) -> tuple[str, ...]:
     elif count > 1:
         asked = "as asked" if request.count else f"the fewest that stay under {format_size(request.limit)}"
         reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
-    elif request.cuts:
+    else:
         reasons.append("1 partition: the whole network fits, so nothing is cut")
     if best.micro_batch < request.batch_size:
         asked = "as asked" if request.micro_batch else "the largest that fits with so few partitions"

@@ -17,8 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from seqpart.direct import explained
-from seqpart.executor import Event, PhaseBegun, PhaseDone, StepDone
+from seqpart.executor import Event, StepDone
 from seqpart.meter import Proof
+from seqpart.passes import PhaseBegun, PhaseDone
 from seqpart.plan import Plan, as_text_rows
 from seqpart.schedule import Phase, PhaseKind, Verb
 from seqpart.units import format_size
@@ -38,9 +39,10 @@ class Reporter:
         self._bar: _Bar | None = None
         self._began = time.perf_counter()
 
-    def open_log(self, path: Path) -> None:
+    def open_log(self, path: Path, *, add: bool = False) -> None:
+        """Write events to `path`; `add` behind those of the run that goes on."""
         try:
-            self._log = open(path, "w")  # noqa: SIM115 (closed by close)
+            self._log = open(path, "a" if add else "w")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise explained(error, path) from None
         self._log_path = path
@@ -83,6 +85,8 @@ class Reporter:
             self._phase_done(event)
 
     def _phase_done(self, event: PhaseDone) -> None:
+        if event.loss is None:  # nothing but rows for the next partition
+            return
         phase = event.phase
         speed = event.rows / max(event.seconds, 1e-9)
         self.record(
@@ -92,7 +96,7 @@ class Reporter:
         epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
         accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
         self.say(
-            f"partition {phase.partition} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}{accuracy}  "
+            f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}{accuracy}  "
             f"{event.seconds:6.1f} s  {speed:8.0f} samples/s"
         )
 
@@ -120,6 +124,10 @@ def _console(quiet: bool) -> Console:
     return console
 
 
+def _who(phase: Phase) -> str:
+    return f"partition {phase.partition}" if phase.through is None else f"partitions {phase.partition}-{phase.through}"
+
+
 class _Bar:
     """The live line; absent where the output is not a terminal."""
 
@@ -143,12 +151,14 @@ class _Bar:
     def enter(self, event: PhaseBegun) -> None:
         if self._progress is not None:
             epoch = f" epoch {event.phase.epoch}" if event.phase.kind is PhaseKind.TRAIN else ""
-            self._progress.update(self._task, description=f"partition {event.phase.partition} {_WHAT[event.phase.kind]}{epoch}")
+            self._progress.update(self._task, description=f"{_who(event.phase)} {_WHAT[event.phase.kind]}{epoch}")
 
     def step(self, event: StepDone) -> None:
         if self._progress is None or event.step.micro_batch is None:
             return
         phase = self._phases[event.step.phase]
+        if event.step.partition != phase.last:  # rows are counted once, where they end
+            return
         span = phase.span(event.step.micro_batch)
         self._rows += span.stop - span.start
         now = time.perf_counter()

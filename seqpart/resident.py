@@ -4,12 +4,15 @@
 
     who holds the weights:  the store   both       the slot       both     the store
 
-The slot is one flat buffer, made once and used by every partition in turn; parameters and optimizer state are views
-of it, so loading is a read into it and saving is a write out of it.
+A slot is one flat buffer that partitions use in turn: weights, then optimizer state, then gradients that wait for their
+norm. Parameters and state are views of it, so loading is a read into it and saving is a write out of it. Both go on in
+the store's threads while another partition computes.
 """
 
 import enum
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +22,8 @@ from seqpart.costs import BlockCost
 from seqpart.device import Device
 from seqpart.layout import Layout
 from seqpart.optimizers import Optimizer
-from seqpart.store import Store
+from seqpart.slots import Slot, Wait
+from seqpart.store import Store, Transfer
 
 
 class Placement(enum.Enum):
@@ -38,63 +42,122 @@ def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> li
     ]
 
 
-def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> int:
+def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
+    """Layout of every block's gradients, for those that wait at home for their norm."""
+    return [Layout.of(spec for spec in cost.layout.specs if spec.name in cost.trainable) for cost in costs]
+
+
+def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
     """Bytes of the slot for a partition of these blocks."""
-    return sum(cost.layout.room for cost in costs) + sum(state.room for state in state_layouts(costs, optimizer))
+    layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
+    return sum(layout.room for layout in layouts + (gradient_layouts(costs) if gradients else []))
 
 
 class Resident:
-    """Partition `number`: some blocks of the chain, moved in and out of a slot that the executor owns."""
+    """Partition `number`: some blocks of the chain, moved in and out of slots that the executor owns."""
 
     def __init__(
         self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
-        *, optimizer: Optimizer, seed: int,
+        *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.number, self.blocks, self.placement = number, blocks, Placement.AT_HOME
         self._costs, self._store, self._device = costs, store, device
-        self._choice, self._seed = optimizer, seed
+        self._choice, self._seed, self._autocast = optimizer, seed, autocast
+        self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._regions: list[torch.Tensor] = []
-        self._state_regions: list[torch.Tensor] = []
-        self._changed = False
-        self._buffers_before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._slot: Slot | None = None
+        self._regions: list[list[torch.Tensor]] = []
+        self.transfer = Transfer()
+        """The last one, in or out; the next waits for it."""
+        self._to_update = self._changed = False
+        self._waiting: list[str] | None = None
+        """Parameters whose gradients are at home."""
+        self._at_update: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(buffer, copy): as they were when the update began, and before a forward pass that will be done again."""
+        self._graphs: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._evolved: list[torch.Tensor] = []
 
     @property
     def trainable(self) -> list[nn.Parameter]:
         return [p for block in self.blocks for p in block.husk.parameters() if p.requires_grad]
 
-    def load(self, slot: torch.Tensor, *, to_train: bool) -> None:
-        """Read the weights into `slot`, and the optimizer state (zero the first time) if it will update."""
-        self.placement = Placement.LOADING
-        states = state_layouts(self._costs, self._choice if to_train else None)
-        layouts = [cost.layout for cost in self._costs] + states
-        regions, offset = [], 0
-        for layout in layouts:
-            regions.append(slot[offset : offset + layout.room])
-            offset += layout.room
-        self._regions, self._state_regions = regions[: len(self.blocks)], regions[len(self.blocks) :]
-        self._store.get_all((block.home, region) for block, region in zip(self.blocks, self._regions, strict=True))
-        for block, cost, region in zip(self.blocks, self._costs, self._regions, strict=True):
-            attach(block.husk, cost.layout.views(region))
-        if to_train:
-            self._load_optimizer(states)
-        self.placement = Placement.RESIDENT
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return self._costs[0].input_dtype
 
-    def _load_optimizer(self, states: list[Layout]) -> None:
-        at_home = [block.state_home in self._store for block in self.blocks]
-        self._store.get_all(
-            (block.state_home, region)
-            for block, region, known in zip(self.blocks, self._state_regions, at_home, strict=True)
-            if known
-        )
+    def needs(self, *, to_update: bool, gradients: bool) -> int:
+        """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
+        kept = gradients or (to_update and self._waiting is not None)
+        return slot_bytes(self._costs, self._choice if to_update else None, gradients=kept)
+
+    # --- coming ---------------------------------------------------------------------------------------------------
+
+    def begin_load(self, slot: Slot, *, to_update: bool) -> None:
+        """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`."""
+        self.placement, self._slot, self._to_update = Placement.LOADING, slot, to_update
+        self._regions, offset = [], 0
+        for layouts in (cost.layout for cost in self._costs), self._states if to_update else (), self._gradients:
+            regions = []
+            for layout in layouts:
+                regions.append(slot.buffer[offset : offset + layout.room])
+                offset += layout.room
+            self._regions.append(regions)
+        items = list(zip((block.home for block in self.blocks), self._regions[0], strict=True))
+        if to_update:
+            states = zip((block.state_home for block in self.blocks), self._regions[1], strict=True)
+            items += [(home, region) for home, region in states if home in self._store]
+            if self._waiting is not None:
+                items += zip((block.gradient_home for block in self.blocks), self._regions[2], strict=True)
+        left = self.transfer
+
+        def ready() -> None:
+            slot.free()
+            left.wait()
+
+        self.transfer = self._store.begin_get(items, ready)
+
+    def finish_load(self, *, learns: bool) -> int:
+        """Wait for it, and let the modules' tensors be views of the slot. Returns the bytes read from disk."""
+        self.transfer.wait()
+        self._attach()
+        self._restore_evolved()
+        self.learn(learns)
+        if self._to_update:
+            self._build_optimizer()
+            self._fetch_gradients()
+        self.placement = Placement.RESIDENT
+        return self.transfer.nbytes
+
+    def learn(self, learns: bool) -> None:
+        """Whether gradients of the parameters are wanted; those that the user froze stay frozen."""
+        for block, cost in zip(self.blocks, self._costs, strict=True):
+            for name, parameter in block.husk.named_parameters():
+                parameter.requires_grad_(learns and name in cost.trainable)
+
+    def _build_optimizer(self) -> None:
         if not self.trainable:
             return
         self._optimizer = self._choice.build(self.trainable)
-        for block, layout, region, known in zip(self.blocks, states, self._state_regions, at_home, strict=True):
-            if not known:
+        for group in self._optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        for block, layout, region in zip(self.blocks, self._states, self._regions[1], strict=True):
+            if block.state_home not in self._store:
                 region.zero_()
             named = [(name, p) for name, p in block.husk.named_parameters() if p.requires_grad]
             self._choice.adopt(self._optimizer, named, layout.views(region))
+
+    def _fetch_gradients(self) -> None:
+        if self._waiting is None:
+            return
+        for block, layout, region in zip(self.blocks, self._gradients, self._regions[2], strict=True):
+            views = layout.views(region)
+            for name, parameter in block.husk.named_parameters():
+                if f"{block.home}.{name}" in self._waiting:
+                    parameter.grad = views[name]
+        self._waiting = None
+
+    # --- work -----------------------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor, *, training: bool, key: tuple[int, ...]) -> torch.Tensor:
         """The partition's output for `x`; the random state of each block is a function of `key` and the block."""
@@ -102,55 +165,163 @@ class Resident:
             module = block.husk
             module.train(training)
             self._device.seed(self._seed, *key, block.number)
-            x = module(x)
+            with self.autocast():
+                x = module(x)
         return x
 
+    def autocast(self) -> AbstractContextManager[None]:
+        return self._device.autocast(self._autocast)
+
     def begin_update(self) -> None:
-        """Keep the buffers as they are: a forward pass changes running statistics, and it may have to be done again."""
-        self._buffers_before = [(buffer, buffer.clone()) for block in self.blocks for buffer in block.husk.buffers()]
+        """Keep the buffers as they are now, for `abandon_update`."""
+        self._at_update = self._copied_buffers()
+
+    def _copied_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(buffer, buffer.clone()) for block in self.blocks for buffer in block.husk.buffers()]
+
+    def remember_buffers(self) -> None:
+        """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
+        if not self._before:
+            self._before = self._copied_buffers()
+
+    def restore_buffers(self) -> None:
+        """Let running statistics be what they were before the forward pass that will be done again."""
+        self._restore(self._before)
+        self._before = []
+
+    def _restore(self, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if copied:  # also where a module put a new tensor in the place of its buffer
+            self._attach()
+        for buffer, before in copied:
+            buffer.copy_(before)
+
+    def _attach(self) -> None:
+        for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
+            attach(block.husk, cost.layout.views(region))
+
+    def keep_graph(self, m: int, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Until `back_propagate_kept`. What autograd saved of the weights must have been packed, see `packing`."""
+        self._graphs[m] = (x, torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None)
+
+    def kept_graph(self, m: int) -> tuple[torch.Tensor, Any]:
+        """(input, gradient edge of the output) of micro-batch `m`; forgotten here."""
+        return self._graphs.pop(m)
+
+    # [Note: kept graphs] Autograd saves weights for backward as views of the slot, and the slot will hold another
+    # partition before backward comes. So in place of each such tensor its place in the slot is saved, and backward finds
+    # the same bytes there in the slot of the partition's next visit. Activations are saved as they are.
+
+    def packing(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Inside, autograd saves a place instead of a view of the slot."""
+        assert self._slot is not None
+        storage, start = self._slot.buffer.untyped_storage().data_ptr(), self._slot.buffer.storage_offset()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.untyped_storage().data_ptr() != storage:
+                return tensor
+            offset = int(tensor.storage_offset()) * tensor.dtype.itemsize - start
+            return _Place(int(offset), tensor.shape, tensor.stride(), tensor.dtype)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed.on(self._slot.buffer) if isinstance(packed, _Place) and self._slot is not None else packed
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def gradient_norms(self) -> list[torch.Tensor]:
+        """Of each trained parameter that has a gradient, in the model's order."""
+        return [torch.linalg.vector_norm(p.grad) for p in self.trainable if p.grad is not None]
+
+    def update(self, rate: float = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
+        """Optimizer step at `rate` times the learning rate, gradients scaled by `clip` (limit, total norm) and then freed."""
+        if clip is not None and self.trainable:
+            nn.utils.clip_grads_with_norm_(self.trainable, *clip)
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+            self._optimizer.step()
+        self._at_update, self._before = [], []
+        has_buffers = any(True for block in self.blocks for _ in block.husk.buffers())
+        self._changed = self._changed or self._optimizer is not None or has_buffers
+        self.forget_gradients()
 
     def abandon_update(self) -> None:
-        """Forget what the micro-batches of an unfinished update left: gradients and running statistics."""
+        """Forget what the micro-batches of an unfinished update left: gradients, graphs and running statistics."""
         self.forget_gradients()
-        for buffer, before in self._buffers_before:
-            buffer.copy_(before)
-        self._buffers_before = []
-
-    def update(self, clip_grad_norm: float | None) -> float | None:
-        """Optimizer step, then the gradients are freed. Returns the gradients' norm if it was needed for clipping."""
-        norm = None
-        if clip_grad_norm is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.trainable, clip_grad_norm))
-        if self._optimizer is not None:
-            self._optimizer.step()
-        self._buffers_before = []
-        self._changed = True  # buffers may have changed, also where nothing is trained
-        self.forget_gradients()
-        return norm
+        self._graphs, self._evolved, self._waiting = {}, [], None
+        self._restore(self._at_update or self._before)
+        self._at_update, self._before = [], []
 
     def forget_gradients(self) -> None:
-        for parameter in self.trainable:
-            parameter.grad = None
+        for block in self.blocks:
+            for parameter in block.husk.parameters():
+                parameter.grad = None
 
-    def drop(self, *, keep_state: bool) -> None:
-        """Send the weights home if they changed, the optimizer state if `keep_state`, and let go of the slot."""
-        self.placement = Placement.SAVING
+    # --- going ----------------------------------------------------------------------------------------------------
+
+    def save(self, *, keep_state: bool) -> Transfer:
+        """Start to send home what changed, and stay. The slot must rest until the transfer is over."""
         items = []
         if self._changed:
             self._gather_replaced()
-            items = [(b.home, c.layout, r) for b, c, r in zip(self.blocks, self._costs, self._regions, strict=True)]
-            if keep_state:
-                states = state_layouts(self._costs, self._choice)
-                items += [(b.state_home, s, r) for b, s, r in zip(self.blocks, states, self._state_regions, strict=True)]
-        self._store.put_all(items)
-        if not keep_state:  # an earlier visit's would be taken for this one's, and fills the disk
+            items = [(b.home, c.layout, r) for b, c, r in zip(self.blocks, self._costs, self._regions[0], strict=True)]
+            if keep_state and self._to_update:
+                items += [
+                    (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[1], strict=True) if s.specs
+                ]
+        self._changed = False
+        mark = self._device.mark()
+        self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark))
+        return self.transfer
+
+    def begin_drop(self, *, keep_state: bool, gradients: bool = False) -> tuple[Slot, Wait, int]:
+        """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
+
+        Without `keep_state` the optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
+        """
+        assert self._slot is not None
+        self.placement = Placement.SAVING
+        if self._graphs:
+            self._evolved = [buffer.clone() for block in self.blocks for buffer in block.husk.buffers()]
+        if self._before:
+            self.restore_buffers()
+        waiting = self._gradients_home() if gradients else Transfer()
+        saved = self.save(keep_state=keep_state)
+        if not keep_state:
             for block in self.blocks:
                 self._store.discard(block.state_home)
-        self.release()
+        slot, mark = self._slot, self._device.mark()
+
+        def free() -> None:
+            self._device.wait(mark)
+            saved.wait()
+            waiting.wait()
+
+        self.transfer = saved.with_other(waiting)
+        self._let_go()
+        return slot, free, saved.nbytes + waiting.nbytes
+
+    def _gradients_home(self) -> Transfer:
+        names, items = [], []
+        for block, layout, region in zip(self.blocks, self._gradients, self._regions[2], strict=True):
+            views = layout.views(region)
+            for name, parameter in block.husk.named_parameters():
+                if parameter.grad is not None:
+                    views[name].copy_(parameter.grad)
+                    names.append(f"{block.home}.{name}")
+            items.append((block.gradient_home, layout, region))
+        self._waiting = names
+        mark = self._device.mark()
+        return self._store.begin_put(items, lambda: self._device.wait(mark))
+
+    def _restore_evolved(self) -> None:
+        buffers = [buffer for block in self.blocks for buffer in block.husk.buffers()]
+        for buffer, evolved in zip(buffers, self._evolved, strict=False):
+            buffer.copy_(evolved)
+        self._evolved = []
 
     def _gather_replaced(self) -> None:
         """A module may assign a new tensor to a name instead of writing into it: bring it back into the slot."""
-        for block, cost, region in zip(self.blocks, self._costs, self._regions, strict=True):
+        for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
             views = cost.layout.views(region)
             # Each name, also of a tensor that has two; and all values before any place, since they may lie in one another's.
             named = [*block.husk.named_parameters(), *block.husk.named_buffers(remove_duplicate=False)]
@@ -162,12 +333,32 @@ class Resident:
             for view, value in moved:
                 view.copy_(value)
 
-    def release(self) -> None:
-        """Hold nothing on the device any more, whatever happened before."""
+    def _let_go(self) -> None:
         for block in self.blocks:
             detach(block.husk)
-        self._optimizer = None
-        self._buffers_before = []
-        self._regions, self._state_regions = [], []
+        self._optimizer, self._slot = None, None
+        self._at_update, self._before, self._regions = [], [], []
         self._changed = False
         self.placement = Placement.AT_HOME
+
+    def release(self) -> None:
+        """Hold nothing on the device any more, whatever happened before."""
+        if self._slot is not None:
+            self.transfer.settle()  # its bytes must not arrive in memory that is gone
+        self._graphs, self._evolved, self._waiting = {}, [], None
+        self._let_go()
+
+
+class _Place:
+    """Where in a slot a tensor lies: `offset` in bytes."""
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, offset: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.offset, self.shape, self.stride, self.dtype = offset, shape, stride, dtype
+
+    def on(self, buffer: torch.Tensor) -> torch.Tensor:
+        first = (buffer.storage_offset() + self.offset) // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
+            buffer.untyped_storage(), first, self.shape, self.stride
+        )

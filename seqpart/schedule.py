@@ -3,7 +3,8 @@
 A schedule is data. The same stream of steps is printed for the user, simulated by the planner and run by the
 executor, so the three cannot drift apart. No torch here: only ints.
 
-    [train 0.1] L0 B0.0 U0 B0.1 U0 ... [cache 0] F0.0 F0.1 ... [test 0] F0.0 D0 [train 1.1] L1 ...
+    [train 0.1] L0+ B0.0 U0 B0.1 U0 ... [cache 0] F0.0 F0.1 ... [test 0] F0.0 D0 [train 1.1] L1+ ...
+    [train 0-2.1] L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 ...
 """
 
 import enum
@@ -16,18 +17,19 @@ from seqpart.errors import ScheduleError
 
 class Verb(enum.Enum):
     LOAD = "L"
-    """Bring partition p to the device: weights, and optimizer state if it will update."""
+    """Bring partition p to the device: weights; `L0+`: also optimizer state, and gradients that went home."""
     FORWARD = "F"
-    """Run p on micro-batch m without a graph; keep its output boundary."""
+    """Run p on micro-batch m; keep its output boundary, and its graph where the phase says so."""
     BACKWARD = "B"
-    """Run p on m with a graph and back-propagate p's own loss."""
+    """Run p on m with a graph, unless FORWARD kept it, and back-propagate p's own loss or the gradient that p+1 left."""
     UPDATE = "U"
-    """Optimizer step for p, then free its gradients."""
+    """Optimizer step for p, then free its gradients; where nothing is trained, keep the buffers as they are now."""
     DROP = "D"
-    """Send p home."""
+    """Send p home; `D0+`: with gradients that wait for their norm."""
 
 
 _HAS_MICRO_BATCH = {Verb.FORWARD, Verb.BACKWARD}
+_HAS_MORE = {Verb.LOAD, Verb.DROP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,12 @@ class Step:
     partition: int
     micro_batch: int | None = None
     phase: int = 0
+    more: bool = False
+    """The `+` of LOAD and DROP."""
 
     def __str__(self) -> str:
         suffix = "" if self.micro_batch is None else f".{self.micro_batch}"
-        return f"{self.verb.value}{self.partition}{suffix}"
+        return f"{self.verb.value}{self.partition}{suffix}{'+' if self.more else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +68,55 @@ class PhaseKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One pass over the training or test rows."""
+    """One pass over the training or test rows, through one partition or through several."""
 
     kind: PhaseKind
     partition: int
+    """The first."""
+    through: int | None = None
+    """The last; None: there is only one."""
     rows: int
     batch: int
     """Rows of one update; in a forward pass, rows of one micro-batch."""
     micro_batch: int
     epoch: int = 0
     """Counts from 1 in a training phase."""
+    epochs: int = 1
+    """How many there are in its stage."""
     shuffle: bool = False
+    frozen: frozenset[int] = frozenset()
+    """Partitions that take part and do not learn."""
+    streamed: bool = False
+    """Whether partitions come to the device one after the other; otherwise all of them stay there."""
+    clips: bool = False
+    """Whether updates wait for the gradients' norm over all partitions."""
+    keeps_graph_from: int | None = None
+    """Partitions from this one on keep the graph of FORWARD for BACKWARD, instead of running forward again."""
+    stage: int = 0
+    """Optimizer state lives as long as a stage: recovery begins a new one."""
 
     def __str__(self) -> str:
         epoch = f".{self.epoch}" if self.kind is PhaseKind.TRAIN else ""
-        return f"[{self.kind.value} {self.partition}{epoch}]"
+        return f"[{self.kind.value} {self.partition}{'' if self.through is None else f'-{self.through}'}{epoch}]"
+
+    @property
+    def last(self) -> int:
+        return self.partition if self.through is None else self.through
+
+    @property
+    def partitions(self) -> range:
+        return range(self.partition, self.last + 1)
+
+    @property
+    def lowest(self) -> int:
+        """The first partition that learns; no gradient goes below it. Behind the last where none does."""
+        return next((p for p in self.partitions if p not in self.frozen), self.last + 1)
+
+    def trains(self, p: int) -> bool:
+        return self.kind is PhaseKind.TRAIN and p in self.partitions and p not in self.frozen
+
+    def keeps_graph(self, p: int) -> bool:
+        return self.keeps_graph_from is not None and self.keeps_graph_from <= p < self.last
 
     @property
     def updates(self) -> int:
@@ -98,11 +136,17 @@ class Phase:
 
     def spans(self, first_update: int = 0) -> Iterator[tuple[int, Span]]:
         """(m, span) of every micro-batch from update `first_update` on."""
-        m, last = first_update * self.micro_batches_per_update, first_update * self.batch
-        while last < self.rows:
+        for update in range(first_update, self.updates):
+            yield from self.spans_of(update)
+
+    def spans_of(self, update: int) -> Iterator[tuple[int, Span]]:
+        m = update * self.micro_batches_per_update
+        while True:
             span = self.span(m)
             yield m, span
-            m, last = m + 1, span.stop
+            if span.ends_update:
+                return
+            m += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,42 +160,111 @@ class Position:
 START = Position()
 
 
-def one_at_a_time(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]:
-    """The steps of phases that each need one partition: it is loaded before its first phase and dropped after its last.
+def trains_again(phases: Sequence[Phase], at: Position, p: int, stage: int, *, stepped: bool) -> bool:
+    """Whether the optimizer state of `p` in `stage` will be used after `at`. `stepped`: its update there is done already."""
+    for number in range(at.phase, len(phases)):
+        phase = phases[number]
+        done = at.updates + stepped if number == at.phase else 0
+        if phase.stage == stage and phase.trains(p) and done < phase.updates:
+            return True
+    return False
 
-    L0 B0.0 U0 B0.1 U0 F0.0 F0.1 D0  L1 B1.0 U1 ...
-    """
-    loaded: int | None = None
+
+class _Loaded(dict[int, int | None]):
+    """Partitions on the device, each with the stage whose optimizer state came along (None: weights only)."""
+
+    def bring(self, p: int, phase: Phase, index: int, *, to_update: bool) -> Iterator[Step]:
+        stage = phase.stage if to_update else None
+        if p in self and (stage is None or self[p] == stage):
+            return
+        if p in self:
+            yield from self.send(p, index)
+        self[p] = stage
+        yield Step(Verb.LOAD, p, phase=index, more=to_update)
+
+    def send(self, p: int, index: int, *, gradients: bool = False) -> Iterator[Step]:
+        del self[p]
+        yield Step(Verb.DROP, p, phase=index, more=gradients)
+
+
+def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]:
+    """The steps of `phases` from `start` on. A partition stays on the device from phase to phase while it is needed."""
+    loaded = _Loaded()
     for index in range(start.phase, len(phases)):
         phase = phases[index]
-        if phase.partition != loaded:
-            if loaded is not None:
-                yield Step(Verb.DROP, loaded, phase=index - 1)
-            loaded = phase.partition
-            yield Step(Verb.LOAD, loaded, phase=index)
-        for m, span in phase.spans(start.updates if index == start.phase else 0):
-            if phase.kind is PhaseKind.TRAIN:
-                yield Step(Verb.BACKWARD, loaded, m, index)
-                if span.ends_update:
-                    yield Step(Verb.UPDATE, loaded, phase=index)
-            else:
-                yield Step(Verb.FORWARD, loaded, m, index)
-    if loaded is not None:
-        yield Step(Verb.DROP, loaded, phase=len(phases) - 1)
+        first_update = start.updates if index == start.phase else 0
+        if phase.streamed:
+            for update in range(first_update, phase.updates):
+                yield from _streamed(phase, index, loaded, update)
+        else:
+            yield from _staying(phase, index, loaded, first_update)
+    for p in list(loaded):
+        yield from loaded.send(p, len(phases) - 1)
+
+
+def _staying(phase: Phase, index: int, loaded: _Loaded, first_update: int) -> Iterator[Step]:
+    """All partitions of the phase at once: L0+ L1+ F0.0 B1.0 B0.0 U1 U0 F0.1 ..., or of one: L0+ B0.0 U0 B0.1 U0."""
+    for p in [p for p in loaded if p not in phase.partitions]:
+        yield from loaded.send(p, max(index - 1, 0))
+    for p in phase.partitions:
+        yield from loaded.bring(p, phase, index, to_update=phase.trains(p))
+    training = phase.kind is PhaseKind.TRAIN
+    for m, span in phase.spans(first_update):
+        # A training phase's last partition runs forward in its BACKWARD, if there is one.
+        lowest = phase.lowest if training else phase.last + 1
+        for p in range(phase.partition, phase.last + (lowest > phase.last)):
+            yield Step(Verb.FORWARD, p, m, index)
+        for p in range(phase.last, lowest - 1, -1):
+            yield Step(Verb.BACKWARD, p, m, index)
+        if training and span.ends_update:
+            for p in reversed(phase.partitions):
+                yield Step(Verb.UPDATE, p, phase=index)
+
+
+def _streamed(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
+    """One update, one partition at a time, all micro-batches of it before the next.
+
+    The first partition stays for the next update's forward pass: so each is loaded twice at most, and saved once.
+    """
+    micro_batches = [m for m, _ in phase.spans_of(update)]
+    first, last, lowest = phase.partition, phase.last, phase.lowest
+    for p in [p for p in loaded if p != first]:
+        yield from loaded.send(p, max(index - 1, 0))
+    for p in range(first, last + (lowest > last)):
+        yield from loaded.bring(p, phase, index, to_update=False)
+        yield from (Step(Verb.FORWARD, p, m, index) for m in micro_batches)
+        if p < lowest:
+            yield Step(Verb.UPDATE, p, phase=index)
+        yield from loaded.send(p, index)
+    waiting = []
+    for p in range(last, lowest - 1, -1):
+        waits = phase.clips and p > lowest and phase.trains(p)
+        yield from loaded.bring(p, phase, index, to_update=phase.trains(p) and not waits)
+        yield from (Step(Verb.BACKWARD, p, m, index) for m in micro_batches)
+        if waits:
+            waiting.append(p)
+        else:
+            yield Step(Verb.UPDATE, p, phase=index)
+        if p > first or waiting:
+            yield from loaded.send(p, index, gradients=waits)
+    for p in reversed(waiting):
+        yield from loaded.bring(p, phase, index, to_update=True)
+        yield Step(Verb.UPDATE, p, phase=index)
+        yield from loaded.send(p, index)
 
 
 def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
     """Pass `steps` through and raise ScheduleError, naming the step, at the first that breaks a rule.
 
     Rules: a partition is loaded before it is used, never twice at once, at most `slots` at a time; an update
-    follows a backward of the same partition; gradients are never dropped; at the end nothing is loaded.
+    follows work on the same partition; gradients are never lost; at the end nothing is loaded.
     """
     loaded: set[int] = set()
-    owes_update: set[int] = set()
+    worked: set[int] = set()
+    gradients: set[int] = set()
     for step in steps:
         p = step.partition
-        if (step.micro_batch is None) == (step.verb in _HAS_MICRO_BATCH):
-            raise ScheduleError(f"{step}: a micro-batch goes with F and B, and only with them")
+        _refuse_misspelt(step)
         if step.verb is Verb.LOAD:
             if p in loaded:
                 raise ScheduleError(f"{step}: partition {p} is loaded already")
@@ -160,22 +273,36 @@ def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
             loaded.add(p)
         elif p not in loaded:
             raise ScheduleError(f"{step}: partition {p} is not loaded")
+        if step.verb in _HAS_MICRO_BATCH:
+            worked.add(p)
         if step.verb is Verb.BACKWARD:
-            owes_update.add(p)
+            gradients.add(p)
         elif step.verb is Verb.UPDATE:
-            if p not in owes_update:
-                raise ScheduleError(f"{step}: no backward came before this update")
-            owes_update.remove(p)
+            if p not in worked | gradients:
+                raise ScheduleError(f"{step}: no forward or backward came before this update")
+            worked.discard(p)
+            gradients.discard(p)
         elif step.verb is Verb.DROP:
-            if p in owes_update:
-                raise ScheduleError(f"{step}: partition {p} holds gradients that no update has used")
+            if (p in gradients) != step.more:
+                held = "holds gradients that no update has used" if p in gradients else "has no gradients to take home"
+                raise ScheduleError(f"{step}: partition {p} {held}")
+            worked.discard(p)
             loaded.remove(p)
         yield step
     if loaded:
         raise ScheduleError(f"the schedule ends with partitions {sorted(loaded)} loaded")
+    if gradients:
+        raise ScheduleError(f"the schedule ends with gradients of partitions {sorted(gradients)} unused")
 
 
-_WORD = re.compile(r"\[(?:train|cache|test) \d+(?:\.\d+)?\]|\S+")
+def _refuse_misspelt(step: Step) -> None:
+    if (step.micro_batch is None) == (step.verb in _HAS_MICRO_BATCH):
+        raise ScheduleError(f"{step}: a micro-batch goes with F and B, and only with them")
+    if step.more and step.verb not in _HAS_MORE:
+        raise ScheduleError(f"{step}: + goes with L and D, and only with them")
+
+
+_WORD = re.compile(r"\[(?:train|cache|test) \d+(?:-\d+)?(?:\.\d+)?\]|\S+")
 
 
 def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:
@@ -198,12 +325,11 @@ def parse(text: str) -> list[Step]:
         if " " in word:  # only a phase's name has one
             phase += 1
             continue
-        match = re.fullmatch(r"([LFBUD])(\d+)(?:\.(\d+))?", word)
+        match = re.fullmatch(r"([LFBUD])(\d+)(?:\.(\d+))?(\+?)", word)
         if not match:
-            raise ScheduleError(f"expected a step such as L0, F0.1, B0.1, U0 or D0; found {word!r}")
+            raise ScheduleError(f"expected a step such as L0, L0+, F0.1, B0.1, U0 or D0; found {word!r}")
         micro_batch = None if match[3] is None else int(match[3])
-        step = Step(Verb(match[1]), int(match[2]), micro_batch, max(phase, 0))
-        if (micro_batch is None) == (step.verb in _HAS_MICRO_BATCH):
-            raise ScheduleError(f"{word}: a micro-batch goes with F and B, and only with them")
+        step = Step(Verb(match[1]), int(match[2]), micro_batch, max(phase, 0), bool(match[4]))
+        _refuse_misspelt(step)
         steps.append(step)
     return steps

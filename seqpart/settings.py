@@ -1,6 +1,7 @@
 """What a user may set about a run. The docstring under each field is its help on the command line."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from seqpart.errors import OptionError
-from seqpart.methods import method_named
+from seqpart.methods import methods_named
 from seqpart.methods.synthetic import OBJECTIVES
+from seqpart.rateschedule import rate_schedule
 
 T = TypeVar("T", int, float, str)
 
+_OF_SIL = ("objective", "kappa", "prototype_scale", "cache_dtype")
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -25,7 +29,8 @@ class Settings:
     """The promise: memory that the run never passes. 2GB, 1.5GiB, 0.8 (of the device) or auto (what is free now).
     On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
     method: str = "sil"
-    """sil (partitions one after the other, approximate) or full (plain back-propagation, exact, must fit whole)."""
+    """sil (partitions one after the other, approximate), or exact training: streamed (one partition at a time),
+    checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits)."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""
     ram_limit: str | None = None
@@ -52,7 +57,21 @@ class Settings:
     momentum: float = 0.0
     """Momentum, for sgd only."""
     clip_grad_norm: float | None = None
-    """Scale a partition's gradients so that their norm is at most this."""
+    """Scale gradients so that their norm is at most this: of the whole network; with sil, of each partition."""
+    lr_schedule: str = "constant"
+    """constant, linear or cosine (down to zero at the last update)."""
+    warmup_updates: int = 0
+    """Updates of linear growth before the learning rate is reached."""
+    dtype: str = "fp32"
+    """fp32, or bf16: mixed precision by autocast, weights and optimizer state stay float32."""
+    recovery_epochs: int = 0
+    """After sil: epochs of exact back-propagation through the whole network, under the same limit."""
+    recover: str | None = None
+    """What learns in recovery: left (all partitions but the last, as in the paper) or all. Default: left."""
+    recovery_batch_size: int | None = None
+    """Rows of one update in recovery. Default: the largest --batch-size."""
+    save_every: str = "10min"
+    """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: str = "auto"
     """auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
     objective: str | None = None
@@ -70,15 +89,17 @@ class Settings:
     """Of initial weights, row order, dropout and synthetic labels."""
 
     def __post_init__(self) -> None:
+        rate_schedule(self.lr_schedule, self.warmup_updates)
+        _ = self.saving
         problems = [text for text in self._problems() if text]
         if problems:
             raise OptionError("; ".join(problems) + ".")
 
     def _problems(self) -> list[str]:
-        method = method_named(self.method)
+        method = methods_named(self.method)[-1]
         sil = method.name == "sil"
         kind = self.objective or "prototype"
-        asked = [(name, getattr(self, name) is not None) for name in ("objective", "kappa", "prototype_scale", "cache_dtype")]
+        asked = [(name, getattr(self, name) is not None) for name in _OF_SIL]
         return [
             *(
                 f"--{name.replace('_', '-')} goes with --method sil only; found --method {self.method}. Leave it out"
@@ -92,6 +113,16 @@ class Settings:
             f"--prototype-scale goes with --objective prototype; found --objective {kind}"
             if sil and self.prototype_scale is not None and kind != "prototype"
             else "",
+            "" if sil or not self.recovery_epochs else f"--recovery-epochs goes with --method sil only; found {self.method}",
+            *(
+                f"--{name.replace('_', '-')} goes with --recovery-epochs only. Leave it out"
+                for name in ("recover", "recovery_batch_size")
+                if getattr(self, name) is not None and not self.recovery_epochs
+            ),
+            "" if self.recovery_epochs >= 0 else f"--recovery-epochs: expected 0 or more; found {self.recovery_epochs}",
+            _positive("--recovery-batch-size", self.recovery_batch_size),
+            "" if self.recover in (None, "left", "all") else f"--recover: expected left or all; found {self.recover!r}",
+            "" if self.dtype in AUTOCAST else f"--dtype: expected {' or '.join(AUTOCAST)}; found {self.dtype!r}",
             "" if self.shuffle in ("auto", "yes", "no") else f"--shuffle: expected yes, no or auto; found {self.shuffle!r}",
             _positive("--kappa", self.kappa),
             _positive("--prototype-scale", self.prototype_scale),
@@ -126,6 +157,28 @@ class Settings:
     @property
     def cache_type(self) -> torch.dtype:
         return CACHE_DTYPES[self.cache_dtype or "fp32"]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return AUTOCAST[self.dtype]
+
+    @property
+    def saves(self) -> bool:
+        return self.save_every != "never"
+
+    @property
+    def saving(self) -> tuple[int | None, float | None]:
+        """(updates, seconds) between two checkpoints; the one that does not count is None. Raises OptionError."""
+        if not self.saves:
+            return None, None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|)", self.save_every.strip())
+        if match is None or not float(match[1]) or (not match[2] and "." in match[1]):
+            raise OptionError(
+                f"--save-every: expected updates (500), a time (30s, 10min, 2h) or never; found {self.save_every!r}."
+            )
+        if match[2]:
+            return None, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
+        return int(match[1]), None
 
     @property
     def shuffles(self) -> bool:

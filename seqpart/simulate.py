@@ -5,11 +5,11 @@ step by step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from seqpart.costs import BlockCost
 from seqpart.layout import Layout
-from seqpart.schedule import Phase, PhaseKind, Step, Verb
+from seqpart.schedule import Phase, PhaseKind, Position, Step, Verb, steps_of, trains_again
 
 LossCost = Callable[[BlockCost], tuple[int, int]]
 """(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
@@ -26,6 +26,10 @@ class PartitionCost:
     gradients: int
     saved: int
     """What autograd keeps between forward and backward, the output included."""
+    kept: int
+    """What a kept graph holds beyond the boundaries on its two sides."""
+    forward_peak: int
+    """Most bytes of a forward pass with a graph."""
     train_peak: int
     """Most bytes of one forward and backward, gradients among them."""
     again_peak: int
@@ -33,6 +37,10 @@ class PartitionCost:
     inference_peak: int
     update_peak: int
     """Most bytes during the optimizer step, gradients among them."""
+    buffers: int
+    input: int
+    output: int
+    """Boundaries of one micro-batch."""
     input_row: int
     output_row: int
     row_flops: int
@@ -69,6 +77,7 @@ def growing(
         start = alive + block.saved_alone + block.output
         backward = max(backward + block.gradients, start + block.backward_peak)
         again = max(again, start + block.again_peak)
+        kept = alive + block.saved_alone
         alive += block.saved
         for index, share in enumerate(shares):
             sizes = (int(size * share) for size in block.saved_sizes)
@@ -86,7 +95,8 @@ def growing(
         own = first.input + targets
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
-            weights=weights, state=state, slot=slot, gradients=gradients, saved=alive,
+            weights=weights, state=state, slot=slot, gradients=gradients, saved=alive, kept=kept,
+            forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
             train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
             again_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
             inference_peak=own + heap + max(inference, block.output + loss_peak),
@@ -109,7 +119,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step foretold: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds."""
+    """One step foretold: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds, and when it ends."""
 
     step: Step
     before: int
@@ -118,61 +128,235 @@ class Moment:
     bytes_read: int
     bytes_written: int
     seconds: float
+    ends: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """What a plan grants a schedule beside the partitions' own work."""
+
+    slots: int = 1
+    relay: str = "device"
+    """Where boundaries wait within an update: device, host or disk."""
+    gradients_room: bool = False
+    """Whether gradients may have to wait in the slot."""
+    at_host: frozenset[int] = frozenset()
+    """Partitions whose homes are in host memory and cost no disk traffic."""
 
 
 class Simulator:
-    """Takes the steps of a schedule one by one. The slot grows to its largest partition so far and never shrinks.
-
-    `at_host` are partitions whose homes are in host memory and cost no disk traffic.
-    """
+    """Takes the steps of a schedule one by one. A single slot grows to its largest partition so far and never shrinks."""
 
     def __init__(
-        self,
-        phases: Sequence[Phase],
-        partitions: Sequence[PartitionCost],
-        rates: Rates,
-        at_host: frozenset[int] = frozenset(),
+        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates, means: Means | None = None
     ) -> None:
-        self._phases, self._partitions, self._rates, self._at_host = phases, partitions, rates, at_host
-        self._slot = self._gradients = 0
+        self._phases, self._partitions, self._rates = phases, partitions, rates
+        self._means = means = means or Means()
+        rooms = sorted((self._room(part) for part in partitions), reverse=True)
+        self._slots = sum(rooms[: means.slots]) if means.slots > 1 else 0
+        self._held: dict[tuple[str, int, int], int] = {}
+        """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries in the relay, kept graphs."""
         self._changed: set[int] = set()
+        self._stored: set[int] = set()
+        """Partitions that have optimizer state at home."""
+        self._waiting: set[int] = set()
+        self._with_state: set[int] = set()
+        self._position, self._stepped = Position(), set[int]()
+        self._clock = _Clock(means.slots)
 
     def run(self, steps: Iterable[Step]) -> Iterator[Moment]:
         for step in steps:
             yield self.take(step)
 
     def take(self, step: Step) -> Moment:
-        part = self._partitions[step.partition]
-        before = self._slot + self._gradients
-        if step.verb is Verb.LOAD:
-            self._slot = max(self._slot, part.slot)
-            read = 0 if step.partition in self._at_host else part.weights
-            return Moment(step, before, self._slot, self._slot, read, 0, read / self._rates.read)
-        if step.verb is Verb.DROP:
-            home = step.partition in self._at_host or step.partition not in self._changed
-            written = 0 if home else part.weights
-            self._changed.discard(step.partition)
-            return Moment(step, before, before, before, 0, written, written / self._rates.write)
-        if step.verb is Verb.UPDATE:
-            self._gradients = 0
-            self._changed.add(step.partition)
-            peak = self._slot + part.update_peak
-            return Moment(step, before, peak, self._slot, 0, 0, part.parameters / self._rates.optimizer)
-        return self._compute(step, part, before)
+        work = {
+            Verb.LOAD: self._load,
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+            Verb.UPDATE: self._update,
+            Verb.DROP: self._drop,
+        }[step.verb]
+        if self._position.phase != step.phase and step.verb is not Verb.DROP:
+            self._position = Position(step.phase)
+        before = self._now
+        peak, read, written, seconds = work(step, self._partitions[step.partition])
+        ends = self._clock.take(step, seconds)
+        return Moment(step, before, max(before, peak, self._now), self._now, read, written, seconds, ends)
 
-    def _compute(self, step: Step, part: PartitionCost, before: int) -> Moment:
+    @property
+    def _now(self) -> int:
+        return self._slots + sum(self._held.values())
+
+    def _room(self, part: PartitionCost) -> int:
+        return part.slot + (part.gradients if self._means.gradients_room else 0)
+
+    def _load(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        p = step.partition
+        if self._means.slots == 1:
+            self._slots = max(self._slots, self._room(part))
+        read = part.weights
+        if step.more:
+            self._with_state.add(p)
+            read += (part.state if p in self._stored else 0) + (part.gradients if p in self._waiting else 0)
+            self._waiting.discard(p)
+        read = 0 if p in self._means.at_host else read
+        return 0, read, 0, read / self._rates.read
+
+    def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        p, written = step.partition, 0
+        stage = self._phases[step.phase].stage
+        again = trains_again(self._phases, self._position, p, stage, stepped=p in self._stepped)
+        if p in self._changed:
+            written = part.weights + (part.state if again and p in self._with_state else 0)
+            self._changed.discard(p)
+        (self._stored.add if again and p in self._with_state else self._stored.discard)(p)
+        self._with_state.discard(p)
+        if step.more:
+            written += part.gradients
+            self._waiting.add(p)
+            self._held.pop(("gradients", p, 0))
+        written = 0 if p in self._means.at_host else written
+        return 0, 0, written, written / self._rates.write
+
+    def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        p, phase = step.partition, self._phases[step.phase]
+        learns = phase.trains(p) and part.trainable
+        peak = self._now
+        if learns:
+            peak += part.update_peak - self._held.get(("gradients", p, 0), 0)
+        self._held.pop(("gradients", p, 0), None)
+        if learns or part.buffers:
+            self._changed.add(p)
+        self._stepped.add(p)
+        if len(self._stepped) == len(phase.partitions):
+            self._stepped.clear()
+            self._position = Position(step.phase, self._position.updates + 1)
+            if self._position.updates == phase.updates:
+                self._position = Position(step.phase + 1)
+        return peak, 0, 0, part.parameters / self._rates.optimizer if learns else 0.0
+
+    def _forward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        phase, p, rows = self._phases[step.phase], step.partition, self._rows(step)
         assert step.micro_batch is not None
-        phase = self._phases[step.phase]
-        span = phase.span(step.micro_batch)
-        rows = span.stop - span.start
-        read = rows * part.input_row
-        if step.verb is Verb.FORWARD:
-            kept = step.partition < len(self._partitions) - 1
-            written = rows * part.output_row if kept else 0
-            seconds = max(rows * part.row_flops / self._rates.flops, read / self._rates.read) + written / self._rates.write
-            return Moment(step, before, before + part.inference_peak, before, read, written, seconds)
+        read = rows * part.input_row if p == phase.partition else 0
+        if phase.kind is not PhaseKind.TRAIN:
+            written = rows * part.output_row if p < len(self._partitions) - 1 else 0
+            seconds = max(self._compute(part, rows, 1), read / self._rates.read) + written / self._rates.write
+            if p == phase.last and phase.span(step.micro_batch).stop == phase.rows:
+                self._position = Position(step.phase + 1)
+            return self._now + part.inference_peak, read, written, seconds
+        if p == phase.partition:
+            self._hold("boundary", p, step.micro_batch, part.input)
+        peak = self._now + part.forward_peak - self._held.get(("boundary", p, step.micro_batch), 0)
+        if p < phase.last:
+            self._hold("boundary", p + 1, step.micro_batch, part.output)
+        if phase.keeps_graph(p):
+            self._held["graph", p, step.micro_batch] = part.kept
+        if p < phase.lowest:
+            self._held.pop(("boundary", p, step.micro_batch), None)
+        return peak, read, 0, max(self._compute(part, rows, 1), read / self._rates.read)
+
+    def _backward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        phase, p, m, rows = self._phases[step.phase], step.partition, step.micro_batch, self._rows(step)
         assert phase.kind is PhaseKind.TRAIN, f"{step}: a backward in {phase}"
-        peak = self._slot + (part.again_peak if self._gradients else part.train_peak)
-        self._gradients = part.gradients
-        seconds = max(3 * rows * part.row_flops / self._rates.flops, read / self._rates.read)
-        return Moment(step, before, peak, self._slot + self._gradients, read, 0, seconds)
+        assert m is not None
+        alone = phase.partition == phase.last
+        read = rows * part.input_row if alone else 0
+        graph = self._held.pop(("graph", p, m), 0)
+        again = ("gradients", p, 0) in self._held
+        need = (part.again_peak - part.gradients) if again else part.train_peak
+        # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
+        known = self._held.get(("boundary", p, m), 0) + self._held.pop(("boundary", p + 1, m), 0)
+        peak = max(self._now + known + graph, self._now + need - self._held.get(("boundary", p, m), 0))
+        if phase.trains(p):
+            self._held["gradients", p, 0] = part.gradients
+        if p == phase.lowest:
+            self._held.pop(("boundary", p, m), None)
+        passes = 2 if phase.keeps_graph(p) else 3
+        return peak, read, 0, max(self._compute(part, rows, passes), read / self._rates.read)
+
+    def _hold(self, kind: str, p: int, m: int, nbytes: int) -> None:
+        if self._means.relay == "device":
+            self._held[kind, p, m] = nbytes
+
+    def _rows(self, step: Step) -> int:
+        assert step.micro_batch is not None
+        span = self._phases[step.phase].span(step.micro_batch)
+        return span.stop - span.start
+
+    def _compute(self, part: PartitionCost, rows: int, passes: int) -> float:
+        # A kernel reaches its full rate only with enough rows.
+        return passes * (rows + _HALF_RATE_ROWS) * part.row_flops / self._rates.flops
+
+
+_HALF_RATE_ROWS = 12
+"""Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
+
+
+class _Clock:
+    """When steps end: loads go ahead of the computation as far as there are slots, saves go on behind it."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = [0.0] * slots
+        self._ready: dict[int, float] = {}
+        self._computing = self._reading = self._writing = 0.0
+
+    def take(self, step: Step, seconds: float) -> float:
+        p = step.partition
+        if step.verb is Verb.LOAD:
+            slot = min(self._free)
+            self._free.remove(slot)
+            self._reading = self._ready[p] = max(self._reading, slot) + seconds
+            return self._reading
+        if step.verb is Verb.DROP:
+            self._writing = max(self._writing, self._computing) + seconds
+            self._free.append(self._writing)
+            del self._ready[p]
+            return self._writing
+        self._computing = max(self._computing, self._ready[p]) + seconds
+        return self._computing
+
+
+def foretell(
+    phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates, means: Means
+) -> tuple[list[Phase], list[Moment], float]:
+    """(phases walked through, moments, seconds of the whole run): the first updates of a pass, and its last.
+
+    Passes that differ in nothing but the epoch are walked through twice and counted.
+    """
+    short, more = _shortened(phases)
+    simulator = Simulator(short, partitions, rates, means)
+    moments = list(simulator.run(steps_of(short)))
+    ends: dict[int, list[float]] = {}
+    for moment in moments:
+        phase = short[moment.step.phase]
+        if moment.step.verb is Verb.UPDATE or phase.kind is not PhaseKind.TRAIN:
+            ends.setdefault(moment.step.phase, []).append(moment.ends)
+    seconds = max(moment.ends for moment in moments)
+    for number, (updates, repeats) in more.items():
+        marks = ends[number]
+        per_update = len(marks) // short[number].updates
+        first, last = marks[per_update - 1], marks[-1]
+        steady = (last - first) / max(1, short[number].updates - 1)
+        seconds += steady * (updates * (1 + repeats) - short[number].updates)
+    return short, moments, seconds
+
+
+_WALKED = 4
+"""Updates of a pass that are walked through."""
+
+
+def _shortened(phases: Sequence[Phase]) -> tuple[list[Phase], dict[int, tuple[int, int]]]:
+    """(phases with few updates and epochs, {number in them: (updates it stands for, passes left out)})."""
+    short: list[Phase] = []
+    more: dict[int, tuple[int, int]] = {}
+    for phase in phases:
+        if phase.kind is PhaseKind.TRAIN and phase.epoch > 2 and short and short[-1].epoch == 2:
+            updates, repeats = more[len(short) - 1]
+            more[len(short) - 1] = updates, repeats + 1
+            continue
+        more[len(short)] = phase.updates, 0
+        ragged = phase.rows % phase.batch or phase.batch
+        rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged
+        short.append(replace(phase, rows=rows))
+    return short, more

@@ -152,7 +152,8 @@ class Store:
 
     def _move(self, after: Callable[[], object], work: Callable[..., None], arguments: Sequence[Any]) -> None:
         after()
-        work(*arguments)
+        with self._device.copying():
+            work(*arguments)
 
     def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         self.begin_put(items, _at_once).wait()

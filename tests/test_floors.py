@@ -15,12 +15,13 @@ FLOORS = [
     ["layout", "device", "arena", "losses"],
     ["gauge", "blocks", "homefile", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],
-    ["resident", "simulate", "cutting", "methods.method", "methods.exact", "methods.synthetic", "methods"],
-    ["plan", "executor", "checkpoint", "manifest", "settings"],
-    ["report", "preparation"],
-    ["trainer"],
+    ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally"],
+    ["methods.method", "methods.exact", "methods.synthetic", "methods", "rateschedule"],
+    ["plan", "exactplan", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
+    ["inputs", "preparation", "progress", "report"],
+    ["run", "trainer"],
     ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.datasets"],
-    ["doctor", "train"],
+    ["job", "arguments", "doctor", "train"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -14,8 +14,8 @@ from seqpart.schedule import (
     Step,
     Verb,
     checked,
-    one_at_a_time,
     parse,
+    steps_of,
     to_text,
 )
 
@@ -73,7 +73,7 @@ def test_spans_from_a_later_update_are_the_tail_of_all_spans(phase, first):
 
 @given(chains_of_phases)
 def test_steps_one_partition_at_a_time_keep_every_rule(phases):
-    steps = list(checked(one_at_a_time(phases)))
+    steps = list(checked(steps_of(phases)))
     for verb in (Verb.LOAD, Verb.DROP):
         moves = sum(step.verb is verb for step in steps)
         assert moves == 1 + sum(a.partition != b.partition for a, b in pairwise(phases))
@@ -81,7 +81,7 @@ def test_steps_one_partition_at_a_time_keep_every_rule(phases):
 
 @given(chains_of_phases)
 def test_text_parses_back_to_the_same_steps(phases):
-    steps = list(one_at_a_time(phases))
+    steps = list(steps_of(phases))
     assert parse(to_text(steps, phases)) == steps
     assert [str(step) for step in parse(to_text(steps))] == [str(step) for step in steps]
 
@@ -91,24 +91,24 @@ def test_a_run_resumed_anywhere_does_exactly_the_steps_that_were_left(phases, da
     index = data.draw(st.integers(0, len(phases) - 1))
     updates = data.draw(st.integers(0, phases[index].updates - 1))
     works = (Verb.FORWARD, Verb.BACKWARD, Verb.UPDATE)
-    whole = [step for step in one_at_a_time(phases) if step.verb in works]
-    left = [step for step in one_at_a_time(phases, Position(index, updates)) if step.verb in works]
+    whole = [step for step in steps_of(phases) if step.verb in works]
+    left = [step for step in steps_of(phases, Position(index, updates)) if step.verb in works]
     assert left == whole[len(whole) - len(left) :]
     done = [step for step in whole[: len(whole) - len(left)] if step.phase == index]
     skipped = [m for m, span in phases[index].spans() if span.start < updates * phases[index].batch]
     assert [step.micro_batch for step in done if step.verb is not Verb.UPDATE] == skipped
-    list(checked(one_at_a_time(phases, Position(index, updates))))
+    list(checked(steps_of(phases, Position(index, updates))))
 
 
 def test_a_schedule_prints_as_the_documents_show_it():
     phases = [train(), forward(PhaseKind.CACHE), forward(PhaseKind.TEST), train(1)]
-    assert to_text(one_at_a_time(phases), phases) == (
+    assert to_text(steps_of(phases), phases) == (
         "[train 0.1] L0 B0.0 U0 B0.1 U0 [cache 0] F0.0 F0.1 [test 0] F0.0 F0.1 D0 [train 1.1] L1 B1.0 U1 B1.1 U1 D1"
     )
 
 
 def test_nothing_is_loaded_for_no_phases():
-    assert list(one_at_a_time([])) == []
+    assert list(steps_of([])) == []
 
 
 @pytest.mark.parametrize(

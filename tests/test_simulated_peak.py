@@ -10,7 +10,7 @@ from seqpart.costs import LiveBytes
 from seqpart.executor import Executor, StepDone
 from seqpart.plan import buffers_of
 from seqpart.report import Reporter
-from seqpart.schedule import Verb, checked, one_at_a_time, parse, to_text
+from seqpart.schedule import Verb, checked, parse, steps_of, to_text
 from seqpart.simulate import Simulator
 from seqpart.zoo.models import mlp
 
@@ -71,7 +71,7 @@ CASES = {
 def test_the_run_does_the_steps_and_moves_the_bytes_that_were_foretold(options, tmp_path, monkeypatch):
     _, prepared, executed = run(tmp_path, monkeypatch, **options)
     foretold = list(
-        Simulator(prepared.phases, prepared.partition_costs, prepared.rates).run(checked(one_at_a_time(prepared.phases)))
+        Simulator(prepared.phases, prepared.partition_costs, prepared.rates).run(checked(steps_of(prepared.phases)))
     )
     assert [done.step for done, _, _ in executed] == [moment.step for moment in foretold]
     for (done, _, _), moment in zip(executed, foretold, strict=True):
@@ -100,7 +100,7 @@ def test_no_step_takes_more_live_bytes_than_was_foretold_and_the_peak_is_close(o
 
 def test_the_printed_schedule_is_the_executed_one(tmp_path, monkeypatch):
     _, prepared, executed = run(tmp_path, monkeypatch, partitions=2, batch_size=64)
-    printed = to_text(one_at_a_time(prepared.phases), prepared.phases)
+    printed = to_text(steps_of(prepared.phases), prepared.phases)
     assert parse(printed) == [done.step for done, _, _ in executed]
     assert printed.startswith("[train 0.1] L0 B0.0 U0 B0.1 U0 B0.2 U0 [train 0.2] B0.0")
 

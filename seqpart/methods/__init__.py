@@ -1,15 +1,21 @@
 """The methods by name."""
 
 from seqpart.errors import OptionError
-from seqpart.methods.exact import FULL
+from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
 from seqpart.methods.method import Method
 from seqpart.methods.synthetic import SIL
 
-METHODS: dict[str, Method] = {method.name: method for method in (SIL, FULL)}
+METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, CHECKPOINTED, FULL)}
 
 
-def method_named(name: str) -> Method:
-    """Raises OptionError for a name that is not in METHODS."""
+EXACT = (FULL, CHECKPOINTED, STREAMED)
+"""What `auto` chooses from."""
+
+
+def methods_named(name: str) -> tuple[Method, ...]:
+    """The method of that name; for `auto` all exact ones. Raises OptionError for another name."""
+    if name == "auto":
+        return EXACT
     if name not in METHODS:
-        raise OptionError(f"--method: expected one of {', '.join(METHODS)}; found {name!r}.")
-    return METHODS[name]
+        raise OptionError(f"--method: expected one of auto, {', '.join(METHODS)}; found {name!r}.")
+    return (METHODS[name],)

@@ -1,21 +1,63 @@
-"""`full`: plain back-propagation through the whole network at once, the baseline that everything is measured by."""
+"""Exact training: back-propagation through the whole network, whatever part of it is on the device.
+
+    full           one partition: the baseline that everything is measured by
+    checkpointed   all partitions on the device, activations kept at the cuts only and computed again
+    streamed       one partition on the device at a time, all micro-batches of it before the next
+
+The three give the same bits: of every parameter, gradient, moment, buffer and loss.
+"""
 
 from dataclasses import replace
 
-from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
+from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases
 from seqpart.schedule import Phase, PhaseKind
 
 
-def full_phases(work: Workload) -> tuple[Phase, ...]:
-    """All epochs of the one partition, then the test rows."""
-    (only,) = work.partitions
-    test = Phase(kind=PhaseKind.TEST, partition=0, rows=work.test_rows, batch=only.micro_batch, micro_batch=only.micro_batch)
-    train = replace(test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=only.batch_size, shuffle=work.shuffle)
-    return (*(replace(train, epoch=e + 1) for e in range(only.epochs)), test)
+def whole_network(work: Workload, *, streamed: bool) -> Phase:
+    """One pass of updates through all partitions, as epoch 0."""
+    first, last = work.partitions[0], len(work.partitions) - 1
+    return Phase(
+        kind=PhaseKind.TRAIN, partition=0, through=last if last else None, rows=work.train_rows, batch=first.batch_size,
+        micro_batch=first.micro_batch, shuffle=work.shuffle, streamed=streamed and last > 0, clips=work.clips,
+        frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
+        keeps_graph_from=work.keeps_graph_from,
+    )  # fmt: skip
 
 
-def true_loss(targets: Targets) -> PartitionLoss:
-    return TrueLoss(targets.final_loss)
+def exact_phases(work: Workload, *, streamed: bool) -> tuple[Phase, ...]:
+    """All epochs, then the test rows."""
+    epochs = work.partitions[0].epochs
+    train = replace(whole_network(work, streamed=streamed), epochs=epochs)
+    return (*(replace(train, epoch=e + 1) for e in range(epochs)), *test_phases(work))
 
 
-FULL = Method(name="full", exact=True, cuts=False, phases=full_phases, loss=true_loss)
+def staying_phases(work: Workload) -> tuple[Phase, ...]:
+    return exact_phases(work, streamed=False)
+
+
+def streamed_phases(work: Workload) -> tuple[Phase, ...]:
+    return exact_phases(work, streamed=True)
+
+
+def recovery_phases(work: Workload) -> tuple[Phase, ...]:
+    """The streamed schedule once more, with one side frozen (PNN paper, section 5), then the test rows."""
+    recovery = work.recovery
+    if recovery is None:
+        return ()
+    train = replace(
+        whole_network(work, streamed=True), batch=recovery.batch_size, micro_batch=recovery.micro_batch, epochs=recovery.epochs,
+        stage=1,
+    )  # fmt: skip
+    train = replace(train, frozen=train.frozen | recovery.frozen)
+    tests = (replace(phase, stage=1) for phase in test_phases(work))
+    return (*(replace(train, epoch=e + 1) for e in range(recovery.epochs)), *tests)
+
+
+def true_loss(targets: Targets) -> PartitionLoss | None:
+    """The true loss at the end of the network; none elsewhere."""
+    return TrueLoss(targets.final_loss) if targets.partition == targets.partitions - 1 else None
+
+
+FULL = Method(name="full", exact=True, cuts=False, phases=staying_phases, loss=true_loss, stays=True)
+CHECKPOINTED = Method(name="checkpointed", exact=True, cuts=True, phases=staying_phases, loss=true_loss, stays=True)
+STREAMED = Method(name="streamed", exact=True, cuts=True, phases=streamed_phases, loss=true_loss)

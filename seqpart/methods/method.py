@@ -6,10 +6,8 @@ from typing import Protocol
 
 import torch
 
-from seqpart.schedule import Phase
-
-LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(output (rows, ...), labels (rows,)) -> mean loss over the rows, a scalar."""
+from seqpart.losses import LossFunction, scores_of
+from seqpart.schedule import Phase, PhaseKind
 
 
 class PartitionLoss(Protocol):
@@ -21,8 +19,8 @@ class PartitionLoss(Protocol):
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean loss over the rows of `output`, (rows, *boundary), with `labels`, (rows,); a scalar."""
 
-    def scores(self, output: torch.Tensor) -> torch.Tensor | None:
-        """(rows, classes), larger is likelier; None where the output says nothing of classes."""
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(scores (n, classes), labels (n,)), larger is likelier; None where the output says nothing of classes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +34,16 @@ class PartitionTraining:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """The second stage of a run: the true loss, back through the whole network."""
+
+    epochs: int
+    batch_size: int
+    micro_batch: int
+    frozen: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """Ints that a method turns into phases."""
 
@@ -43,6 +51,10 @@ class Workload:
     test_rows: int
     shuffle: bool
     partitions: tuple[PartitionTraining, ...]
+    clips: bool = False
+    keeps_graph_from: int | None = None
+    """In a whole-network pass: partitions from this one on keep their graphs."""
+    recovery: Recovery | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +78,21 @@ class Targets:
 class Method:
     name: str
     exact: bool
+    """Whether it is back-propagation through the whole network; otherwise every partition has a loss of its own."""
     cuts: bool
     """Whether it may cut the chain at all."""
     phases: Callable[[Workload], tuple[Phase, ...]]
-    loss: Callable[[Targets], PartitionLoss]
+    loss: Callable[[Targets], PartitionLoss | None]
+    stays: bool = False
+    """Whether all partitions are on the device at once."""
+
+
+def test_phases(work: Workload) -> list[Phase]:
+    """The test rows through one partition after the other."""
+    return [
+        Phase(kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch)
+        for p, part in enumerate(work.partitions)
+    ]
 
 
 class TrueLoss:
@@ -83,5 +106,5 @@ class TrueLoss:
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self._function(output, labels)
 
-    def scores(self, output: torch.Tensor) -> torch.Tensor | None:
-        return output if output.ndim == 2 else None
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return scores_of(output, labels)

@@ -8,6 +8,7 @@ section 2. Steps, as the comments below number them:
     (3) one forward pass: its outputs are the next partition's inputs
     (4) the same for each partition; the last one has the true labels
     (5) joined, the partitions are the network
+    (6) recovery: the left side once more, against the true loss through the frozen right side        section 5
 """
 
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from seqpart.device import keyed_seed
 from seqpart.errors import OptionError
+from seqpart.methods.exact import recovery_phases
 from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
 from seqpart.schedule import Phase, PhaseKind
 
@@ -24,19 +26,21 @@ OBJECTIVES = ("prototype", "mse")
 
 
 def sil_phases(work: Workload) -> tuple[Phase, ...]:
-    """Per partition: its epochs (2), the outputs for the next (3), the test rows through it."""
+    """Per partition: its epochs (2), the outputs for the next (3), the test rows through it; then recovery (6)."""
     phases: list[Phase] = []
     last = len(work.partitions) - 1
     for p, part in enumerate(work.partitions):
         test = Phase(
             kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
         )
-        train = replace(test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle)
+        train = replace(
+            test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle, epochs=part.epochs
+        )
         phases += [replace(train, epoch=e + 1) for e in range(part.epochs if part.trainable else 0)]
         if p < last:
             phases.append(replace(test, kind=PhaseKind.CACHE, rows=work.train_rows))
         phases.append(test)
-    return tuple(phases)
+    return (*phases, *recovery_phases(work))
 
 
 class _Regression:
@@ -52,9 +56,9 @@ class _Regression:
         # Not F.mse_loss: on CPU its scalar keeps a buffer as large as the output alive, which no fake tensor shows.
         return (output.flatten(1) - self._sil[:, labels].T).square().mean()
 
-    def scores(self, output: torch.Tensor) -> torch.Tensor:
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The nearest column wins: -|h - s|^2 without |h|^2, which is the same for every class.
-        return 2 * output.flatten(1) @ self._sil - self._sil.square().sum(0)
+        return 2 * output.flatten(1) @ self._sil - self._sil.square().sum(0), labels
 
 
 class _Prototypes:
@@ -73,9 +77,12 @@ class _Prototypes:
         self.nbytes = self._directions.nbytes
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.scores(output), labels)
+        return F.cross_entropy(self._logits(output), labels)
 
-    def scores(self, output: torch.Tensor) -> torch.Tensor:
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._logits(output), labels
+
+    def _logits(self, output: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(output.flatten(1), self._size) @ self._directions
 
 

@@ -1,0 +1,200 @@
+"""What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from seqpart.blocks import as_chain
+from seqpart.costs import BlockCost, measure_chain, measure_loss
+from seqpart.device import Device, host_memory_free
+from seqpart.errors import DataError, OptionError
+from seqpart.ingest import Split, count_classes, refuse_mismatch
+from seqpart.losses import LossFunction, default_loss, regression, token_cross_entropy
+from seqpart.meter import measure_runtime
+from seqpart.methods import methods_named
+from seqpart.methods.method import PartitionLoss, Targets
+from seqpart.optimizers import Optimizer, choose
+from seqpart.plan import Plan
+from seqpart.rates import measure_rates
+from seqpart.rows import RowLayout
+from seqpart.settings import Settings, at_least_one, listed, per_partition
+from seqpart.simulate import LossCost
+from seqpart.units import format_size, parse_size
+
+T = TypeVar("T", int, float, str)
+
+
+def limit_of(settings: Settings, device: Device) -> int:
+    """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
+    total = device.total_memory()
+    limit = parse_size(settings.mem_limit, total=total, free=device.free_memory(), name="--mem-limit")
+    if limit > total:
+        raise OptionError(
+            f"--mem-limit: {format_size(limit)} were asked for, and the device has {format_size(total)}. Give less, or auto."
+        )
+    return limit
+
+
+class Inputs:
+    """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
+
+    falsify = False
+    """For `verify` alone: replay with other activations, which must not go unnoticed."""
+
+    def __init__(
+        self, model: object, settings: Settings, train: Split, test: Split, device: Device,
+        *, final_loss: LossFunction | None = None, optimizer: Optimizer | None = None, folder: Path, reuse: Plan | None = None,
+    ) -> None:  # fmt: skip
+        refuse_mismatch(train, test)
+        self.settings, self.train, self.test, self.device = settings, train, test, device
+        self.chain, self.methods = as_chain(model), methods_named(settings.method)
+        self.exact = self.methods[0].exact
+        self.classes = count_classes(train, test)
+        if not self.exact and (not self.classes or train.labels.ndim > 1):
+            found = "several labels a row" if self.classes else "floats"
+            raise DataError(f"method sil needs one class label (an integer) for each row; found {found}. Use --method auto.")
+        self._final_loss = final_loss or default_loss(train.labels, self.classes)
+        self._optimizer, self._reuse = optimizer, reuse
+        self.input_layout = RowLayout(train.shape, train.dtype)
+        self.costs_at = cache(self._measure)
+        self._check_partitions()
+        micro = settings.micro_batch_size
+        if micro is not None and micro > self.largest_batch:
+            raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
+        self.possible_optimizers()
+        self.live_bytes = sum(block.live_bytes for block in self.chain)
+        self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
+        self.limit = limit_of(settings, device)
+        self.folder = folder
+        # Looked at once: a second plan, after a failed allocation, is made when the arena has taken its share.
+        self.host_free = host_memory_free()
+        rows = min(self.largest_batch, train.count, 256)  # a rate, and not the memory of a whole batch
+        self.rates = measure_rates(device, self.possible_optimizers()[0], rows, folder)
+
+    def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
+        return measure_chain(
+            self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
+            autocast=self.settings.autocast,
+        )  # fmt: skip
+
+    def _check_partitions(self) -> None:
+        starts = self.settings.partition_choice()[1]
+        if starts and starts[-1] >= len(self.chain):
+            raise OptionError(
+                f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}."
+            )
+
+    @property
+    def largest_batch(self) -> int:
+        sizes = listed("--batch-size", self.settings.batch_size, int)
+        at_least_one("--batch-size", sizes)
+        return max(sizes)
+
+    def optimizers(self, count: int) -> list[Optimizer]:
+        """One for each of `count` partitions."""
+        if self._optimizer is not None:
+            return [self._optimizer] * count
+        settings = self.settings
+        names = self.values("--optimizer", settings.optimizer, str, count)
+        rates = self.values("--lr", settings.lr, float, count)
+        if settings.momentum and "sgd" not in names:
+            raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
+        return [
+            choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
+            for n, lr in zip(names, rates, strict=True)
+        ]
+
+    def values(self, name: str, text: str, kind: Callable[[str], T], count: int) -> list[T]:
+        """One value for each partition; an exact method trains the network as one, with one value."""
+        if not self.exact:
+            return per_partition(name, text, kind, count)
+        values = listed(name, text, kind)
+        if len(values) > 1:
+            raise OptionError(f"{name} {text}: values for each partition go with --method sil only. Give one value.")
+        return values * count
+
+    def possible_optimizers(self) -> list[Optimizer]:
+        """Until the cut is known any partition may get any of them."""
+        if self._optimizer is not None:
+            return [self._optimizer]
+        names = listed("--optimizer", self.settings.optimizer, str)
+        return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
+
+    def loss_for(
+        self, partition: int, partitions: int, output_shape: tuple[int, ...], device: torch.device
+    ) -> PartitionLoss | None:
+        settings = self.settings
+        return self.methods[0].loss(
+            Targets(
+                partition=partition, partitions=partitions, output_shape=output_shape, classes=self.classes,
+                seed=settings.seed, device=device, final_loss=self._final_loss, objective=settings.objective_name,
+                kappa=10.0 if settings.kappa is None else settings.kappa,
+                prototype_scale=16.0 if settings.prototype_scale is None else settings.prototype_scale,
+            )
+        )  # fmt: skip
+
+    def loss_cost(self, micro_batch: int) -> LossCost:
+        """(peak, targets) of the loss behind a block: the true loss after the last one, a partition's own after others."""
+        return self._loss_cost_of(micro_batch, inner=not self.exact)
+
+    def true_loss_cost(self, micro_batch: int) -> LossCost:
+        """The same where only the end of the network is judged."""
+        return self._loss_cost_of(micro_batch, inner=False)
+
+    def _loss_cost_of(self, micro_batch: int, *, inner: bool) -> LossCost:
+        last = self.costs_at(micro_batch)[-1]
+        of_rows = self.train.labels
+        labels = torch.zeros(
+            (micro_batch, *of_rows.shape[1:]), dtype=of_rows.dtype if of_rows.is_floating_point() else torch.int64
+        )
+
+        @cache
+        def measured(shape: tuple[int, ...], dtype: torch.dtype, final: bool) -> tuple[int, int]:
+            targets = 0
+
+            def judged(output: torch.Tensor) -> torch.Tensor:
+                """As the executor does it: the scores are looked at while the loss still holds its graph."""
+                nonlocal targets
+                loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"))  # on fake tensors: it may be large
+                assert loss is not None
+                targets = loss.nbytes
+                with Device().autocast(self.settings.autocast):
+                    value = loss(output, labels)
+                with torch.no_grad():
+                    loss.scores(output.detach(), labels)
+                return value
+
+            try:
+                peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype)
+            except Exception as error:
+                raise DataError(
+                    f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
+                    f"{'classes' if self.classes else 'labels'}: {error}"
+                ) from error
+            return max(0, peak - targets), targets
+
+        def cost(block: BlockCost) -> tuple[int, int]:
+            if block is not last and not inner:
+                return 0, 0  # no loss ever stands there, and the true one may not suit that shape
+            return measured(block.output_shape, block.output_dtype, block is last)
+
+        self._refuse_few_outputs(last)
+        return cost
+
+    def _refuse_few_outputs(self, last: BlockCost) -> None:
+        if self._final_loss is regression and torch.Size(last.output_shape).numel() != 1:
+            raise DataError(f"a regression needs one output per row; the network ends with shape {last.output_shape}.")
+        by_us = self._final_loss in (F.cross_entropy, token_cross_entropy)
+        if self.classes and by_us and (*last.output_shape, 0)[-2 if last.output_shape else 0] < self.classes:
+            raise DataError(
+                f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
+                f"Let the last block have {self.classes} outputs."
+            )
+
+    def cache_row(self, cost: BlockCost) -> RowLayout:
+        """Of the boundary behind a block. Exact methods keep what the block returned, bit for bit."""
+        return RowLayout(cost.output_shape, cost.output_dtype if self.exact else self.settings.cache_type)

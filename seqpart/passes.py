@@ -1,0 +1,275 @@
+"""FORWARD and BACKWARD of one partition on one micro-batch, and the rows, labels and gradients that they need.
+
+What a partition reads and leaves depends on its place in the phase alone: the first one reads rows, the last one owns
+the loss, and between them the relay hands activations up and gradients down.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from seqpart.activations import Batch, Boundaries, Reader, ReaderThread
+from seqpart.device import Device
+from seqpart.errors import ModelError, OptionError
+from seqpart.methods.method import PartitionLoss
+from seqpart.relay import Relay
+from seqpart.resident import Resident
+from seqpart.rows import RowLayout, Rows
+from seqpart.schedule import Phase, PhaseKind, Position, Span, Step
+from seqpart.tally import Tally
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseDone:
+    """One pass is over. `loss` is the mean over its rows, `accuracy` None where the outputs say nothing of classes."""
+
+    phase: Phase
+    loss: float | None
+    """None where no loss stands behind the partition."""
+    accuracy: float | None
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseBegun:
+    phase: Phase
+    number: int
+
+
+class Passes:
+    """`loaded` are the partitions on the device, by number: the executor brings and drops them."""
+
+    def __init__(
+        self, *, phases: Sequence[Phase], residents: Sequence[Resident],
+        losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, cache_layouts: Sequence[RowLayout],
+        relay: Relay, device: Device, reader_thread: ReaderThread, seed: int, start: Position, tally: Tally | None,
+        falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
+    ) -> None:  # fmt: skip
+        self.loaded: dict[int, Resident] = {}
+        self.tally, self.rested = Tally(), tally or Tally()
+        """Sums over the pass so far; the same at the end of the last update."""
+        self._phases, self._residents, self._losses = phases, residents, losses
+        self._boundaries, self._cache_layouts, self._relay = boundaries, cache_layouts, relay
+        self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
+        self._start, self._resumes = start, start.updates > 0
+        self._own_loss: dict[int, PartitionLoss | None] = {}
+        self._labels: dict[int, torch.Tensor] = {}
+        self._reader: Reader | None = None
+        self._sink: Rows | None = None
+        self._began = 0.0
+
+    def forward(self, step: Step) -> tuple[int, int]:
+        phase = self._phases[step.phase]
+        batch, x, labels = self._input(step)
+        read, written = (batch.x.nbytes if batch else 0), 0
+        if phase.kind is PhaseKind.TRAIN:
+            self._forward_to_train(step, x)
+        else:
+            with torch.no_grad():
+                output = self._output(step, x, training=False)
+                self._judge(step, output, labels)
+                if self._sink is not None:
+                    self._sink.append(output)
+                    written = len(output) * self._sink.layout.nbytes
+        if batch is not None:
+            self._done_with(batch)
+        return read, written
+
+    def _forward_to_train(self, step: Step, x: torch.Tensor) -> None:
+        """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
+        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        resident = self.loaded[p]
+        if not phase.streamed and self._starts_update(step):
+            resident.begin_update()
+        if p >= phase.lowest:
+            resident.remember_buffers()
+        leaf = self._leaf(step, x)
+        with resident.packing() if phase.keeps_graph(p) else nullcontext():
+            output = self._output(step, leaf, training=True)
+        if phase.keeps_graph(p):
+            resident.keep_graph(m, leaf, output)
+        if p < phase.last:
+            self._relay.put((p + 1, m), output)
+            if p < phase.lowest:
+                self._relay.forget((p, m))
+        else:
+            self._judge(step, output, self._labels.pop(m))
+
+    def backward(self, step: Step) -> tuple[int, int]:
+        phase, p = self._phases[step.phase], step.partition
+        if phase.partition == phase.last:
+            batch, x, labels = self._input(step)
+            assert batch is not None
+            if self._starts_update(step):
+                self.loaded[p].begin_update()
+            self._back_propagate_loss(step, self._leaf(step, x), labels)
+            self._done_with(batch)
+            return batch.x.nbytes, 0
+        self.loaded[p].restore_buffers()
+        leaf = self._back_propagate(step)
+        self._pass_down(step, leaf)
+        return 0, 0
+
+    def _back_propagate(self, step: Step) -> torch.Tensor:
+        """Of several partitions one: its own loss at the end, else the gradient that the next one left. Returns its input."""
+        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        if phase.keeps_graph(p):
+            leaf, edge = self.loaded[p].kept_graph(m)
+            if edge is not None:
+                torch.autograd.backward(edge, grad_tensors=self._relay.get((p + 1, m)))
+            self._relay.forget((p + 1, m))
+            return leaf
+        x = self._relay.get((p, m))
+        leaf = self._leaf(step, x + x * 2**-8 if self._falsify and x.is_floating_point() else x)
+        if p == phase.last:
+            self._back_propagate_loss(step, leaf, self._labels.pop(m))
+            return leaf
+        output = self._output(step, leaf, training=True)
+        gradient = self._relay.get((p + 1, m))
+        if output.requires_grad:
+            torch.autograd.backward(output, grad_tensors=gradient)
+        self._relay.forget((p + 1, m))
+        return leaf
+
+    def _pass_down(self, step: Step, leaf: torch.Tensor) -> None:
+        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        if p == phase.lowest:
+            self._relay.forget((p, m))
+            return
+        if leaf.grad is None:
+            raise ModelError(
+                f"no gradient came through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are to "
+                "learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
+            )
+        self._relay.put((p, m), leaf.grad)
+
+    def _back_propagate_loss(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> None:
+        """The partition's own loss, weighted so that the micro-batches of an update add up to its mean."""
+        loss = self._judge(step, self._output(step, x, training=True), labels)
+        assert loss is not None
+        share = self.span(step)
+        part = (share.stop - share.start) / share.update_rows
+        if loss.requires_grad:
+            (loss if part == 1.0 else loss * part).backward()  # type: ignore[no-untyped-call]
+
+    def _leaf(self, step: Step, x: torch.Tensor) -> torch.Tensor:
+        """The partition's input as a leaf of its graph; with a gradient if a partition below is to learn."""
+        phase = self._phases[step.phase]
+        below = step.partition > phase.lowest and x.is_floating_point()
+        return x.detach().requires_grad_(below)
+
+    def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+        if step.partition not in self._own_loss:
+            self._own_loss[step.partition] = self._losses(step.partition)
+        judge = self._own_loss[step.partition]
+        if judge is None:
+            return None
+        with self.loaded[step.partition].autocast():
+            loss = judge(output, labels)
+        with torch.no_grad():
+            self.tally.add(loss, len(output), judge.scores(output.detach(), labels))
+        return loss
+
+    def _output(self, step: Step, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+        phase = self._phases[step.phase]
+        place = (phase.epoch, *divmod(_micro_batch(step), phase.micro_batches_per_update))
+        return self.loaded[step.partition].forward(x, training=training, key=place)
+
+    def span(self, step: Step) -> Span:
+        return self._phases[step.phase].span(_micro_batch(step))
+
+    def _starts_update(self, step: Step) -> bool:
+        return self.span(step).start % self._phases[step.phase].batch == 0
+
+    def _input(self, step: Step) -> tuple[Batch | None, torch.Tensor, torch.Tensor]:
+        """(batch, rows, labels) of the phase's first partition from the reader; of the others what the relay holds."""
+        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        if p != phase.partition:
+            return None, self._relay.get((p, m)), torch.empty(0)
+        batch = self._next_batch(step)
+        x, labels = self._on_device(batch, p)
+        if phase.partition != phase.last:
+            if x.data_ptr() == batch.x.data_ptr():
+                x = x.clone()  # the reader's memory is about to be filled again
+            self._labels[m] = labels
+            self._relay.put((p, m), x)
+        return batch, x, labels
+
+    def _next_batch(self, step: Step) -> Batch:
+        if self._reader is None:
+            self._enter(step.phase)
+        assert self._reader is not None
+        batch = self._reader.take()
+        assert batch.micro_batch == step.micro_batch, f"{step}: the reader is at micro-batch {batch.micro_batch}"
+        return batch
+
+    def _enter(self, number: int) -> None:
+        """Open a phase: its reader, and the rows that it writes."""
+        phase = self._phases[number]
+        split, _ = reads(phase)
+        first_update = self._start.updates if self._resumes else 0
+        self.tally = replace(self.rested) if self._resumes else Tally()
+        self._resumes, self._began = False, time.perf_counter()
+        if phase.kind is not PhaseKind.TRAIN and phase.last < len(self._residents) - 1:
+            layout = self._cache_layouts[phase.last]
+            self._sink = self._boundaries.create(split, phase.last + 1, layout, phase.rows)
+        rows = self._boundaries.rows(split, phase.partition)
+        self._reader = Reader(
+            rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
+        )
+        self._listen(PhaseBegun(phase=phase, number=number))
+
+    def _on_device(self, batch: Batch, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, labels = self._device.upload(batch.x), self._device.upload(batch.labels)
+        return x.to(self._residents[partition].input_dtype), labels if labels.is_floating_point() else labels.to(torch.int64)
+
+    def _done_with(self, batch: Batch) -> None:
+        assert self._reader is not None
+        self._reader.done(batch)
+
+    def rest(self) -> None:
+        """An update is finished: what was summed up so far is what a later run goes on with."""
+        self.rested = replace(self.tally)
+
+    def end_phase(self, number: int) -> None:
+        """The last row of phase `number` is through. Raises OptionError if the loss is not finite."""
+        if self._sink is not None:
+            self._sink.finish()
+            self._sink = None
+        self.close_reader()
+        tally, phase = self.tally, self._phases[number]
+        loss = tally.mean_loss if tally.rows else None
+        if loss is not None and (loss != loss or abs(loss) == float("inf")):
+            raise OptionError(f"training diverged: the loss of {phase} is {loss}. Lower --lr, or give --clip-grad-norm 1.")
+        self.rested = Tally()
+        seconds = time.perf_counter() - self._began
+        self._listen(PhaseDone(phase=phase, loss=loss, accuracy=tally.accuracy, rows=phase.rows, seconds=seconds))
+
+    def forget_loss(self, p: int) -> None:
+        """Partition p leaves: free the fixed targets of its loss."""
+        self._own_loss.pop(p, None)
+
+    def close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def abandon(self) -> None:
+        """Forget the unfinished pass."""
+        self.close_reader()
+        self._sink = None
+        self._labels.clear()
+
+
+def _micro_batch(step: Step) -> int:
+    assert step.micro_batch is not None
+    return step.micro_batch
+
+
+def reads(phase: Phase) -> tuple[str, int]:
+    """(split, partition) of the rows that a phase begins with."""
+    return "test" if phase.kind is PhaseKind.TEST else "train", phase.partition

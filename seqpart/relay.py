@@ -1,0 +1,204 @@
+"""What partitions hand to each other within one update: activations on the way up, their gradients on the way down.
+
+    device   the tensors simply stay where they are
+    host     they wait in host memory that the plan granted
+    disk     they wait in one file; a few buffers are written and read behind the computation
+
+Of one boundary and micro-batch there is first the activation, which is needed until the partition above it has run
+backward, and then its gradient: both have the same place.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from seqpart.arena import Arena
+from seqpart.device import Device
+from seqpart.direct import DirectFile, aligned, bytes_of, round_up
+
+BUFFERS = 6
+"""Of the disk relay: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
+
+Key = tuple[int, int]
+"""(partition whose input it is, micro-batch)."""
+
+
+class Relay(Protocol):
+    """`put` what partition p will need for micro-batch m, `get` it in any later step; `forget` what was used up."""
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None: ...
+
+    def get(self, key: Key) -> torch.Tensor: ...
+
+    def expect(self, key: Key) -> None: ...
+
+    def forget(self, key: Key) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class OnDevice:
+    """Holds references; what the plan counted is the tensors' own memory."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, torch.Tensor] = {}
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        self._held[key] = tensor.detach()
+
+    def get(self, key: Key) -> torch.Tensor:
+        return self._held[key]
+
+    def expect(self, key: Key) -> None:
+        """It is here already."""
+
+    def forget(self, key: Key) -> None:
+        self._held.pop(key, None)
+
+    def close(self) -> None:
+        self._held.clear()
+
+
+@dataclass(slots=True)
+class _Place:
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+
+
+class _Places:
+    """One range for each boundary and micro-batch, made when it is first needed and used again in every update."""
+
+    def __init__(self) -> None:
+        self._places: dict[Key, _Place] = {}
+        self._end = 0
+
+    def of(self, key: Key, tensor: torch.Tensor) -> _Place:
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        known = self._places.get(key)
+        if known is None or round_up(known.nbytes) < nbytes:
+            offset, self._end = self._end, self._end + round_up(nbytes)
+        else:
+            offset = known.offset
+        place = self._places[key] = _Place(offset, tensor.shape, tensor.dtype, nbytes)
+        return place
+
+    def __getitem__(self, key: Key) -> _Place:
+        return self._places[key]
+
+
+class InHost:
+    """Copies in memory taken from the arena, `room` bytes. The copies go in the order of the device's own work."""
+
+    def __init__(self, flat: torch.Tensor, arena: Arena, device: Device) -> None:
+        self._flat, self._arena, self._device = flat, arena, device
+        self._places = _Places()
+
+    def _view(self, place: _Place) -> torch.Tensor:
+        return self._flat[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        self._view(self._places.of(key, tensor)).copy_(tensor.detach(), non_blocking=True)
+
+    def get(self, key: Key) -> torch.Tensor:
+        return self._device.upload(self._view(self._places[key]))
+
+    def expect(self, key: Key) -> None:
+        """Copies on the compute stream need no head start."""
+
+    def forget(self, key: Key) -> None:
+        """Its range is used again in the next update."""
+
+    def close(self) -> None:
+        self._arena.give(self._flat)
+
+
+class OnDisk:
+    """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch."""
+
+    def __init__(self, path: Path, largest: int, device: Device) -> None:
+        self._device, self._file = device, DirectFile(path, write=True)
+        self._places = _Places()
+        self._buffers = [aligned(largest) for _ in range(BUFFERS)]
+        self._holds: dict[int, Key] = {}
+        self._work: list[Future[object] | None] = [None] * BUFFERS
+        self._reading: set[int] = set()
+        self._recent = list(range(BUFFERS))
+        """Buffers, the longest unused first."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-relay")
+        self._pool.submit(int).result()
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        place = self._places.of(key, tensor)
+        number = self._number_of(key)
+        if number is None:
+            number = self._claim(key)
+        else:
+            self._settle(number)
+        self._as_tensor(number, place).copy_(tensor.detach())
+        memory = bytes_of(self._buffers[number][: round_up(place.nbytes)])
+        self._work[number] = self._pool.submit(self._file.write_from, memory, place.offset)
+
+    def get(self, key: Key) -> torch.Tensor:
+        self.expect(key)
+        number = self._number_of(key)
+        assert number is not None
+        self._touch(number)
+        if number in self._reading:  # while it is being written the bytes in the buffer are whole
+            self._settle(number)
+        return self._device.upload(self._as_tensor(number, self._places[key]))
+
+    def expect(self, key: Key) -> None:
+        """Start to read it, if it is not in a buffer."""
+        if self._number_of(key) is not None:
+            return
+        number, place = self._claim(key), self._places[key]
+        memory = bytes_of(self._buffers[number][: round_up(place.nbytes)])
+        self._work[number] = self._pool.submit(self._file.read_into, memory, place.offset)
+        self._reading.add(number)
+
+    def forget(self, key: Key) -> None:
+        number = self._number_of(key)
+        if number is not None:
+            self._settle(number)
+            del self._holds[number]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._file.__exit__()
+        self._file.path.unlink(missing_ok=True)
+        self._buffers, self._holds = [], {}
+
+    def _number_of(self, key: Key) -> int | None:
+        return next((number for number, held in self._holds.items() if held == key), None)
+
+    def _claim(self, key: Key) -> int:
+        number = next((n for n in self._recent if n not in self._holds), self._recent[0])
+        self._settle(number)
+        self._holds[number] = key
+        self._touch(number)
+        return number
+
+    def _touch(self, number: int) -> None:
+        self._recent.remove(number)
+        self._recent.append(number)
+
+    def _settle(self, number: int) -> None:
+        """The buffer's last transfer is over; raises what it raised."""
+        work, self._work[number] = self._work[number], None
+        self._reading.discard(number)
+        if work is not None:
+            work.result()
+
+    def _as_tensor(self, number: int, place: _Place) -> torch.Tensor:
+        return self._buffers[number][: place.nbytes].view(place.dtype).view(place.shape)
+
+
+def relay_bytes(rows: Sequence[int], micro_batch: int) -> int:
+    """Memory of the disk relay's buffers for boundaries of `rows` bytes a row."""
+    return BUFFERS * (round_up(micro_batch * max(rows, default=0)) + 4096)

@@ -1,0 +1,45 @@
+"""Sums over the rows of one pass. They stay on the device, since reading them would make it wait."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Tally:
+    loss: torch.Tensor | float = 0.0
+    correct: torch.Tensor | float = 0.0
+    judged: int = 0
+    rows: int = 0
+
+    def add(self, loss: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """`loss` is the mean over `rows` rows; `judged` scores (n, classes) and labels (n,), where there are classes."""
+        self.loss = self.loss + loss.detach() * rows
+        self.rows += rows
+        if judged is not None:
+            scores, labels = judged
+            self.correct = self.correct + (scores.detach().argmax(1) == labels).sum()
+            self.judged += len(labels)
+
+    @property
+    def mean_loss(self) -> float:
+        return float(self.loss) / max(1, self.rows)
+
+    @property
+    def accuracy(self) -> float | None:
+        return float(self.correct) / self.judged if self.judged else None
+
+    def to_json(self) -> dict[str, Any]:
+        dtype = str(self.loss.dtype).removeprefix("torch.") if isinstance(self.loss, torch.Tensor) else None
+        return {
+            "loss": float(self.loss), "dtype": dtype, "correct": float(self.correct), "judged": self.judged, "rows": self.rows,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any], device: torch.device) -> "Tally":
+        """Exactly as it was: the type goes along, because later sums round in it."""
+        loss: torch.Tensor | float = found["loss"]
+        if found["dtype"] is not None:
+            loss = torch.tensor(loss, dtype=getattr(torch, found["dtype"]), device=device)
+        return cls(loss, found["correct"], found["judged"], found["rows"])
