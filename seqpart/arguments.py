@@ -9,6 +9,7 @@ from typing import Any
 
 from seqpart.errors import OptionError
 from seqpart.run import JOB
+from seqpart.rundir import latest
 
 _NOT_KEPT = {"config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "quiet", "debug"}
 """Options that a resumed run does not take over."""
@@ -63,7 +64,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _kept(path: Path) -> dict[str, Any]:
-    job = (path if path.is_dir() else path.parent) / JOB
+    job = latest(path if path.is_dir() else path.parent, JOB)
     try:
         found = json.loads(job.read_text())
         if not isinstance(found, dict):

@@ -6,7 +6,8 @@ Between its visits to the device a block is a husk: the module with empty parame
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,6 +21,15 @@ from seqpart.layout import Layout, spec_of
 Factory = Callable[[], nn.Module]
 
 
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """Parameter `name` of a block is parameter `owner_name` of the earlier block `owner`, whose home it has."""
+
+    name: str
+    owner: "Block"
+    owner_name: str
+
+
 class Block:
     """One link of the chain: `number` in the chain, `name` in the model's own state_dict."""
 
@@ -27,6 +37,7 @@ class Block:
         self.number, self.name, self._source = number, name, source
         self._husk: nn.Module | None = None
         self.was_training = True
+        self.tied: tuple[Tied, ...] = ()
 
     def __str__(self) -> str:
         return f"block {self.number} ({self.kind})"
@@ -89,7 +100,12 @@ class Block:
         """Memory of a module that was given alive; 0 for a factory."""
         if not isinstance(self._source, nn.Module):
             return 0
-        return sum(tensor.nbytes for tensor in tensors_of(self._source).values())
+        return sum(tensor.nbytes for tensor in self.own(tensors_of(self._source)).values())
+
+    def own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of its `tensors` that have their home in this block."""
+        tied = {tie.name for tie in self.tied}
+        return {name: tensor for name, tensor in tensors.items() if name not in tied}
 
     @property
     def given_alive(self) -> bool:
@@ -116,7 +132,8 @@ class Chain(Sequence[Block]):
 def as_chain(model: object) -> Chain:
     """An nn.Sequential, a list of modules or a list of factories as a chain.
 
-    Raises ModelError for anything else, for an empty model and for parameters shared by two blocks.
+    A parameter may belong to two blocks, as the first and last weights of many language models do. Raises ModelError
+    for anything else, for an empty model, for a parameter of more than two blocks and for shared buffers.
     """
     if isinstance(model, nn.Sequential):
         # Not named_children(): it names a module once, and one ReLU used twice is two links of the chain.
@@ -134,25 +151,30 @@ def as_chain(model: object) -> Chain:
     if wrong:
         raise ModelError("a model's entries must be modules or factories (callables that return one): " + "; ".join(wrong))
     chain = Chain(Block(number, name, part) for number, (name, part) in enumerate(named))
-    _refuse_shared(named)
+    _find_tied(chain, [part for _, part in named])
     return chain
 
 
-def _refuse_shared(named: list[tuple[str, nn.Module]]) -> None:
-    owner: dict[int, str] = {}
+def _find_tied(chain: Chain, parts: Sequence[object]) -> None:
+    owners: dict[int, tuple[Block, str]] = {}
+    uses: dict[int, int] = {}
     problems = []
-    for name, part in named:
+    for block, part in zip(chain, parts, strict=True):
         if not isinstance(part, nn.Module):
             continue
-        for key, tensor in tensors_of(part).items():
-            here = f"{name}.{key}"
-            other = owner.setdefault(id(tensor), here)
-            if other != here:
-                problems.append(f"{here} is {other}")
+        for name, tensor in tensors_of(part).items():
+            owner, owner_name = owners.setdefault(id(tensor), (block, name))
+            if owner is block:
+                continue
+            uses[id(tensor)] = uses.get(id(tensor), 1) + 1
+            if uses[id(tensor)] > 2 or not isinstance(tensor, nn.Parameter):
+                problems.append(f"{block.name}.{name} is {owner.name}.{owner_name}")
+            block.tied += (Tied(name, owner, owner_name),)
     if problems:
         raise ModelError(
-            "blocks must not share parameters, since each has one home: " + ", ".join(problems) + ". Give each block its own."
-        )
+            "only a parameter may be shared, and by no more than two blocks, since it has one home: "
+            + ", ".join(problems) + ". Give each block its own."
+        )  # fmt: skip
 
 
 def _called(factory: Factory, block: Block) -> nn.Module:
@@ -192,9 +214,11 @@ def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
         _put_buffer(module, name, own[name] if name in own else own.get(home.get(id(buffer), ""), buffer))
 
 
-def detach(module: nn.Module) -> None:
-    """Make the module a husk: its tensors keep their types and own nothing."""
-    for parameter in module.parameters():
+def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
+    """Make the module a husk: its tensors keep their types and own nothing. Parameters in `spare` are somebody else's."""
+    for name, parameter in module.named_parameters():
+        if name in spare:
+            continue
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype)
     empty: dict[int, torch.Tensor] = {}

@@ -54,10 +54,14 @@ def _entries(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Iterator[tu
     found = []
     for block, cost in zip(blocks, costs, strict=True):
         place = {spec.name: spec for spec in cost.layout.specs}
-        source = {id(tensor): place[name] for name, tensor in tensors_of(block.husk).items()}
+        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors_of(block.husk)).items()}
+        for tie in block.tied:  # under both names, as a state_dict has it
+            owned = next(spec for spec in costs[tie.owner.number].layout.specs if spec.name == tie.owner_name)
+            source[id(tensors_of(block.husk)[tie.name])] = tie.owner, owned
         for name, tensor in block.husk.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                found.append((block, f"{block.name}.{name}", source[id(tensor)]))
+                owner, spec = source[id(tensor)]
+                found.append((owner, f"{block.name}.{name}", spec))
     yield from sorted(found, key=lambda entry: -entry[2].dtype.itemsize)
 
 

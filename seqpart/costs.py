@@ -59,6 +59,10 @@ class BlockCost:
     output_dtype: torch.dtype
     flops: int
     """Floating point operations of one forward pass."""
+    borrows: "tuple[BlockCost, ...]" = ()
+    """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
+    tied: int = 0
+    """Bytes of those parameters."""
 
     @property
     def weights(self) -> int:
@@ -127,14 +131,15 @@ def measure_chain(
     Raises DataError where the rows do not suit the first block, ModelError where one block's output does not suit
     the next; the message names the block and the shapes.
     """
-    costs = []
+    costs: list[BlockCost] = []
     shape = input_shape
-    known: dict[tuple[object, tuple[int, ...], torch.dtype], BlockCost] = {}
+    known: dict[tuple[object, ...], BlockCost] = {}
     for block in chain:
-        key = (block.same_as, shape, dtype)  # one factory builds the same structure every time
+        key = (block.same_as, block.tied, shape, dtype)  # one factory builds the same structure every time
         if key not in known:
             known[key] = _measure_block(block, (batch, *shape), dtype, granule, autocast)
-        costs.append(replace(known[key]))  # a value of its own: who stands last is told by identity
+        lent = {tie.owner.number: costs[tie.owner.number] for tie in block.tied}
+        costs.append(replace(known[key], borrows=tuple(lent.values())))  # a value of its own, told from others by identity
         shape, dtype = known[key].output_shape, known[key].output_dtype
     return tuple(costs)
 
@@ -145,7 +150,7 @@ def _measure_block(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module, tensors = block.fake(mode)
     module.train()
-    trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
+    trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
     try:
         with mode, _quiet_random(), _quiet_log():
             with _SameTypes():  # type: ignore[no-untyped-call]
@@ -166,8 +171,9 @@ def _measure_block(
         raise DataError(text) from error
     return replace(
         training,
-        layout=layout_of(tensors),
-        trainable=trainable,
+        layout=layout_of(own),
+        trainable=tuple(name for name in trainable if name in own),
+        tied=sum(_nbytes(tensors[tie.name]) for tie in block.tied),
         gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),
         buffers=sum(_nbytes(tensor) for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
         inference_peak=inference,

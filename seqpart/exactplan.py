@@ -93,7 +93,7 @@ def foretell_exact(
     request: Request, method: Method, micro_batch: int, parts: tuple[tuple[int, int, PartitionCost], ...], means: Means,
     keeps_graph_from: int | None,
 ) -> Foretold:  # fmt: skip
-    means = replace(means, gradients_room=request.clips and len(parts) > 1 and not method.stays)
+    means = replace(means, gradients_room=request.clips and len(parts) > 1 and not method.stays, borrows=not method.stays)
     candidate = Candidate(micro_batch, parts, means, keeps_graph_from)
     phases = _phases(request, method, candidate)
     costs = [part[2] for part in parts]
@@ -116,7 +116,7 @@ def _phases(request: Request, method: Method, candidate: Candidate) -> list[Phas
         train_rows=rows, test_rows=min(request.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         clips=request.clips, keeps_graph_from=candidate.keeps_graph_from,
     )  # fmt: skip
-    return [replace(whole_network(work, streamed=not method.stays), epoch=1), *test_phases(work)]
+    return [replace(whole_network(work, streamed=not method.stays), epoch=1), *test_phases(work, stays=method.stays)]
 
 
 def peaks_by_partition(request: Request, candidate: Candidate, phases: Sequence[Phase], moments: Sequence[Moment]) -> list[int]:
@@ -137,8 +137,13 @@ def _buffers(request: Request, candidate: Candidate, phases: Sequence[Phase], mo
     reading, writing = buffers_of(request, first, last, phase.micro_batch)
     if phase.through is None:
         return reading + writing
-    relayed = [cost.input_row for _, _, cost in candidate.parts]
-    return reading + (relay_bytes(relayed, phase.micro_batch) if candidate.means.relay == "disk" else 0)
+    largest = largest_relayed([cost for _, _, cost in candidate.parts], phase.micro_batch)
+    return reading + (relay_bytes(largest) if candidate.means.relay == "disk" else 0)
+
+
+def largest_relayed(parts: Sequence[PartitionCost], micro_batch: int) -> int:
+    """Bytes of the largest tensor that one partition hands to another."""
+    return max(max(micro_batch * cost.input_row, cost.tied) for cost in parts)
 
 
 def _parts(request: Request, micro_batch: int, starts: Sequence[int]) -> tuple[tuple[int, int, PartitionCost], ...]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from seqpart.blocks import as_chain
 from seqpart.costs import BlockCost, measure_chain, measure_loss
 from seqpart.device import Device, host_memory_free
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.ingest import Split, count_classes, refuse_mismatch
 from seqpart.losses import LossFunction, default_loss, regression, token_cross_entropy
 from seqpart.meter import measure_runtime
@@ -53,6 +53,8 @@ class Inputs:
         self.settings, self.train, self.test, self.device = settings, train, test, device
         self.chain, self.methods = as_chain(model), methods_named(settings.method)
         self.exact = self.methods[0].exact
+        if not self.exact and any(block.tied for block in self.chain):
+            raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
         self.classes = count_classes(train, test)
         if not self.exact and (not self.classes or train.labels.ndim > 1):
             found = "several labels a row" if self.classes else "floats"

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from seqpart.activations import Batch, Boundaries, Reader, ReaderThread
+from seqpart.blocks import Tied
 from seqpart.device import Device
 from seqpart.errors import ModelError, OptionError
 from seqpart.methods.method import PartitionLoss
@@ -61,6 +63,9 @@ class Passes:
         self._reader: Reader | None = None
         self._sink: Rows | None = None
         self._began = 0.0
+        self._ties = [tie for resident in residents for _, tie in resident.tied]
+        self._lent: set[tuple[int, int]] = set()
+        """Keys of shared weights' gradients that wait in the relay."""
 
     def forward(self, step: Step) -> tuple[int, int]:
         phase = self._phases[step.phase]
@@ -69,15 +74,27 @@ class Passes:
         if phase.kind is PhaseKind.TRAIN:
             self._forward_to_train(step, x)
         else:
-            with torch.no_grad():
-                output = self._output(step, x, training=False)
-                self._judge(step, output, labels)
-                if self._sink is not None:
-                    self._sink.append(output)
-                    written = len(output) * self._sink.layout.nbytes
+            written = self._forward_to_test(step, x, labels)
         if batch is not None:
             self._done_with(batch)
         return read, written
+
+    def _forward_to_test(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> int:
+        """Without a graph. Returns the bytes written."""
+        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        with torch.no_grad():
+            output = self._output(step, x, training=False)
+            if phase.partition != phase.last:
+                self._relay.forget((p, m))
+                if p < phase.last:
+                    self._relay.put((p + 1, m), output)
+                    return 0
+                labels = self._labels.pop(m)
+            self._judge(step, output, labels)
+            if self._sink is None:
+                return 0
+            self._sink.append(output)
+            return len(output) * self._sink.layout.nbytes
 
     def _forward_to_train(self, step: Step, x: torch.Tensor) -> None:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
@@ -110,7 +127,12 @@ class Passes:
             self._done_with(batch)
             return batch.x.nbytes, 0
         self.loaded[p].restore_buffers()
-        leaf = self._back_propagate(step)
+        with self.loaded[p].apart() as tied:
+            leaf = self._back_propagate(step)
+        for tie, gradient in tied.items():
+            if gradient is not None:
+                self._relay.put(self._key_of(tie, _micro_batch(step)), gradient)
+                self._lent.add(self._key_of(tie, _micro_batch(step)))
         self._pass_down(step, leaf)
         return 0, 0
 
@@ -119,9 +141,7 @@ class Passes:
         phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
         if phase.keeps_graph(p):
             leaf, edge = self.loaded[p].kept_graph(m)
-            if edge is not None:
-                torch.autograd.backward(edge, grad_tensors=self._relay.get((p + 1, m)))
-            self._relay.forget((p + 1, m))
+            self._propagate(step, edge)
             return leaf
         x = self._relay.get((p, m))
         leaf = self._leaf(step, x + x * 2**-8 if self._falsify and x.is_floating_point() else x)
@@ -129,11 +149,36 @@ class Passes:
             self._back_propagate_loss(step, leaf, self._labels.pop(m))
             return leaf
         output = self._output(step, leaf, training=True)
-        gradient = self._relay.get((p + 1, m))
-        if output.requires_grad:
-            torch.autograd.backward(output, grad_tensors=gradient)
-        self._relay.forget((p + 1, m))
+        self._propagate(step, output if output.requires_grad else None)
         return leaf
+
+    def _propagate(self, step: Step, root: Any) -> None:
+        """From the gradient that the next partition left, and from those of weights that a later partition shares.
+
+        Both in one go: then a shared weight's gradients of one micro-batch are added up before they join those of others,
+        as they are where nothing is cut.
+        """
+        p, m = step.partition, _micro_batch(step)
+        roots, gradients = [], []
+        if root is not None:
+            roots, gradients = [root], [self._relay.get((p + 1, m))]
+        for tie in self._lending(p):
+            key = self._key_of(tie, m)
+            if key in self._lent:
+                self._lent.remove(key)
+                roots.append(tie.owner.husk.get_parameter(tie.owner_name))
+                gradients.append(self._relay.get(key))
+        if roots:
+            torch.autograd.backward(roots, grad_tensors=gradients)
+        for key in [(p + 1, m), *(self._key_of(tie, m) for tie in self._lending(p))]:
+            self._relay.forget(key)
+
+    def _lending(self, p: int) -> list[Tied]:
+        """Weights of partition p that a later one shares."""
+        return [tie for tie in self._ties if tie.owner in self._residents[p].blocks]
+
+    def _key_of(self, tie: Tied, m: int) -> tuple[int, int]:
+        return -1 - self._ties.index(tie), m
 
     def _pass_down(self, step: Step, leaf: torch.Tensor) -> None:
         phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
@@ -263,6 +308,7 @@ class Passes:
         self.close_reader()
         self._sink = None
         self._labels.clear()
+        self._lent.clear()
 
 
 def _micro_batch(step: Step) -> int:

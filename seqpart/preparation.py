@@ -198,7 +198,7 @@ class Preparation(Inputs):
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
         relay = 0
         if candidate.means.relay == "host":
-            relay = relay_room([cost.input_row for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
+            relay = relay_room([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
         budget = min(budget, sum(homes) + rows + relay)
         budget = sum(piece_sizes(budget, powers_of_two=self.device.kind == "cuda"))
         used, at_host = relay, set()
@@ -275,9 +275,10 @@ class Preparation(Inputs):
         return versions * (weights + state) + weights + rows
 
 
-def relay_room(input_rows: Sequence[int], batch: int, micro_batch: int) -> int:
-    """Bytes of the boundaries of one update, each micro-batch's rounded up to pages; `input_rows` are bytes of a row."""
-    return sum(-(-batch // micro_batch) * round_up(row * micro_batch) for row in input_rows)
+def relay_room(costs: Sequence[PartitionCost], batch: int, micro_batch: int) -> int:
+    """Bytes of what partitions hand to each other in one update, each micro-batch's rounded up to pages."""
+    one = sum(round_up(cost.input_row * micro_batch) + round_up(cost.tied) for cost in costs)
+    return -(-batch // micro_batch) * one
 
 
 def _stages(phases: Sequence[Phase], candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:

@@ -8,7 +8,6 @@ Of one boundary and micro-batch there is first the activation, which is needed u
 backward, and then its gradient: both have the same place.
 """
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,13 @@ import torch
 
 from seqpart.arena import Arena
 from seqpart.device import Device
-from seqpart.direct import DirectFile, aligned, bytes_of, round_up
+from seqpart.direct import DirectFile, aligned, aligned_bytes, bytes_of, round_up
 
 BUFFERS = 6
 """Of the disk relay: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
 
 Key = tuple[int, int]
-"""(partition whose input it is, micro-batch)."""
+"""(partition whose input it is, micro-batch); partition -1 - n: the gradient of tied weight n."""
 
 
 class Relay(Protocol):
@@ -199,6 +198,6 @@ class OnDisk:
         return self._buffers[number][: place.nbytes].view(place.dtype).view(place.shape)
 
 
-def relay_bytes(rows: Sequence[int], micro_batch: int) -> int:
-    """Memory of the disk relay's buffers for boundaries of `rows` bytes a row."""
-    return BUFFERS * (round_up(micro_batch * max(rows, default=0)) + 4096)
+def relay_bytes(largest: int) -> int:
+    """Memory of the disk relay's buffers for tensors of at most `largest` bytes."""
+    return BUFFERS * aligned_bytes(largest)

@@ -10,16 +10,17 @@ the store's threads while another partition computes.
 """
 
 import enum
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from seqpart.blocks import Block, attach, detach
+from seqpart.blocks import Block, Tied, attach, detach
 from seqpart.costs import BlockCost
 from seqpart.device import Device
+from seqpart.graphs import packing
 from seqpart.layout import Layout
 from seqpart.optimizers import Optimizer
 from seqpart.slots import Slot, Wait
@@ -58,13 +59,20 @@ class Resident:
 
     def __init__(
         self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
-        *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None,
+        *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
     ) -> None:  # fmt: skip
         self.number, self.blocks, self.placement = number, blocks, Placement.AT_HOME
         self._costs, self._store, self._device = costs, store, device
         self._choice, self._seed, self._autocast = optimizer, seed, autocast
+        ours = set(blocks)
+        self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in ours]
+        """(block, tie): parameters used here whose home is in another partition."""
+        self._borrows = borrows
+        self.lenders: list[Resident] = []
+        """Partitions whose homes come along; their last save is to be waited for."""
+        self._lent = _lent(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
-        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self._slot: Slot | None = None
         self._regions: list[list[torch.Tensor]] = []
         self.transfer = Transfer()
@@ -80,7 +88,12 @@ class Resident:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        return [p for block in self.blocks for p in block.husk.parameters() if p.requires_grad]
+        return [
+            parameter
+            for block, cost in zip(self.blocks, self._costs, strict=True)
+            for name, parameter in block.husk.named_parameters()
+            if parameter.requires_grad and name in cost.trainable
+        ]
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -89,7 +102,8 @@ class Resident:
     def needs(self, *, to_update: bool, gradients: bool) -> int:
         """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
         kept = gradients or (to_update and self._waiting is not None)
-        return slot_bytes(self._costs, self._choice if to_update else None, gradients=kept)
+        lent = sum(cost.layout.room for cost in self._lent.values())
+        return lent + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept)
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
@@ -97,23 +111,27 @@ class Resident:
         """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`."""
         self.placement, self._slot, self._to_update = Placement.LOADING, slot, to_update
         self._regions, offset = [], 0
-        for layouts in (cost.layout for cost in self._costs), self._states if to_update else (), self._gradients:
+        own, lent = [cost.layout for cost in self._costs], [cost.layout for cost in self._lent.values()]
+        for layouts in own, self._states if to_update else [], lent, self._gradients:
             regions = []
             for layout in layouts:
                 regions.append(slot.buffer[offset : offset + layout.room])
                 offset += layout.room
             self._regions.append(regions)
-        items = list(zip((block.home for block in self.blocks), self._regions[0], strict=True))
+        items = list(
+            zip((block.home for block in (*self.blocks, *self._lent)), self._regions[0] + self._regions[2], strict=True)
+        )
         if to_update:
             states = zip((block.state_home for block in self.blocks), self._regions[1], strict=True)
             items += [(home, region) for home, region in states if home in self._store]
             if self._waiting is not None:
-                items += zip((block.gradient_home for block in self.blocks), self._regions[2], strict=True)
-        left = self.transfer
+                items += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
+        before = [self.transfer, *(lender.transfer for lender in self.lenders)]
 
         def ready() -> None:
             slot.free()
-            left.wait()
+            for transfer in before:
+                transfer.wait()
 
         self.transfer = self._store.begin_get(items, ready)
 
@@ -132,25 +150,30 @@ class Resident:
     def learn(self, learns: bool) -> None:
         """Whether gradients of the parameters are wanted; those that the user froze stay frozen."""
         for block, cost in zip(self.blocks, self._costs, strict=True):
+            own = {spec.name for spec in cost.layout.specs}
             for name, parameter in block.husk.named_parameters():
-                parameter.requires_grad_(learns and name in cost.trainable)
+                if name in own:
+                    parameter.requires_grad_(learns and name in cost.trainable)
+        for block, tie in self.tied if self._borrows else ():
+            parameter = block.husk.get_parameter(tie.name)
+            parameter.requires_grad_(learns and tie.owner_name in self._lent[tie.owner].trainable)
 
     def _build_optimizer(self) -> None:
         if not self.trainable:
             return
-        self._optimizer = self._choice.build(self.trainable)
-        for group in self._optimizer.param_groups:
+        self.optimizer = self._choice.build(self.trainable)
+        for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        for block, layout, region in zip(self.blocks, self._states, self._regions[1], strict=True):
+        for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[1], strict=True):
             if block.state_home not in self._store:
                 region.zero_()
-            named = [(name, p) for name, p in block.husk.named_parameters() if p.requires_grad]
-            self._choice.adopt(self._optimizer, named, layout.views(region))
+            named = [(name, p) for name, p in block.husk.named_parameters() if p.requires_grad and name in cost.trainable]
+            self._choice.adopt(self.optimizer, named, layout.views(region))
 
     def _fetch_gradients(self) -> None:
         if self._waiting is None:
             return
-        for block, layout, region in zip(self.blocks, self._gradients, self._regions[2], strict=True):
+        for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
             views = layout.views(region)
             for name, parameter in block.husk.named_parameters():
                 if f"{block.home}.{name}" in self._waiting:
@@ -198,6 +221,11 @@ class Resident:
     def _attach(self) -> None:
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
             attach(block.husk, cost.layout.views(region))
+        lent = {
+            owner: cost.layout.views(region) for (owner, cost), region in zip(self._lent.items(), self._regions[2], strict=True)
+        }
+        for block, tie in self.tied if self._borrows else ():
+            attach(block.husk, {tie.name: lent[tie.owner][tie.owner_name]})
 
     def keep_graph(self, m: int, x: torch.Tensor, output: torch.Tensor) -> None:
         """Until `back_propagate_kept`. What autograd saved of the weights must have been packed, see `packing`."""
@@ -207,25 +235,10 @@ class Resident:
         """(input, gradient edge of the output) of micro-batch `m`; forgotten here."""
         return self._graphs.pop(m)
 
-    # [Note: kept graphs] Autograd saves weights for backward as views of the slot, and the slot will hold another
-    # partition before backward comes. So in place of each such tensor its place in the slot is saved, and backward finds
-    # the same bytes there in the slot of the partition's next visit. Activations are saved as they are.
-
     def packing(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, autograd saves a place instead of a view of the slot."""
+        """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
         assert self._slot is not None
-        storage, start = self._slot.buffer.untyped_storage().data_ptr(), self._slot.buffer.storage_offset()
-
-        def pack(tensor: torch.Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() != storage:
-                return tensor
-            offset = int(tensor.storage_offset()) * tensor.dtype.itemsize - start
-            return _Place(int(offset), tensor.shape, tensor.stride(), tensor.dtype)
-
-        def unpack(packed: Any) -> torch.Tensor:
-            return packed.on(self._slot.buffer) if isinstance(packed, _Place) and self._slot is not None else packed
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None)
 
     def gradient_norms(self) -> list[torch.Tensor]:
         """Of each trained parameter that has a gradient, in the model's order."""
@@ -235,13 +248,13 @@ class Resident:
         """Optimizer step at `rate` times the learning rate, gradients scaled by `clip` (limit, total norm) and then freed."""
         if clip is not None and self.trainable:
             nn.utils.clip_grads_with_norm_(self.trainable, *clip)
-        if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * rate
-            self._optimizer.step()
+            self.optimizer.step()
         self._at_update, self._before = [], []
         has_buffers = any(True for block in self.blocks for _ in block.husk.buffers())
-        self._changed = self._changed or self._optimizer is not None or has_buffers
+        self._changed = self._changed or self.optimizer is not None or has_buffers
         self.forget_gradients()
 
     def abandon_update(self) -> None:
@@ -252,9 +265,22 @@ class Resident:
         self._at_update, self._before = [], []
 
     def forget_gradients(self) -> None:
-        for block in self.blocks:
-            for parameter in block.husk.parameters():
-                parameter.grad = None
+        for block, cost in zip(self.blocks, self._costs, strict=True):
+            for name, parameter in block.husk.named_parameters():
+                if name in cost.trainable:
+                    parameter.grad = None
+
+    @contextmanager
+    def apart(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
+        """Inside, gradients of parameters with a home elsewhere begin at nothing; behind it the dict holds what came."""
+        found: dict[Tied, torch.Tensor | None] = {}
+        parameters = {tie: block.husk.get_parameter(tie.name) for block, tie in self.tied}
+        before = {tie: parameter.grad for tie, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
+        yield found
+        for tie, parameter in parameters.items():
+            found[tie], parameter.grad = parameter.grad, before[tie]
 
     # --- going ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +306,7 @@ class Resident:
         """
         assert self._slot is not None
         self.placement = Placement.SAVING
-        if self._graphs:
+        if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
             self._evolved = [buffer.clone() for block in self.blocks for buffer in block.husk.buffers()]
         if self._before:
             self.restore_buffers()
@@ -302,10 +328,10 @@ class Resident:
 
     def _gradients_home(self) -> Transfer:
         names, items = [], []
-        for block, layout, region in zip(self.blocks, self._gradients, self._regions[2], strict=True):
+        for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
             views = layout.views(region)
             for name, parameter in block.husk.named_parameters():
-                if parameter.grad is not None:
+                if parameter.grad is not None and name in views:
                     views[name].copy_(parameter.grad)
                     names.append(f"{block.home}.{name}")
             items.append((block.gradient_home, layout, region))
@@ -335,30 +361,24 @@ class Resident:
 
     def _let_go(self) -> None:
         for block in self.blocks:
-            detach(block.husk)
-        self._optimizer, self._slot = None, None
+            detach(block.husk, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
+        self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
         self._changed = False
         self.placement = Placement.AT_HOME
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""
-        if self._slot is not None:
-            self.transfer.settle()  # its bytes must not arrive in memory that is gone
+        self.transfer.settle()  # its bytes must not arrive in memory that is gone
+        self.transfer = Transfer()  # nor its error in the next visit
         self._graphs, self._evolved, self._waiting = {}, [], None
         self._let_go()
 
 
-class _Place:
-    """Where in a slot a tensor lies: `offset` in bytes."""
-
-    __slots__ = ("dtype", "offset", "shape", "stride")
-
-    def __init__(self, offset: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.offset, self.shape, self.stride, self.dtype = offset, shape, stride, dtype
-
-    def on(self, buffer: torch.Tensor) -> torch.Tensor:
-        first = (buffer.storage_offset() + self.offset) // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
-            buffer.untyped_storage(), first, self.shape, self.stride
-        )
+def _lent(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
+    """Blocks of other partitions whose homes these need."""
+    found = {}
+    for block, cost in zip(blocks, costs, strict=True):
+        owners = dict.fromkeys(tie.owner for tie in block.tied)
+        found.update({owner: lent for owner, lent in zip(owners, cost.borrows, strict=True) if owner not in blocks})
+    return found

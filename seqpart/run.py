@@ -16,6 +16,7 @@ from seqpart.checkpoint import WEIGHTS, export_weights
 from seqpart.device import describe_versions
 from seqpart.direct import aligned
 from seqpart.errors import Interrupted, LimitExceeded, ModelError, OutOfMemory
+from seqpart.exactplan import largest_relayed
 from seqpart.executor import AllocationFailed, Event, Executor, Hooks
 from seqpart.ingest import pour
 from seqpart.interrupts import Interrupts
@@ -131,7 +132,7 @@ class Run:
         self._reporter.record("start", **describe_versions(), settings={k: str(v) for k, v in asdict(settings).items()})
         write_text(directory.result(PLAN), plan.to_json())
         if self._job is not None:
-            write_text(directory.root / JOB, json.dumps(self._job, indent=1) + "\n")
+            write_text(directory.result(JOB), json.dumps(self._job, indent=1) + "\n")
         self._reporter.say(f"run directory {directory.root}")
         return directory
 
@@ -172,7 +173,7 @@ class Run:
         staging = aligned(max(cost.layout.room for cost in self._prepared.costs))
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(self._device, self._settings.seed)
-            tensors = tensors_of(module)
+            tensors = block.own(tensors_of(module))
             if layout_of(tensors) != cost.layout:
                 raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
             if not keep:
@@ -233,10 +234,10 @@ class Run:
         candidates = self._prepared.partition_costs
         if stage.means.relay == "device" or len(candidates) == 1:
             return OnDevice()
-        largest = stage.micro_batch * max(cost.input_row for cost in candidates)
+        largest = largest_relayed(candidates, stage.micro_batch)
         if self._arena is not None and stage.means.relay == "host":
             rows = max(phase.batch for phase in self._prepared.phases)
-            host = self._arena.take(relay_room([cost.input_row for cost in candidates], rows, stage.micro_batch))
+            host = self._arena.take(relay_room(candidates, rows, stage.micro_batch))
             if host is not None:
                 return InHost(host, self._arena, self._device)
         return OnDisk(self._scratch.rows / "relay.part", largest, self._device)
@@ -246,10 +247,13 @@ class Run:
         residents = [
             Resident(
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self._store, self._device,
-                optimizer=optimizer, seed=settings.seed, autocast=settings.autocast,
+                optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.means.borrows,
             )
             for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, prepared.optimizers, strict=True))
         ]  # fmt: skip
+        for resident in residents if stage.means.borrows else ():
+            owners = {tie.owner for _, tie in resident.tied}
+            resident.lenders = [other for other in residents if owners.intersection(other.blocks)]
         passes = Passes(
             phases=prepared.phases, residents=residents, losses=prepared.loss, boundaries=self._boundaries,
             cache_layouts=prepared.cache_layouts, relay=relay, device=self._device, reader_thread=thread, seed=settings.seed,

@@ -189,6 +189,12 @@ def _remove_empty(root: Path) -> None:
         root.rmdir()
 
 
+def latest(root: Path, name: str) -> Path:
+    """Where the run in `root` wrote its result `name`: while it replaces an earlier run's, beside that one."""
+    new = root / (name + _NEW)
+    return new if new.exists() else root / name
+
+
 def has_checkpoint(root: Path) -> bool:
     return any((root / name).exists() for name in (CHECKPOINT, PREVIOUS))
 

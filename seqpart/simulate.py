@@ -20,6 +20,10 @@ class PartitionCost:
     """Bytes and operations of one partition for one micro-batch. The peaks are beyond the slot."""
 
     weights: int
+    borrowed: int
+    """Weights of blocks in other partitions that come along, because a parameter of theirs is used here too."""
+    tied: int
+    """Bytes of those parameters, whose gradients go to the partition that owns them."""
     state: int
     slot: int
     """Weights and optimizer state as they lie in the slot, page by page."""
@@ -68,9 +72,17 @@ def growing(
     slot = weights = state = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = 0
     first, trainable = blocks[0], False
+    seen: list[BlockCost] = []
+    lent: list[BlockCost] = []
+    tied = 0
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
         slot += block.layout.room + layout.room
+        seen.append(block)
+        for owner in block.borrows:
+            if not any(owner is other for other in seen + lent):
+                lent.append(owner)
+                slot, tied = slot + owner.layout.room, tied + block.tied
         forward = max(forward, alive + block.forward_peak)
         # The gradient that the successor hands over is as large as the output. Everything behind this block has
         # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`.
@@ -95,7 +107,8 @@ def growing(
         own = first.input + targets
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
-            weights=weights, state=state, slot=slot, gradients=gradients, saved=alive, kept=kept,
+            weights=weights, borrowed=sum(owner.weights for owner in lent), tied=tied, state=state,
+            slot=slot, gradients=gradients, saved=alive, kept=kept,
             forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
             train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
             again_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
@@ -138,6 +151,8 @@ class Means:
     slots: int = 1
     relay: str = "device"
     """Where boundaries wait within an update: device, host or disk."""
+    borrows: bool = True
+    """Whether a partition brings the homes of weights that it shares; where all partitions stay, they are there."""
     gradients_room: bool = False
     """Whether gradients may have to wait in the slot."""
     at_host: frozenset[int] = frozenset()
@@ -194,7 +209,7 @@ class Simulator:
         p = step.partition
         if self._means.slots == 1:
             self._slots = max(self._slots, self._room(part))
-        read = part.weights
+        read = part.weights + (part.borrowed if self._means.borrows else 0)
         if step.more:
             self._with_state.add(p)
             read += (part.state if p in self._stored else 0) + (part.gradients if p in self._waiting else 0)
@@ -240,11 +255,16 @@ class Simulator:
         assert step.micro_batch is not None
         read = rows * part.input_row if p == phase.partition else 0
         if phase.kind is not PhaseKind.TRAIN:
-            written = rows * part.output_row if p < len(self._partitions) - 1 else 0
+            written = rows * part.output_row if p == phase.last < len(self._partitions) - 1 else 0
+            peak = self._now + part.inference_peak
+            if phase.partition != phase.last:
+                self._held.pop(("boundary", p, step.micro_batch), None)
+                if p < phase.last:
+                    self._hold("boundary", p + 1, step.micro_batch, part.output)
             seconds = max(self._compute(part, rows, 1), read / self._rates.read) + written / self._rates.write
             if p == phase.last and phase.span(step.micro_batch).stop == phase.rows:
                 self._position = Position(step.phase + 1)
-            return self._now + part.inference_peak, read, written, seconds
+            return peak, read, written, seconds
         if p == phase.partition:
             self._hold("boundary", p, step.micro_batch, part.input)
         peak = self._now + part.forward_peak - self._held.get(("boundary", p, step.micro_batch), 0)
@@ -263,6 +283,8 @@ class Simulator:
         alone = phase.partition == phase.last
         read = rows * part.input_row if alone else 0
         graph = self._held.pop(("graph", p, m), 0)
+        if part.tied and not alone:
+            self._hold("tied", 0, m, part.tied)
         again = ("gradients", p, 0) in self._held
         need = (part.again_peak - part.gradients) if again else part.train_peak
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
@@ -272,6 +294,7 @@ class Simulator:
             self._held["gradients", p, 0] = part.gradients
         if p == phase.lowest:
             self._held.pop(("boundary", p, m), None)
+            self._held.pop(("tied", 0, m), None)
         passes = 2 if phase.keeps_graph(p) else 3
         return peak, read, 0, max(self._compute(part, rows, passes), read / self._rates.read)
 

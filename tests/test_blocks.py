@@ -116,16 +116,25 @@ def test_all_wrong_entries_are_named_at_once():
         as_chain([nn.ReLU(), 3, linear, "relu"])
 
 
-def test_shared_parameters_are_refused_and_all_of_them_named():
+def test_a_parameter_of_two_blocks_has_its_home_in_the_first():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    second.weight, second.bias = first.weight, first.bias
-    with pytest.raises(ModelError, match=r"1\.weight is 0\.weight, 1\.bias is 0\.bias\. Give each block its own"):
-        as_chain([first, second])
+    second.weight = first.weight
+    owner, other = as_chain([first, second])
+    assert [(tie.name, tie.owner, tie.owner_name) for tie in other.tied] == [("weight", owner, "weight")]
+    assert set(owner.own(tensors_of(first))) == {"weight", "bias"}
+    assert set(other.own(tensors_of(second))) == {"bias"}
 
 
-def test_a_module_with_parameters_used_twice_is_refused_too():
-    layer = nn.Linear(3, 3)
-    with pytest.raises(ModelError, match=r"1\.weight is 0\.weight"):
+def test_a_parameter_of_three_blocks_is_refused_and_each_named():
+    first, second, third = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    third.weight = second.weight = first.weight
+    with pytest.raises(ModelError, match=r"2\.weight is 0\.weight\. Give each block its own"):
+        as_chain([first, second, third])
+
+
+def test_a_module_with_buffers_used_twice_is_refused():
+    layer = nn.BatchNorm1d(3)
+    with pytest.raises(ModelError, match=r"1\.running_mean is 0\.running_mean"):
         as_chain(nn.Sequential(layer, layer))
 
 

@@ -15,7 +15,7 @@ FLOORS = [
     ["layout", "device", "arena", "losses"],
     ["gauge", "blocks", "homefile", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],
-    ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally"],
+    ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally", "graphs"],
     ["methods.method", "methods.exact", "methods.synthetic", "methods", "rateschedule"],
     ["plan", "exactplan", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
     ["inputs", "preparation", "progress", "report"],

@@ -28,7 +28,7 @@ def exact_phases(work: Workload, *, streamed: bool) -> tuple[Phase, ...]:
     """All epochs, then the test rows."""
     epochs = work.partitions[0].epochs
     train = replace(whole_network(work, streamed=streamed), epochs=epochs)
-    return (*(replace(train, epoch=e + 1) for e in range(epochs)), *test_phases(work))
+    return (*(replace(train, epoch=e + 1) for e in range(epochs)), *test_phases(work, stays=not streamed))
 
 
 def staying_phases(work: Workload) -> tuple[Phase, ...]:

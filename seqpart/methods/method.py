@@ -87,8 +87,12 @@ class Method:
     """Whether all partitions are on the device at once."""
 
 
-def test_phases(work: Workload) -> list[Phase]:
-    """The test rows through one partition after the other."""
+def test_phases(work: Workload, *, stays: bool = False) -> list[Phase]:
+    """The test rows through one partition after the other, or where all of them stay through all at once."""
+    if stays and len(work.partitions) > 1:
+        rows, micro_batch = work.test_rows, work.partitions[0].micro_batch
+        last = len(work.partitions) - 1
+        return [Phase(kind=PhaseKind.TEST, partition=0, through=last, rows=rows, batch=micro_batch, micro_batch=micro_batch)]
     return [
         Phase(kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch)
         for p, part in enumerate(work.partitions)

@@ -1,0 +1,180 @@
+"""One arm of benchmarks/streamed_speed.py in a process of its own: prints one JSON line.
+
+plain     a plain PyTorch loop with PyTorch's own settings and all memory
+streamed  seqpart, --method streamed
+compute   the same steps without loads and saves: what the computation alone takes
+io        the same loads and saves without computation: what the disk alone takes
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+WARM_UP = 3
+"""Updates that are not timed: first touches, state that is not at home yet."""
+SETTLED, SMALL = 120, 4 << 20
+
+
+def rows(count: int) -> tuple[Any, Any]:
+    """Real digits, repeated until there are `count` of them, so that every update is whole."""
+    import torch
+
+    from seqpart.zoo.datasets import _digits_table  # a file of numbers, read without scikit-learn's 57 MB
+
+    table = torch.from_numpy(_digits_table())
+    table = table[torch.arange(count) % len(table)]
+    return (table[:, :64] / 16).to(torch.float32), table[:, 64].to(torch.int64)
+
+
+def plain(width: int, depth: int, batch: int, updates: int) -> dict[str, Any]:
+    import torch
+    import torch.nn.functional as F
+    from sklearn.datasets import load_digits
+
+    from benchmarks.streamed_networks import network
+
+    digits = load_digits()
+    x = (torch.from_numpy(digits.data) / 16).to(torch.float32)
+    y = torch.from_numpy(digits.target).to(torch.int64)
+    model = torch.nn.Sequential(*[block() for block in network(width, depth)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    took = []
+    for number in range(updates):
+        began = time.perf_counter()
+        picked = torch.arange(number * batch, (number + 1) * batch) % len(x)
+        F.cross_entropy(model(x[picked]), y[picked]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        took.append(time.perf_counter() - began)
+    return {"seconds": took[WARM_UP:], "peak": peak_anonymous()}
+
+
+def peak_anonymous() -> int:
+    """Roughly: of a loop that holds all, the most resident memory, less the files' pages."""
+    files = next(int(line.split()[1]) * 1024 for line in _status() if line.startswith("RssFile"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - files
+
+
+def _status() -> list[str]:
+    return Path("/proc/self/status").read_text().splitlines()
+
+
+def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.streamed_networks import network
+    from seqpart import Trainer
+    from seqpart.executor import StepDone
+    from seqpart.report import Reporter
+    from seqpart.schedule import PhaseKind, Verb
+
+    class Watch(Reporter):
+        def __init__(self) -> None:
+            super().__init__(quiet=not arguments.verbose)
+            self.ends: list[float] = []
+            self.verbs: dict[str, float] = {}
+
+        def begin(self, phases: Any, *rest: Any) -> None:
+            self.phases = phases
+            super().begin(phases, *rest)
+
+        def listen(self, event: Any) -> None:
+            if isinstance(event, StepDone) and self.phases[event.step.phase].kind is PhaseKind.TRAIN:
+                if event.step.verb is Verb.UPDATE and event.step.partition == 0:
+                    self.ends.append(time.perf_counter())
+                if len(self.ends) > WARM_UP:
+                    name = event.step.verb.name
+                    self.verbs[name] = self.verbs.get(name, 0.0) + event.seconds
+            super().listen(event)
+
+    if arguments.arm != "streamed":
+        idle(arguments.arm)
+    watch = Watch()
+    x, y = rows(arguments.batch * arguments.updates)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        options = {"micro_batch_size": arguments.batch} if not arguments.any_micro_batch else {}
+        if arguments.partitions:
+            options["partitions"] = arguments.partitions
+        result = Trainer(
+            network(arguments.width, arguments.depth), mem_limit=arguments.limit, method="streamed", epochs=1,
+            batch_size=arguments.batch, lr=1e-4, shuffle="no", output_dir=Path(folder) / "run", save_every="never",
+            **options,
+        ).fit((x, y), (x[:256], y[:256]), reporter=watch)  # fmt: skip
+    ends = watch.ends[WARM_UP - 1 :]
+    plan = result.plan
+    return {
+        "seconds": [after - before for before, after in itertools.pairwise(ends)],
+        "peak": result.proof.peak, "predicted": plan.peak, "violations": result.proof.violations, "runtime": plan.runtime,
+        "partitions": len(plan.partitions), "slots": plan.slots, "relay": plan.relay, "keeps_graph_from": plan.keeps_graph_from,
+        "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,
+        "verbs": {name: round(seconds / max(1, len(ends) - 1), 4) for name, seconds in watch.verbs.items()},
+    }  # fmt: skip
+
+
+def idle(arm: str) -> None:
+    """Take the disk, or the computation, out of the run, from the first updates on."""
+    from seqpart.passes import Passes
+    from seqpart.resident import Resident
+    from seqpart.store import Store, Transfer
+
+    if arm == "compute":
+        real_get, real_put = Store.begin_get, Store.begin_put
+        calls = {"get": 0}
+
+        def begin_get(self: Store, items: Any, after: Any) -> Transfer:
+            calls["get"] += 1
+            # The slots hold numbers by now, of whichever block; blocks of another layout still come and go.
+            work = [item for item in items if calls["get"] < SETTLED or self.layout(item[0]).nbytes < SMALL]
+            return real_get(self, work, after)
+
+        def begin_put(self: Store, items: Any, after: Any) -> Transfer:
+            work = [item for item in items if calls["get"] < SETTLED or item[1].nbytes < SMALL]
+            return real_put(self, work, after)
+
+        Store.begin_get, Store.begin_put = begin_get, begin_put  # type: ignore[method-assign]
+        return
+
+    def nothing(self: Passes, step: Any) -> tuple[int, int]:
+        batch_rows = self._phases[step.phase].kind.name
+        if batch_rows == "TRAIN" and step.verb.name == "FORWARD" and step.partition == 0:
+            batch = self._next_batch(step)
+            self._done_with(batch)
+        return (0, 0) if batch_rows == "TRAIN" else real_forward(self, step)
+
+    real_forward = Passes.forward
+    Passes.forward = Passes.backward = nothing  # type: ignore[method-assign]
+
+    def update(self: Resident, rate: float = 1.0, clip: Any = None) -> None:
+        self._changed = True
+
+    Resident.update = update  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arm", choices=["plain", "streamed", "compute", "io"])
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--depth", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--limit", default="2GB")
+    parser.add_argument("--partitions", type=int)
+    parser.add_argument("--any-micro-batch", action="store_true")
+    parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.arm == "plain":
+        found = plain(arguments.width, arguments.depth, arguments.batch, arguments.updates)
+    else:
+        found = streamed(arguments)
+    found["median"] = median(found["seconds"])
+    print(json.dumps(found), file=sys.stdout if not arguments.verbose else sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
