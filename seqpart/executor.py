@@ -138,8 +138,9 @@ class Executor:
             step = ahead.next_load(set(self._coming))
             if step is None or step.partition in self._loaded or step.partition in self._coming:
                 return
-            if any(lender.number in self._loaded for lender in self._residents[step.partition].lenders):
-                return  # what it would borrow has not been saved yet
+            here = {*self._loaded, *self._coming}
+            if any(lender.number in here for lender in self._residents[step.partition].lenders):
+                return  # what it would borrow is yet to be saved
             self._begin(step)
 
     def _begin(self, step: Step) -> None:

@@ -21,7 +21,8 @@ FLAGS = {
     "--batch-size", "--micro-batch-size", "--lr", "--optimizer", "--weight-decay", "--momentum", "--clip-grad-norm",
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
     "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
-    "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
+    "--lr-schedule", "--warmup-updates", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--save-every",
+    "--resume", "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
 }  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def test_the_real_command_ends_with_the_proof_and_leaves_the_results(here):
     assert ran.err == ""
     assert ran.out.splitlines()[-1].startswith("proof: limit 1.00 GB, measured peak ")
     (folder,) = (here / "runs").iterdir()
-    assert sorted(files(folder)) == ["events.jsonl", "model.safetensors", "plan.json", "result.json"]
+    assert sorted(files(folder)) == ["events.jsonl", "job.json", "model.safetensors", "plan.json", "result.json"]
     assert set(load_file(folder / "model.safetensors")) == {
         "0.1.weight", "0.1.bias", "0.2.weight", "0.2.bias",
         *(f"{block}.{name}" for block in (1, 2) for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")),

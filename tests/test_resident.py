@@ -13,7 +13,8 @@ from seqpart.device import Device, open_device
 from seqpart.direct import aligned
 from seqpart.errors import CorruptFile
 from seqpart.optimizers import choose
-from seqpart.resident import Placement, Resident, slot_bytes, state_layouts
+from seqpart.resident import Placement, Resident, gradient_layouts, slot_bytes, state_layouts
+from seqpart.slots import Slot, at_once
 from seqpart.store import Store
 
 SHAPE, SEED = (6,), 11
@@ -43,7 +44,7 @@ class Home:
         self.chain, self.store = as_chain(model), Store(folder, self.device, arena)
         self.costs = measure_chain(self.chain, shape, 4)
         self.resident = Resident(0, self.chain, self.costs, self.store, self.device, optimizer=choice, seed=SEED)
-        self.slot = self.device.empty(slot_bytes(self.costs, choice))
+        self.slot = self.device.empty(slot_bytes(self.costs, choice, gradients=True))
         for block, cost in zip(self.chain, self.costs, strict=True):
             flat = aligned(cost.layout.room)
             tensors = tensors_of(block.build(self.device, SEED))
@@ -53,9 +54,18 @@ class Home:
             self.store.put(block.home, cost.layout, flat)
         self.resident.release()
 
-    def load(self, *, to_train=True):
+    def load(self, *, to_update=True, learns=True):
+        """A whole visit's beginning; the bytes that it read."""
         self.slot.fill_(0xAB)
-        self.resident.load(self.slot, to_train=to_train)
+        self.resident.begin_load(Slot(self.slot, at_once), to_update=to_update)
+        return self.resident.finish_load(learns=learns)
+
+    def drop(self, *, keep_state=True, gradients=False):
+        """A whole visit's end; the bytes that it wrote."""
+        slot, free, written = self.resident.begin_drop(keep_state=keep_state, gradients=gradients)
+        free()
+        assert slot.buffer is self.slot
+        return written
 
     def tensors(self):
         """Everything at home, by the model's own names."""
@@ -107,8 +117,14 @@ def train_visits(home, data, *, visit=1, micro_batches=1, clip=None):
         for m, (x, labels) in enumerate(data[first : first + visit], start=1):
             loss_of(home.resident.forward(x, training=True, key=(first, m)), labels).backward()
             if m % micro_batches == 0:
-                home.resident.update(clip)
-        home.resident.drop(keep_state=True)
+                update(home.resident, clip)
+        home.drop()
+
+
+def update(resident, clip=None):
+    """With the norm of this partition alone, as where each is trained by itself."""
+    norm = torch.linalg.vector_norm(torch.stack(resident.gradient_norms()))
+    resident.update(clip=None if clip is None else (clip, norm))
 
 
 def assert_same(found, expected):
@@ -140,15 +156,48 @@ def test_micro_batches_and_clipping_are_those_of_a_plain_loop(tmp_path, clip):
     home.store.close()
 
 
-def test_the_norm_is_told_when_it_is_clipped_by(home):
+def test_each_gradient_s_norm_is_told(home):
     (x, labels), *_ = batches(1)
     home.load()
+    assert home.resident.gradient_norms() == []
     loss_of(home.resident.forward(x, training=True, key=(0,)), labels).backward()
-    squares = [float(parameter.grad.double().square().sum()) for parameter in home.resident.trainable]
-    norm = home.resident.update(0.1)
-    # The norm is summed in float32 by torch and in float64 here: they agree to float32's seven digits.
-    assert norm == pytest.approx(sum(squares) ** 0.5, rel=1e-6)
-    assert home.resident.update(None) is None
+    assert home.resident.gradient_norms() == [parameter.grad.norm() for parameter in home.resident.trainable]
+
+
+def test_gradients_that_wait_at_home_for_their_norm_come_back_bit_for_bit(home, tmp_path):
+    torch.manual_seed(0)  # the weights that `home` was made with
+    stays = Home(tmp_path / "stays", network())
+    for x, labels in batches(2):
+        for visited in (home, stays):
+            visited.load(to_update=visited is stays)
+            loss_of(visited.resident.forward(x, training=True, key=(0,)), labels).backward()
+        home.drop(gradients=True)
+        home.load()
+        assert home.resident.gradient_norms() == stays.resident.gradient_norms()
+        for visited in (home, stays):
+            update(visited.resident, 0.05)
+            visited.drop()
+        assert_same(home.tensors(), stays.tensors())
+    stays.store.close()
+
+
+def test_the_step_is_at_the_rate_that_is_given(tmp_path):
+    """With plain gradient descent half the rate is half the step; 0.5 scales a float exactly."""
+    found = {}
+    for rate in (1.0, 0.5):
+        torch.manual_seed(0)
+        home = Home(tmp_path / str(rate), network(), CHOICES["sgd"])
+        before = home.tensors()["0.weight"].clone()
+        (x, labels), *_ = batches(1)
+        home.load()
+        loss_of(home.resident.forward(x, training=True, key=(0,)), labels).backward()
+        gradient = home.chain[0].husk.weight.grad.clone()
+        home.resident.update(rate)
+        home.drop()
+        found[rate] = home.tensors()["0.weight"]
+        assert torch.equal(found[rate], before - (0.05 * rate) * gradient)
+        home.store.close()
+    assert not torch.equal(found[1.0], found[0.5])
 
 
 def test_an_update_frees_the_gradients(home):
@@ -156,7 +205,7 @@ def test_an_update_frees_the_gradients(home):
     home.load()
     loss_of(home.resident.forward(x, training=True, key=(0,)), labels).backward()
     assert all(parameter.grad is not None for parameter in home.resident.trainable)
-    home.resident.update(None)
+    home.resident.update()
     assert all(parameter.grad is None for parameter in home.resident.trainable)
 
 
@@ -174,8 +223,8 @@ def test_state_that_is_not_kept_starts_again_at_zero(tmp_path):
     for x, labels in batches(3):
         home.load()
         loss_of(home.resident.forward(x, training=True, key=(0,)), labels).backward()
-        home.resident.update(None)
-        home.resident.drop(keep_state=False)
+        home.resident.update()
+        home.drop(keep_state=False)
     for batch in batches(3):
         expected = train_plain(plain, CHOICES["adam"], [batch])
     assert_same(home.tensors(), expected)
@@ -185,11 +234,11 @@ def test_state_that_is_not_kept_starts_again_at_zero(tmp_path):
 def test_dropout_is_a_function_of_place_and_not_of_order(tmp_path):
     home = Home(tmp_path, nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Dropout(0.5)))
     x = torch.ones(4, 6)
-    home.load(to_train=False)
+    home.load(to_update=False)
     first, other = (home.resident.forward(x, training=True, key=key) for key in ((1, 2, 3), (1, 2, 4)))
     first, other = first.detach().clone(), other.detach().clone()
-    home.resident.drop(keep_state=False)
-    home.load(to_train=False)
+    home.drop(keep_state=False)
+    home.load(to_update=False)
     torch.manual_seed(99)
     assert torch.equal(home.resident.forward(x, training=True, key=(1, 2, 3)), first)
     assert not torch.equal(first, other)
@@ -199,30 +248,32 @@ def test_dropout_is_a_function_of_place_and_not_of_order(tmp_path):
 
 
 def test_without_training_dropout_and_statistics_rest(home):
-    home.load(to_train=False)
+    home.load(to_update=False)
     mean = home.chain[1].husk.running_mean.clone()
     home.resident.forward(torch.randn(4, 6), training=False, key=(0,))
     assert torch.equal(home.chain[1].husk.running_mean, mean)
 
 
 def test_weights_that_did_not_change_are_not_written(home):
-    home.load(to_train=False)
+    home.load(to_update=False)
     home.resident.forward(torch.randn(4, 6), training=False, key=(0,))
     before = home.store.traffic.bytes_written
-    home.resident.drop(keep_state=True)
+    assert home.drop() == 0
     assert home.store.traffic.bytes_written == before
     assert home.chain[0].state_home not in home.store
 
 
 def test_who_holds_the_weights_is_told_and_a_husk_holds_none(home):
     assert home.resident.placement is Placement.AT_HOME
-    home.load()
+    home.resident.begin_load(Slot(home.slot, at_once), to_update=True)
+    assert home.resident.placement is Placement.LOADING
+    home.resident.finish_load(learns=True)
     assert home.resident.placement is Placement.RESIDENT
     low = home.slot.data_ptr()
     for block in home.chain:
         for tensor in tensors_of(block.husk).values():
             assert low <= tensor.data_ptr() < low + len(home.slot)
-    home.resident.drop(keep_state=True)
+    home.drop()
     assert home.resident.placement is Placement.AT_HOME
     assert all(tensor.numel() == 0 for block in home.chain for tensor in tensors_of(block.husk).values())
 
@@ -231,8 +282,13 @@ def test_the_slot_is_filled_from_end_to_end_and_no_further(tmp_path):
     home = Home(tmp_path, network())
     home.load()
     states = state_layouts(home.costs, CHOICES["adam"])
-    assert len(home.slot) == sum(layout.room for layout in [cost.layout for cost in home.costs] + states)
-    assert slot_bytes(home.costs, None) == sum(cost.layout.room for cost in home.costs)
+    rooms = [cost.layout.room for cost in home.costs]
+    assert slot_bytes(home.costs, None) == home.resident.needs(to_update=False, gradients=False) == sum(rooms)
+    rooms += [layout.room for layout in states]
+    assert slot_bytes(home.costs, CHOICES["adam"]) == home.resident.needs(to_update=True, gradients=False) == sum(rooms)
+    rooms += [layout.room for layout in gradient_layouts(home.costs)]
+    assert len(home.slot) == home.resident.needs(to_update=True, gradients=True) == sum(rooms)
+    home.drop()
     home.store.close()
 
 

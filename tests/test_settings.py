@@ -81,7 +81,7 @@ def test_python_values_of_another_type_are_refused(name, value, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "boosting"}, "--method: expected one of sil, full; found 'boosting'"),
+        ({"method": "boosting"}, "--method: expected one of auto, sil, streamed, checkpointed, full; found 'boosting'"),
         ({"objective": "hinge"}, "--objective: expected one of prototype, mse; found 'hinge'"),
         ({"kappa": 3.0}, "--kappa goes with --objective mse; found --objective prototype"),
         ({"objective": "mse", "prototype_scale": 3.0}, "--prototype-scale goes with --objective prototype"),
