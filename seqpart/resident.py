@@ -4,8 +4,8 @@
 
     who holds the weights:  the store   both       the slot       both     the store
 
-A slot is one flat buffer that partitions use in turn: weights, then optimizer state, then gradients that wait for their
-norm. Parameters and state are views of it, so loading is a read into it and saving is a write out of it. Both go on in
+A slot is one flat buffer that partitions use in turn: weights, at the same places in each visit, then optimizer state,
+then gradients that wait for their norm. Parameters and state are views of it, so loading is a read into it and saving is a write out of it. Both go on in
 the store's threads while another partition computes.
 """
 
@@ -112,17 +112,17 @@ class Resident:
         self.placement, self._slot, self._to_update = Placement.LOADING, slot, to_update
         self._regions, offset = [], 0
         own, lent = [cost.layout for cost in self._costs], [cost.layout for cost in self._lent.values()]
-        for layouts in own, self._states if to_update else [], lent, self._gradients:
+        for layouts in own, lent, self._states if to_update else [], self._gradients:
             regions = []
             for layout in layouts:
                 regions.append(slot.buffer[offset : offset + layout.room])
                 offset += layout.room
             self._regions.append(regions)
         items = list(
-            zip((block.home for block in (*self.blocks, *self._lent)), self._regions[0] + self._regions[2], strict=True)
+            zip((block.home for block in (*self.blocks, *self._lent)), self._regions[0] + self._regions[1], strict=True)
         )
         if to_update:
-            states = zip((block.state_home for block in self.blocks), self._regions[1], strict=True)
+            states = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
             items += [(home, region) for home, region in states if home in self._store]
             if self._waiting is not None:
                 items += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
@@ -164,7 +164,7 @@ class Resident:
         self.optimizer = self._choice.build(self.trainable)
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[1], strict=True):
+        for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
             if block.state_home not in self._store:
                 region.zero_()
             named = [(name, p) for name, p in block.husk.named_parameters() if p.requires_grad and name in cost.trainable]
@@ -222,7 +222,7 @@ class Resident:
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
             attach(block.husk, cost.layout.views(region))
         lent = {
-            owner: cost.layout.views(region) for (owner, cost), region in zip(self._lent.items(), self._regions[2], strict=True)
+            owner: cost.layout.views(region) for (owner, cost), region in zip(self._lent.items(), self._regions[1], strict=True)
         }
         for block, tie in self.tied if self._borrows else ():
             attach(block.husk, {tie.name: lent[tie.owner][tie.owner_name]})
@@ -292,7 +292,7 @@ class Resident:
             items = [(b.home, c.layout, r) for b, c, r in zip(self.blocks, self._costs, self._regions[0], strict=True)]
             if keep_state and self._to_update:
                 items += [
-                    (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[1], strict=True) if s.specs
+                    (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
                 ]
         self._changed = False
         mark = self._device.mark()
