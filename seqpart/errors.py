@@ -13,6 +13,7 @@
         DiskFull              no room left for homes or boundary rows
         DirectoryUnusable     not writable, not ours, or in use by a live run
       ScheduleError       1   our own fault: a schedule broke the grammar
+    Interrupted         130   no error: a KeyboardInterrupt that has left a checkpoint
 
 A message says what was expected, what was found, and the cure.
 """

@@ -52,6 +52,11 @@ class Overwriting:
     def intact(self):
         assert files(self.folder / "out") == self.before
 
+    def intact_beside_a_checkpoint(self):
+        now = files(self.folder / "out")
+        assert "checkpoint.json" in now
+        assert {name: now[name] for name in self.before} == self.before
+
 
 @pytest.fixture
 def over(place, capsys):
@@ -114,10 +119,12 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(o
 
 
 def test_plain_training_that_does_not_fit_is_refused_with_the_cure(over):
+    large = ["--width", "2048", "--depth", "6", "--mem-limit", "500MB"]
     over.refused(
-        3, "the whole network", "smallest limit that fits", "--method sil",
-        arguments=["--method", "full"], small=["--width", "2048", "--depth", "6", "--mem-limit", "500MB"], own_process=False,
+        3, "method full needs", "the limit is 500.0 MB", "smallest limit that fits", "Or use --method streamed",
+        arguments=["--method", "full"], small=large, own_process=False,
     )  # fmt: skip
+    assert call(over.capsys, *large, "--method", "streamed", "--dry-run").code == 0
 
 
 def test_a_diverging_run_says_so(over):
@@ -222,11 +229,39 @@ def test_overwrite_replaces_every_result_at_the_end(place, capsys):
 LONG = [*SMALL, "--epochs", "2000"]
 
 
+def epochs_told(log):
+    """Numbers of the training passes that the log says are over."""
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    phases = [re.fullmatch(r"\[train 0\.(\d+)\]", event["phase"]) for event in events if event["event"] == "phase"]
+    return [int(match[1]) for match in phases if match]
+
+
 @pytest.mark.parametrize(("how", "kind"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "kill")])
-def test_a_run_that_is_interrupted_removes_its_scratch_and_keeps_earlier_results(over, how, kind):
+def test_a_run_that_is_interrupted_is_saved_goes_on_and_keeps_earlier_results(over, how, kind):
     process = start(over.folder, *LONG, "--output-dir", "out", "--overwrite", until="train epoch 2")
+    resume = "python -m seqpart.train --resume out"
+    assert refused(end(process, how), 130, f"interrupted: the run is saved. Go on with: {resume}")
+    over.intact_beside_a_checkpoint()
+    assert json.loads((over.folder / "out" / MARKER).read_text())["state"] == "interrupted"
+    again = call(over.capsys, *SMALL, "--output-dir", "out")
+    assert refused(again, 2, "--output-dir: out holds a run that was interrupted", "--resume out", "--overwrite")
+    before = epochs_told(over.folder / "out" / "events.jsonl.seqpart-new")
+    process = start(over.folder, "--resume", "out", until="train epoch")
+    assert refused(end(process, how), 130, "interrupted: the run is saved.")
+    after = epochs_told(over.folder / "out" / "events.jsonl.seqpart-new")
+    assert after == list(range(1, len(after) + 1))
+    assert len(after) > len(before) >= 2
+    over.intact_beside_a_checkpoint()
+
+
+def test_a_run_that_never_saves_removes_its_scratch_when_it_is_interrupted(over):
+    process = start(
+        over.folder, *LONG, "--output-dir", "out", "--overwrite", "--save-every", "never", until="train epoch 2"
+    )  # fmt: skip
     assert list((over.folder / "out" / "homes").glob("*.safetensors"))
-    assert refused(end(process, how), 130, "interrupted", "scratch files are removed", "earlier results are untouched")
+    assert refused(
+        end(process, signal.SIGINT), 130, "interrupted", "scratch files are removed", "earlier results are untouched"
+    )
     over.intact()
     assert json.loads((over.folder / "out" / MARKER).read_text())["state"] != "running"
 
@@ -243,7 +278,7 @@ def test_a_directory_in_use_is_refused_and_the_live_run_is_not_disturbed(over):
     assert refused(over_live, 6, "DirectoryUnusable: out is in use by another run", "give another --output-dir")
     assert beside.code == 0
     assert "cleaned up" not in beside.out
-    over.intact()
+    over.intact_beside_a_checkpoint()
 
 
 def test_what_a_killed_run_left_is_cleaned_by_the_next_and_said(over):

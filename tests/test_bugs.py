@@ -19,10 +19,11 @@ from seqpart.gauge import Reading
 from seqpart.layout import Layout, TensorSpec
 from seqpart.meter import Sampler
 from seqpart.optimizers import choose, describe
-from seqpart.preparation import Preparation
+from seqpart.rates import measure_rates
 from seqpart.resident import Resident, slot_bytes
 from seqpart.rows import RowLayout, Rows
 from seqpart.schedule import parse
+from seqpart.slots import Slot, at_once
 from seqpart.store import Store
 
 
@@ -30,7 +31,7 @@ def at_home(tmp_path, module, shape):
     """One partition of one block whose weights are at home; with the store and its slot."""
     device, chain = Device(), as_chain([module])
     costs = measure_chain(chain, shape, 2)
-    store, choice = Store(tmp_path, device), choose("sgd", lr=0.1)
+    store, choice = Store(tmp_path, device), choose("sgd", lr=0.1, momentum=0.9)
     block, cost = chain[0], costs[0]
     flat = aligned(cost.layout.room)
     built = block.build(device, 0)
@@ -40,7 +41,17 @@ def at_home(tmp_path, module, shape):
             view.copy_(tensors[name])
     store.put(block.home, cost.layout, flat)
     resident = Resident(0, chain, costs, store, device, optimizer=choice, seed=0)
-    return resident, store, device.empty(slot_bytes(costs, choice))
+    return resident, store, Slot(device.empty(slot_bytes(costs, choice)), at_once)
+
+
+def load(resident, slot):
+    resident.begin_load(slot, to_update=True)
+    resident.finish_load(learns=True)
+
+
+def drop(resident, *, keep_state=True):
+    _, free, _ = resident.begin_drop(keep_state=keep_state)
+    free()
 
 
 def read_home(resident, store):
@@ -182,10 +193,10 @@ def test_a_buffer_that_takes_another_s_place_keeps_its_value(tmp_path):
     """Replaced buffers were copied home one by one, so one that lay in another's place was overwritten first."""
     resident, store, slot = at_home(tmp_path, LastTwo(), (1,))
     for value in (5.0, 7.0):
-        resident.load(slot, to_train=True)
+        load(resident, slot)
         resident.forward(torch.full((1, 1), value), training=True, key=(0,)).sum().backward()
-        resident.update(None)
-        resident.drop(keep_state=True)
+        resident.update()
+        drop(resident)
     views = read_home(resident, store)
     assert (views["last"].item(), views["before"].item()) == (7.0, 5.0)
     store.close()
@@ -194,11 +205,11 @@ def test_a_buffer_that_takes_another_s_place_keeps_its_value(tmp_path):
 def test_statistics_of_a_partition_without_parameters_go_home(tmp_path):
     """Only an optimizer's step marked a partition as changed, so a BatchNorm without weights lost its statistics."""
     resident, store, slot = at_home(tmp_path, nn.BatchNorm1d(3, affine=False), (3,))
-    resident.load(slot, to_train=True)
+    load(resident, slot)
     resident.forward(torch.randn(8, 3), training=True, key=(0,))
-    resident.update(None)
+    resident.update()
     expected = resident.blocks[0].husk.running_mean.clone()
-    resident.drop(keep_state=False)
+    drop(resident, keep_state=False)
     assert expected.count_nonzero() == 3
     assert torch.equal(read_home(resident, store)["running_mean"], expected)
     store.close()
@@ -214,10 +225,10 @@ def test_optimizer_state_that_is_not_kept_is_not_found_again(tmp_path):
     """The state of an earlier visit stayed at home, to be loaded as if it were the last one's."""
     resident, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
     for keep_state in (True, False):
-        resident.load(slot, to_train=True)
+        load(resident, slot)
         resident.forward(torch.ones(2, 3), training=True, key=(0,)).sum().backward()
-        resident.update(None)
-        resident.drop(keep_state=keep_state)
+        resident.update()
+        drop(resident, keep_state=keep_state)
         assert (resident.blocks[0].state_home in store) == keep_state
     store.close()
 
@@ -261,10 +272,10 @@ def test_a_buffer_shared_by_two_submodules_stays_shared(tmp_path):
     resident, store, slot = at_home(tmp_path, module, (3,))
     for _ in range(3):
         x = torch.randn(8, 3)
-        resident.load(slot, to_train=True)
+        load(resident, slot)
         assert torch.equal(resident.forward(x, training=True, key=(0,)), plain(x))
-        resident.update(None)
-        resident.drop(keep_state=True)
+        resident.update()
+        drop(resident)
     assert torch.equal(read_home(resident, store)["first.running_mean"], plain.second.running_mean)
     assert plain.first.running_mean is plain.second.running_mean
     store.close()
@@ -308,7 +319,7 @@ def test_memory_that_runs_out_in_an_update_leaves_nothing_loaded(tmp_path, monke
     model = nn.Sequential(nn.Linear(4, 3))
     before = copy.deepcopy(model.state_dict())
 
-    def half_done(resident, _):
+    def half_done(resident, *_):
         with torch.no_grad():
             resident.trainable[0].add_(1)
         raise MemoryError
@@ -348,15 +359,14 @@ def test_copies_of_the_ram_tier_start_no_threads(tmp_path):
 def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, monkeypatch):
     """The matrix rate was measured on a whole batch of rows 1024 wide: 0.5 GB for 60,000 rows, unplanned and unlimited."""
     held = []
-    measure = Preparation._measure_rates
 
-    def watched(preparation):
+    def watched(*arguments):
         with LiveBytes() as live:
-            rates = measure(preparation)
+            rates = measure_rates(*arguments)
         held.append(live.peak)
         return rates
 
-    monkeypatch.setattr(Preparation, "_measure_rates", watched)
+    monkeypatch.setattr("seqpart.inputs.measure_rates", watched)
     data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
     Trainer([nn.Linear(1, 3)], mem_limit="2GB", batch_size=5000, output_dir=tmp_path).prepare(data, data)
     assert held[0] < 12 << 20
@@ -365,7 +375,7 @@ def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, 
 def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp_path, monkeypatch):
     """After a failed allocation --ram-limit was compared with what the run's own arena had left free, and refused."""
     free = iter([1 << 30])
-    monkeypatch.setattr("seqpart.preparation.host_memory_free", lambda: next(free, 0))
+    monkeypatch.setattr("seqpart.inputs.host_memory_free", lambda: next(free, 0))
     preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", ram_limit="64MB", output_dir=tmp_path).prepare(
         classified(48, (4,)), classified(12, (4,))
     )

@@ -97,13 +97,15 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(t
 def test_full_training_is_refused_with_the_bytes_it_needs_and_runs_when_given_them(tmp_path):
     refused = Ran(tmp_path, ["--method", "full", "--mem-limit", "560MB", *SMALL])
     assert refused.code == 3, refused.out + refused.err
-    needed = parse_size(re.search(r"training it needs (\S+ [GM]B)", refused.err)[1])
+    needed = parse_size(re.search(r"method full needs (\S+ [GM]B)", refused.err)[1])
     assert needed > 16 * 1024**2 * 16, "weights, gradients and two moments in float32"
-    assert "--method sil" in refused.err
+    assert "--method streamed" in refused.err
     done = Ran(tmp_path, ["--method", "full", "--mem-limit", f"{round(1.05 * needed)}", *SMALL])
     assert done.code == 0, done.out + done.err
-    sil = Ran(tmp_path, ["--mem-limit", "560MB", *SMALL])
-    assert sil.code == 0, sil.out + sil.err
+    for method in ("sil", "streamed"):
+        other = Ran(tmp_path, ["--mem-limit", "560MB", "--method", method, *SMALL])
+        assert other.code == 0, other.out + other.err
+        assert other.watched.peak <= parse_size("560MB")
 
 
 def test_the_weights_load_with_torch_alone_and_evaluate_to_the_reported_accuracy(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+from pathlib import Path
 
 import seqpart
 from seqpart import errors
@@ -30,13 +31,21 @@ def test_every_public_name_says_what_it_is():
 
 def test_every_error_is_in_the_tree_that_the_docstring_draws():
     for name, kind in vars(errors).items():
-        if inspect.isclass(kind) and issubclass(kind, Exception):
-            assert issubclass(kind, errors.SeqpartError)
+        if inspect.isclass(kind) and issubclass(kind, BaseException):
+            assert issubclass(kind, errors.SeqpartError | errors.Interrupted)
             assert name in errors.__doc__
 
 
+def test_an_interrupted_run_is_no_error_and_passes_handlers_of_errors_by():
+    assert issubclass(errors.Interrupted, KeyboardInterrupt)
+    assert not issubclass(errors.Interrupted, Exception)
+    interrupted = errors.Interrupted(Path("runs/mine"))
+    assert interrupted.directory == Path("runs/mine")
+    assert "--resume runs/mine" in str(interrupted)
+
+
 def test_each_branch_of_the_tree_has_its_exit_code():
-    codes = {name: kind.exit_code for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    codes = {name: kind.exit_code for name, kind in vars(errors).items() if isinstance(kind, type) and "exit_code" in dir(kind)}
     assert codes == {
         "SeqpartError": 1, "ScheduleError": 1,
         "BadInput": 2, "OptionError": 2, "ModelError": 2, "DataError": 2,
