@@ -1,6 +1,6 @@
 """The grammar of a run: rows are covered once and in order, text and steps are the same thing, each rule is held."""
 
-from itertools import pairwise
+from itertools import groupby
 
 import pytest
 from hypothesis import given
@@ -27,8 +27,9 @@ phases_of = st.builds(
     batch=st.integers(1, 25),
     micro_batch=st.integers(1, 12),
     epoch=st.integers(0, 3),
+    stage=st.integers(0, 1),
 )
-chains_of_phases = st.lists(phases_of, min_size=1, max_size=6)
+chains_of_phases = st.lists(phases_of, min_size=1, max_size=6).map(lambda phases: sorted(phases, key=lambda phase: phase.stage))
 
 
 def train(partition=0, epoch=1, rows=4, batch=2, micro_batch=2):
@@ -74,9 +75,29 @@ def test_spans_from_a_later_update_are_the_tail_of_all_spans(phase, first):
 @given(chains_of_phases)
 def test_steps_one_partition_at_a_time_keep_every_rule(phases):
     steps = list(checked(steps_of(phases)))
-    for verb in (Verb.LOAD, Verb.DROP):
-        moves = sum(step.verb is verb for step in steps)
-        assert moves == 1 + sum(a.partition != b.partition for a, b in pairwise(phases))
+    visits = sum(visits_for(list(run)) for _, run in groupby(phases, key=lambda phase: phase.partition))
+    assert [sum(step.verb is verb for step in steps) for verb in (Verb.LOAD, Verb.DROP)] == [visits, visits]
+
+
+def visits_for(phases):
+    """Of one partition through `phases`: it stays, but goes and comes again for state that is not there with it."""
+    first, *others = phases
+    wanted = [state_of(first), *(state_of(phase) for phase in others if state_of(phase) is not None)]
+    return len(list(groupby(wanted)))
+
+
+def state_of(phase):
+    """The stage whose optimizer state a phase works with; None in a forward pass."""
+    return phase.stage if phase.kind is PhaseKind.TRAIN else None
+
+
+@given(chains_of_phases)
+def test_state_comes_along_exactly_where_something_is_trained(phases):
+    for step in steps_of(phases):
+        if step.verb is Verb.LOAD:
+            assert step.more == phases[step.phase].trains(step.partition)
+        elif step.verb is Verb.DROP:
+            assert not step.more
 
 
 @given(chains_of_phases)
@@ -103,7 +124,7 @@ def test_a_run_resumed_anywhere_does_exactly_the_steps_that_were_left(phases, da
 def test_a_schedule_prints_as_the_documents_show_it():
     phases = [train(), forward(PhaseKind.CACHE), forward(PhaseKind.TEST), train(1)]
     assert to_text(steps_of(phases), phases) == (
-        "[train 0.1] L0 B0.0 U0 B0.1 U0 [cache 0] F0.0 F0.1 [test 0] F0.0 F0.1 D0 [train 1.1] L1 B1.0 U1 B1.1 U1 D1"
+        "[train 0.1] L0+ B0.0 U0 B0.1 U0 [cache 0] F0.0 F0.1 [test 0] F0.0 F0.1 D0 [train 1.1] L1+ B1.0 U1 B1.1 U1 D1"
     )
 
 
@@ -117,9 +138,15 @@ def test_nothing_is_loaded_for_no_phases():
         ("F0.0", "F0.0: partition 0 is not loaded"),
         ("L0 L0", "L0: partition 0 is loaded already"),
         ("L0 L1", r"L1: 1 partition\(s\) are loaded, and the plan has room for no more"),
-        ("L0 U0", "U0: no backward came before this update"),
-        ("L0 B0.0 U0 U0", "U0: no backward came before this update"),
+        ("L0 U0", "U0: no forward or backward came before this update"),
+        ("L0 B0.0 U0 U0", "U0: no forward or backward came before this update"),
+        ("L0 F0.0 U0 U0", "U0: no forward or backward came before this update"),
+        ("L0 F0.0 D0 L0 U0", "U0: no forward or backward came before this update"),
         ("L0 B0.0 D0", "D0: partition 0 holds gradients that no update has used"),
+        ("L0 F0.0 D0+", r"D0\+: partition 0 has no gradients to take home"),
+        ("L0 B0.0 U0 D0+", r"D0\+: partition 0 has no gradients to take home"),
+        ("L0 B0.0 D0+", r"ends with gradients of partitions \[0\] unused"),
+        ("L0 B0.0 D0+ L0+ D0", "D0: partition 0 holds gradients that no update has used"),
         ("D0", "D0: partition 0 is not loaded"),
         ("L0 D0 F0.0", "F0.0: partition 0 is not loaded"),
         ("L0", r"ends with partitions \[0\] loaded"),
@@ -134,6 +161,18 @@ def test_each_rule_is_held_and_the_step_is_named(text, rule):
 def test_a_micro_batch_goes_with_forward_and_backward_only(step):
     with pytest.raises(ScheduleError, match="a micro-batch goes with F and B"):
         list(checked([step]))
+
+
+@pytest.mark.parametrize("verb", [Verb.FORWARD, Verb.BACKWARD, Verb.UPDATE])
+def test_a_plus_goes_with_load_and_drop_only(verb):
+    step = Step(verb, 0, None if verb is Verb.UPDATE else 0, more=True)
+    with pytest.raises(ScheduleError, match=r"\+ goes with L and D, and only with them"):
+        list(checked([step]))
+
+
+def test_gradients_may_wait_at_home_for_an_update_in_a_later_visit():
+    text = "L0 B0.0 D0+ L1+ B1.0 U1 D1 L0+ U0 D0"
+    assert list(checked(parse(text))) == parse(text)
 
 
 def test_slots_are_what_the_plan_grants():
@@ -159,4 +198,10 @@ def test_a_word_that_is_no_step_is_refused(text):
 @pytest.mark.parametrize("text", ["L0.1", "F0", "B3", "U0.0"])
 def test_a_step_with_a_wrong_suffix_is_refused(text):
     with pytest.raises(ScheduleError, match="a micro-batch goes with F and B"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["F0.0+", "B0.1+", "U0+"])
+def test_a_step_with_a_wrong_plus_is_refused(text):
+    with pytest.raises(ScheduleError, match=r"\+ goes with L and D"):
         parse(text)
