@@ -133,7 +133,8 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     from seqpart.device import open_device
     from seqpart.direct import probe_disk
     from seqpart.optimizers import choose
-    from seqpart.resident import Resident, slot_bytes
+    from seqpart.resident import Resident
+    from seqpart.slotlayout import slot_bytes
     from seqpart.store import Store
     from seqpart.zoo.models import ResidualBlock
 

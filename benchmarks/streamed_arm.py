@@ -46,14 +46,18 @@ def plain(width: int, depth: int, batch: int, updates: int) -> dict[str, Any]:
     model = torch.nn.Sequential(*[block() for block in network(width, depth)])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     took = []
+    cpu = 0.0
     for number in range(updates):
+        if number == WARM_UP:
+            cpu = time.process_time()
         began = time.perf_counter()
         picked = torch.arange(number * batch, (number + 1) * batch) % len(x)
         F.cross_entropy(model(x[picked]), y[picked]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         took.append(time.perf_counter() - began)
-    return {"seconds": took[WARM_UP:], "peak": peak_anonymous()}
+    cpu = (time.process_time() - cpu) / (updates - WARM_UP)
+    return {"seconds": took[WARM_UP:], "cpu": cpu, "peak": peak_anonymous()}
 
 
 def peak_anonymous() -> int:
@@ -77,6 +81,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         def __init__(self) -> None:
             super().__init__(quiet=not arguments.verbose)
             self.ends: list[float] = []
+            self.cpu: list[float] = []
             self.verbs: dict[str, float] = {}
 
         def begin(self, phases: Any, *rest: Any) -> None:
@@ -87,6 +92,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
             if isinstance(event, StepDone) and self.phases[event.step.phase].kind is PhaseKind.TRAIN:
                 if event.step.verb is Verb.UPDATE and event.step.partition == 0:
                     self.ends.append(time.perf_counter())
+                    self.cpu.append(time.process_time())
                 if len(self.ends) > WARM_UP:
                     name = event.step.verb.name
                     self.verbs[name] = self.verbs.get(name, 0.0) + event.seconds
@@ -109,6 +115,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     plan = result.plan
     return {
         "seconds": [after - before for before, after in itertools.pairwise(ends)],
+        "cpu": (watch.cpu[-1] - watch.cpu[WARM_UP - 1]) / (len(ends) - 1),
         "peak": result.proof.peak, "predicted": plan.peak, "violations": result.proof.violations, "runtime": plan.runtime,
         "partitions": len(plan.partitions), "slots": plan.slots, "relay": plan.relay, "keeps_graph_from": plan.keeps_graph_from,
         "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,

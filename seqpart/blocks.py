@@ -79,14 +79,23 @@ class Block:
         try:
             with mode:
                 module = _called(self._source, self)
+            return module, tensors_of(module)
         except ModelError:
             raise
         except Exception as error:
+            return self._fake_from_meta(mode, error)
+
+    def _fake_from_meta(self, mode: FakeTensorMode, why: Exception) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """Fake parameters cannot be converted, as a factory does with `Linear(...).double()`; those on `meta` can."""
+        try:
+            with torch.device("meta"):
+                module = _called(self._source, self)
+        except Exception:
             raise ModelError(
-                f"{self} cannot be built without memory: {type(error).__name__}: {error}. "
+                f"{self} cannot be built without memory: {type(why).__name__}: {why}. "
                 "Its factory must not read the values of its own tensors."
-            ) from error
-        return module, tensors_of(module)
+            ) from why
+        return module, {name: _fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
 
     def build(self, device: Device, seed: int) -> nn.Module:
         """The real module, its random initial weights keyed by (seed, block)."""

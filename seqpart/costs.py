@@ -63,10 +63,24 @@ class BlockCost:
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0
     """Bytes of those parameters."""
+    writes_input: bool = False
+    """Whether it works in place, as ReLU(inplace=True) does."""
+    passes_input: bool = False
+    """Whether its output lies in the memory of its input, as a view does."""
 
     @property
     def weights(self) -> int:
         return self.layout.nbytes
+
+
+def written_input(blocks: Iterable[BlockCost]) -> bool:
+    """Whether blocks in a row change the first one's input in place: as a partition they need a copy of it."""
+    for block in blocks:
+        if block.writes_input:
+            return True
+        if not block.passes_input:
+            return False
+    return False
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -234,6 +248,7 @@ def _watch_training(
     forward_peak = 0
     output_shape: tuple[int, ...] = ()
     output_dtype, output = dtype, 0
+    writes = passes = False
     leaves = [torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point) for _ in range(2)]
     # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
     inputs = [leaf.clone() for leaf in leaves]
@@ -241,8 +256,10 @@ def _watch_training(
         for leaf, x in zip(leaves, inputs, strict=True):  # the second micro-batch adds to gradients that exist
             live.ignore([x, *tensors.values()])
             before, others = live.live, set(live.sizes)
+            version = x._version
             with live.watch(), _cast(autocast):
                 y = run_fake(module, tensors, x)
+            writes, passes = x._version > version, y.untyped_storage()._cdata == x.untyped_storage()._cdata
             _refuse_bad_boundary(y, shape[0])
             forward_peak, saved = live.peak - before, live.live - before
             saved_sizes = tuple(size for key, size in live.sizes.items() if key not in others)
@@ -267,7 +284,7 @@ def _watch_training(
         saved_sizes=saved_sizes,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
         input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape,
-        input_dtype=dtype, output_dtype=output_dtype, flops=0,
+        input_dtype=dtype, output_dtype=output_dtype, flops=0, writes_input=writes, passes_input=passes,
     )  # fmt: skip
 
 

@@ -87,6 +87,10 @@ class Device:
         """`host` on the device. On CPU the same memory, so it must rest until the step that uses it is over."""
         return host
 
+    def own(self, host: torch.Tensor) -> torch.Tensor:
+        """`host` on the device, in memory of its own."""
+        return host.clone()
+
     def mark(self) -> torch.cuda.Event | None:
         """An event behind everything issued so far; None where nothing runs behind our back."""
         return None
@@ -170,6 +174,9 @@ class CudaDevice(Device):
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.
         return host.to(self.torch, non_blocking=True)
+
+    def own(self, host: torch.Tensor) -> torch.Tensor:
+        return self.upload(host)
 
     def mark(self) -> torch.cuda.Event | None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,15 +1,44 @@
-"""Graphs that outlive a partition's visit to the device.
+"""Where a partition's graph begins, and graphs that outlive its visit to the device.
 
 Autograd saves weights for backward as views of the slot, and the slot will hold another partition before backward comes.
 So in place of each such tensor its place in the slot is saved, and backward finds the same bytes there in the slot of
-the partition's next visit. Activations are saved as they are.
+the partition's next visit. Activations are saved as they are, and buffers as they were: each forward pass changes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What backward brings to a partition's input."""
+
+    gradient: torch.Tensor | None = None
+
+
+class _Entry(torch.autograd.Function):
+    """Takes the gradient as it comes: a leaf's `grad` may lie in memory otherwise, and then kernels round otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        ctx.arrival = arrival
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.arrival.gradient = gradient
+        return None, None
+
+
+def entering(x: torch.Tensor, *, wants_gradient: bool) -> tuple[torch.Tensor, Arrival]:
+    """`x` as the input of a graph of its own, and the place of its gradient."""
+    x, arrival = x.detach(), Arrival()
+    if wants_gradient:
+        x = _Entry.apply(x.requires_grad_(), arrival)
+    return x, arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +56,21 @@ class _Place:
         return empty.set_(buffer.untyped_storage(), first, self.shape, self.stride)
 
 
-def packing(buffer: torch.Tensor, buffer_now: Callable[[], torch.Tensor | None]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside, autograd saves a place instead of a view of `buffer`; it is looked up in `buffer_now()` when it is needed."""
+def packing(
+    buffer: torch.Tensor, buffer_now: Callable[[], torch.Tensor | None], changing: Sequence[torch.Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, autograd saves a place instead of a view of `buffer`; it is looked up in `buffer_now()` when it is needed.
+
+    Of what begins in one of the `changing` tensors it saves a copy.
+    """
     storage, start = buffer.untyped_storage().data_ptr(), buffer.storage_offset()
+    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in changing]
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != storage:
             return tensor
+        if any(first <= tensor.data_ptr() < end for first, end in ranges):
+            return tensor.clone()
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize - int(start)
         return _Place(offset, tensor.shape, tensor.stride(), tensor.dtype)
 

@@ -16,6 +16,7 @@ from seqpart.activations import Batch, Boundaries, Reader, ReaderThread
 from seqpart.blocks import Tied
 from seqpart.device import Device
 from seqpart.errors import ModelError, OptionError
+from seqpart.graphs import Arrival, entering
 from seqpart.methods.method import PartitionLoss
 from seqpart.relay import Relay
 from seqpart.resident import Resident
@@ -81,7 +82,7 @@ class Passes:
 
     def _forward_to_test(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> int:
         """Without a graph. Returns the bytes written."""
-        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         with torch.no_grad():
             output = self._output(step, x, training=False)
             if phase.partition != phase.last:
@@ -98,17 +99,17 @@ class Passes:
 
     def _forward_to_train(self, step: Step, x: torch.Tensor) -> None:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
-        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         resident = self.loaded[p]
         if not phase.streamed and self._starts_update(step):
             resident.begin_update()
         if p >= phase.lowest:
             resident.remember_buffers()
-        leaf = self._leaf(step, x)
+        x, arrival = self._entering(step, x)
         with resident.packing() if phase.keeps_graph(p) else nullcontext():
-            output = self._output(step, leaf, training=True)
+            output = self._output(step, x, training=True)
         if phase.keeps_graph(p):
-            resident.keep_graph(m, leaf, output)
+            resident.keep_graph(m, arrival, output)
         if p < phase.last:
             self._relay.put((p + 1, m), output)
             if p < phase.lowest:
@@ -123,34 +124,36 @@ class Passes:
             assert batch is not None
             if self._starts_update(step):
                 self.loaded[p].begin_update()
-            self._back_propagate_loss(step, self._leaf(step, x), labels)
+            self._back_propagate_loss(step, self._entering(step, x)[0], labels)
+            self.loaded[p].part_gradients(None)
             self._done_with(batch)
             return batch.x.nbytes, 0
         self.loaded[p].restore_buffers()
         with self.loaded[p].apart() as tied:
-            leaf = self._back_propagate(step)
+            arrived = self._back_propagate(step).gradient
+        self.loaded[p].part_gradients(arrived)
         for tie, gradient in tied.items():
             if gradient is not None:
-                self._relay.put(self._key_of(tie, _micro_batch(step)), gradient)
-                self._lent.add(self._key_of(tie, _micro_batch(step)))
-        self._pass_down(step, leaf)
+                self._relay.put(self._key_of(tie, self._part(step)), gradient)
+                self._lent.add(self._key_of(tie, self._part(step)))
+        self._pass_down(step, arrived)
         return 0, 0
 
-    def _back_propagate(self, step: Step) -> torch.Tensor:
-        """Of several partitions one: its own loss at the end, else the gradient that the next one left. Returns its input."""
-        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+    def _back_propagate(self, step: Step) -> Arrival:
+        """Of several partitions one: its own loss at the end, else the gradient that the next one left."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if phase.keeps_graph(p):
-            leaf, edge = self.loaded[p].kept_graph(m)
+            arrival, edge = self.loaded[p].kept_graph(m)
             self._propagate(step, edge)
-            return leaf
+            return arrival
         x = self._relay.get((p, m))
-        leaf = self._leaf(step, self._falsified(x))
+        x, arrival = self._entering(step, self._falsified(x))
         if p == phase.last:
-            self._back_propagate_loss(step, leaf, self._labels.pop(m))
-            return leaf
-        output = self._output(step, leaf, training=True)
+            self._back_propagate_loss(step, x, self._labels.pop(m))
+            return arrival
+        output = self._output(step, x, training=True)
         self._propagate(step, output if output.requires_grad else None)
-        return leaf
+        return arrival
 
     def _propagate(self, step: Step, root: Any) -> None:
         """From the gradient that the next partition left, and from those of weights that a later partition shares.
@@ -158,20 +161,20 @@ class Passes:
         Both in one go: then a shared weight's gradients of one micro-batch are added up before they join those of others,
         as they are where nothing is cut.
         """
-        p, m = step.partition, _micro_batch(step)
+        p, m = step.partition, self._part(step)
         roots, gradients = [], []
         if root is not None:
-            roots, gradients = [root], [self._falsified(self._relay.get((p + 1, m)))]
+            roots, gradients = [root], [self._falsified(self._relay.take((p + 1, m)))]
         for tie in self._lending(p):
             key = self._key_of(tie, m)
             if key in self._lent:
                 self._lent.remove(key)
                 roots.append(tie.owner.husk.get_parameter(tie.owner_name))
-                gradients.append(self._relay.get(key))
+                gradients.append(self._relay.take(key))
         if roots:
             torch.autograd.backward(roots, grad_tensors=gradients)
-        for key in [(p + 1, m), *(self._key_of(tie, m) for tie in self._lending(p))]:
-            self._relay.forget(key)
+        if root is None:
+            self._relay.forget((p + 1, m))
 
     def _falsified(self, handed: torch.Tensor) -> torch.Tensor:
         """What BACKWARD takes from the relay; for `verify`'s control slightly wrong, as no normalization takes back."""
@@ -189,17 +192,17 @@ class Passes:
     def _key_of(self, tie: Tied, m: int) -> tuple[int, int]:
         return -1 - self._ties.index(tie), m
 
-    def _pass_down(self, step: Step, leaf: torch.Tensor) -> None:
-        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+    def _pass_down(self, step: Step, gradient: torch.Tensor | None) -> None:
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if p == phase.lowest:
             self._relay.forget((p, m))
             return
-        if leaf.grad is None:
+        if gradient is None:
             raise ModelError(
                 f"no gradient came through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are to "
                 "learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
             )
-        self._relay.put((p, m), leaf.grad)
+        self._relay.put((p, m), gradient)
 
     def _back_propagate_loss(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> None:
         """The partition's own loss, weighted so that the micro-batches of an update add up to its mean."""
@@ -210,11 +213,10 @@ class Passes:
         if loss.requires_grad:
             (loss if part == 1.0 else loss * part).backward()  # type: ignore[no-untyped-call]
 
-    def _leaf(self, step: Step, x: torch.Tensor) -> torch.Tensor:
-        """The partition's input as a leaf of its graph; with a gradient if a partition below is to learn."""
-        phase = self._phases[step.phase]
-        below = step.partition > phase.lowest and x.is_floating_point()
-        return x.detach().requires_grad_(below)
+    def _entering(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
+        """The partition's input as the beginning of its graph; with a gradient if a partition below is to learn."""
+        below = step.partition > self._phases[step.phase].lowest
+        return entering(x, wants_gradient=below and x.is_floating_point())
 
     def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         if step.partition not in self._own_loss:
@@ -233,6 +235,10 @@ class Passes:
         place = (phase.epoch, *divmod(_micro_batch(step), phase.micro_batches_per_update))
         return self.loaded[step.partition].forward(x, training=training, key=place)
 
+    def _part(self, step: Step) -> int:
+        """The micro-batch's number within its update: what it leaves has a place that every update uses again."""
+        return _micro_batch(step) % self._phases[step.phase].micro_batches_per_update
+
     def span(self, step: Step) -> Span:
         return self._phases[step.phase].span(_micro_batch(step))
 
@@ -241,7 +247,7 @@ class Passes:
 
     def _input(self, step: Step) -> tuple[Batch | None, torch.Tensor, torch.Tensor]:
         """(batch, rows, labels) of the phase's first partition from the reader; of the others what the relay holds."""
-        phase, p, m = self._phases[step.phase], step.partition, _micro_batch(step)
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if p != phase.partition:
             return None, self._relay.get((p, m)), torch.empty(0)
         batch = self._next_batch(step)

@@ -19,11 +19,11 @@ from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Rec
 from seqpart.optimizers import Optimizer
 from seqpart.plan import Candidate, PartitionPlan, Plan, Request
 from seqpart.rates import existing
-from seqpart.resident import state_layouts
 from seqpart.rows import RowLayout
 from seqpart.schedule import Phase
 from seqpart.settings import at_least_one
 from seqpart.simulate import Means, PartitionCost, Rates, foretell, growing
+from seqpart.slotlayout import state_layouts
 from seqpart.units import format_size, parse_size
 
 

@@ -6,12 +6,15 @@
 
 Of one boundary and micro-batch there is first the activation, which is needed until the partition above it has run
 backward, and then its gradient: both have the same place.
+
+What comes out has the strides of what went in, because kernels round differently where memory lies differently: the
+elements are kept as they lie in memory. Only of a part of a larger tensor the gaps are left out, and made again.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -27,11 +30,14 @@ Key = tuple[int, int]
 
 
 class Relay(Protocol):
-    """`put` what partition p will need for micro-batch m, `get` it in any later step; `forget` what was used up."""
+    """`put` what partition p will need for micro-batch m, `get` it in any later step; `take` or `forget` what is used up."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None: ...
 
     def get(self, key: Key) -> torch.Tensor: ...
+
+    def take(self, key: Key) -> torch.Tensor:
+        """The same for the last time, in memory that is the caller's to keep: gradients may become those of weights."""
 
     def expect(self, key: Key) -> None: ...
 
@@ -40,17 +46,62 @@ class Relay(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a tensor lies in memory, and in how many bytes it is kept."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    span: int
+    """Elements from the first to the last."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, span)
+
+    @property
+    def gaps(self) -> bool:
+        return self.span > self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return min(self.span, self.shape.numel()) * self.dtype.itemsize
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in a row, as they lie; without gaps."""
+        tensor = tensor.detach()
+        return tensor.flatten() if self.gaps else tensor.as_strided((self.span,), (1,))
+
+    def again(self, kept: torch.Tensor) -> torch.Tensor:
+        """The tensor: a view of what was kept, or a copy where there were gaps."""
+        if not self.gaps:
+            return kept.as_strided(self.shape, self.stride)
+        wide = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=kept.device)
+        return wide.copy_(kept.view(self.shape))
+
+
 class OnDevice:
-    """Holds references; what the plan counted is the tensors' own memory."""
+    """Holds references; what the plan counted is the tensors' own memory. Of parts of larger tensors it holds copies."""
 
     def __init__(self) -> None:
-        self._held: dict[Key, torch.Tensor] = {}
+        self._held: dict[Key, tuple[_Form, torch.Tensor]] = {}
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
-        self._held[key] = tensor.detach()
+        form = _Form.of(tensor)
+        kept = form.kept(tensor)
+        if kept.untyped_storage().nbytes() > form.nbytes:
+            kept = kept.clone()
+        self._held[key] = form, kept
 
     def get(self, key: Key) -> torch.Tensor:
-        return self._held[key]
+        form, kept = self._held[key]
+        return form.again(kept)
+
+    def take(self, key: Key) -> torch.Tensor:
+        form, kept = self._held.pop(key)
+        return form.again(kept)
 
     def expect(self, key: Key) -> None:
         """It is here already."""
@@ -62,12 +113,17 @@ class OnDevice:
         self._held.clear()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
+    """A range of `room` bytes, and how the tensor lies that is in it."""
+
     offset: int
-    shape: torch.Size
-    dtype: torch.dtype
-    nbytes: int
+    room: int
+    form: _Form
+
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        """The kept elements in `flat`, a buffer that begins where this range does."""
+        return flat[: self.form.nbytes].view(self.form.dtype)
 
 
 class _Places:
@@ -78,13 +134,11 @@ class _Places:
         self._end = 0
 
     def of(self, key: Key, tensor: torch.Tensor) -> _Place:
-        nbytes = tensor.numel() * tensor.dtype.itemsize
-        known = self._places.get(key)
-        if known is None or round_up(known.nbytes) < nbytes:
-            offset, self._end = self._end, self._end + round_up(nbytes)
-        else:
-            offset = known.offset
-        place = self._places[key] = _Place(offset, tensor.shape, tensor.dtype, nbytes)
+        form, known = _Form.of(tensor), self._places.get(key)
+        if known is None or known.room < form.nbytes:
+            known = _Place(self._end, round_up(form.nbytes), form)
+            self._end += known.room
+        place = self._places[key] = replace(known, form=form)
         return place
 
     def __getitem__(self, key: Key) -> _Place:
@@ -98,14 +152,20 @@ class InHost:
         self._flat, self._arena, self._device = flat, arena, device
         self._places = _Places()
 
-    def _view(self, place: _Place) -> torch.Tensor:
-        return self._flat[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
-
     def put(self, key: Key, tensor: torch.Tensor) -> None:
-        self._view(self._places.of(key, tensor)).copy_(tensor.detach(), non_blocking=True)
+        place = self._places.of(key, tensor)
+        place.on(self._flat[place.offset :]).copy_(place.form.kept(tensor), non_blocking=True)
 
     def get(self, key: Key) -> torch.Tensor:
-        return self._device.upload(self._view(self._places[key]))
+        return self._again(key, own=False)
+
+    def take(self, key: Key) -> torch.Tensor:
+        return self._again(key, own=True)
+
+    def _again(self, key: Key, *, own: bool) -> torch.Tensor:
+        place = self._places[key]
+        kept = place.on(self._flat[place.offset :])
+        return place.form.again(self._device.own(kept) if own else self._device.upload(kept))
 
     def expect(self, key: Key) -> None:
         """Copies on the compute stream need no head start."""
@@ -139,25 +199,35 @@ class OnDisk:
             number = self._claim(key)
         else:
             self._settle(number)
-        self._as_tensor(number, place).copy_(tensor.detach())
-        memory = bytes_of(self._buffers[number][: round_up(place.nbytes)])
+        place.on(self._buffers[number]).copy_(place.form.kept(tensor))
+        memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
         self._work[number] = self._pool.submit(self._file.write_from, memory, place.offset)
 
     def get(self, key: Key) -> torch.Tensor:
+        place = self._places[key]
+        return place.form.again(self._device.upload(place.on(self._buffer_with(key))))
+
+    def take(self, key: Key) -> torch.Tensor:
+        place = self._places[key]
+        kept = self._device.own(place.on(self._buffer_with(key)))
+        self.forget(key)
+        return place.form.again(kept)
+
+    def _buffer_with(self, key: Key) -> torch.Tensor:
         self.expect(key)
         number = self._number_of(key)
         assert number is not None
         self._touch(number)
         if number in self._reading:  # while it is being written the bytes in the buffer are whole
             self._settle(number)
-        return self._device.upload(self._as_tensor(number, self._places[key]))
+        return self._buffers[number]
 
     def expect(self, key: Key) -> None:
         """Start to read it, if it is not in a buffer."""
         if self._number_of(key) is not None:
             return
         number, place = self._claim(key), self._places[key]
-        memory = bytes_of(self._buffers[number][: round_up(place.nbytes)])
+        memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
         self._work[number] = self._pool.submit(self._file.read_into, memory, place.offset)
         self._reading.add(number)
 
@@ -193,9 +263,6 @@ class OnDisk:
         self._reading.discard(number)
         if work is not None:
             work.result()
-
-    def _as_tensor(self, number: int, place: _Place) -> torch.Tensor:
-        return self._buffers[number][: place.nbytes].view(place.dtype).view(place.shape)
 
 
 def relay_bytes(largest: int) -> int:

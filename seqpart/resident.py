@@ -5,8 +5,8 @@
     who holds the weights:  the store   both       the slot       both     the store
 
 A slot is one flat buffer that partitions use in turn: weights, at the same places in each visit, then optimizer state,
-then gradients that wait for their norm. Parameters and state are views of it, so loading is a read into it and saving is a write out of it. Both go on in
-the store's threads while another partition computes.
+then gradients that wait for their norm. Parameters and state are views of it, so loading is a read into it and saving a
+write out of it. Both go on in the store's threads while another partition computes.
 """
 
 import enum
@@ -18,13 +18,16 @@ import torch
 from torch import nn
 
 from seqpart.blocks import Block, Tied, attach, detach
-from seqpart.costs import BlockCost
+from seqpart.costs import BlockCost, written_input
 from seqpart.device import Device
-from seqpart.graphs import packing
-from seqpart.layout import Layout
+from seqpart.graphs import Arrival, packing
 from seqpart.optimizers import Optimizer
+from seqpart.slotlayout import gradient_layouts, slot_bytes, state_layouts
 from seqpart.slots import Slot, Wait
 from seqpart.store import Store, Transfer
+
+_Copy = tuple[Block, str, torch.Tensor]
+"""(block, name, value) of a buffer."""
 
 
 class Placement(enum.Enum):
@@ -32,26 +35,6 @@ class Placement(enum.Enum):
     LOADING = "loading"
     RESIDENT = "resident"
     SAVING = "saving"
-
-
-def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
-    """Layout of every block's optimizer state; empty ones without an optimizer."""
-    if optimizer is None:
-        return [Layout(()) for _ in costs]
-    return [
-        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}) for cost in costs
-    ]
-
-
-def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
-    """Layout of every block's gradients, for those that wait at home for their norm."""
-    return [Layout.of(spec for spec in cost.layout.specs if spec.name in cost.trainable) for cost in costs]
-
-
-def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
-    """Bytes of the slot for a partition of these blocks."""
-    layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
-    return sum(layout.room for layout in layouts + (gradient_layouts(costs) if gradients else []))
 
 
 class Resident:
@@ -63,6 +46,7 @@ class Resident:
     ) -> None:  # fmt: skip
         self.number, self.blocks, self.placement = number, blocks, Placement.AT_HOME
         self._costs, self._store, self._device = costs, store, device
+        self._writes_input = written_input(costs)
         self._choice, self._seed, self._autocast = optimizer, seed, autocast
         ours = set(blocks)
         self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in ours]
@@ -80,10 +64,10 @@ class Resident:
         self._to_update = self._changed = False
         self._waiting: list[str] | None = None
         """Parameters whose gradients are at home."""
-        self._at_update: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(buffer, copy): as they were when the update began, and before a forward pass that will be done again."""
-        self._graphs: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._at_update: list[_Copy] = []
+        self._before: list[_Copy] = []
+        """(block, name, copy): buffers as they were when the update began, and before a forward pass that will be redone."""
+        self._graphs: dict[int, tuple[Arrival, Any]] = {}
         self._evolved: list[torch.Tensor] = []
 
     @property
@@ -183,7 +167,12 @@ class Resident:
     # --- work -----------------------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor, *, training: bool, key: tuple[int, ...]) -> torch.Tensor:
-        """The partition's output for `x`; the random state of each block is a function of `key` and the block."""
+        """The partition's output for `x`; the random state of each block is a function of `key` and the block.
+
+        To train, `x` stays as it is: it may be needed again, and a leaf must not be written into.
+        """
+        if training and self._writes_input:
+            x = x.clone()
         for block in self.blocks:
             module = block.husk
             module.train(training)
@@ -199,8 +188,8 @@ class Resident:
         """Keep the buffers as they are now, for `abandon_update`."""
         self._at_update = self._copied_buffers()
 
-    def _copied_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(buffer, buffer.clone()) for block in self.blocks for buffer in block.husk.buffers()]
+    def _copied_buffers(self) -> list[_Copy]:
+        return [(block, name, buffer.clone()) for block in self.blocks for name, buffer in block.husk.named_buffers()]
 
     def remember_buffers(self) -> None:
         """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
@@ -212,11 +201,11 @@ class Resident:
         self._restore(self._before)
         self._before = []
 
-    def _restore(self, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _restore(self, copied: list[_Copy]) -> None:
         if copied:  # also where a module put a new tensor in the place of its buffer
             self._attach()
-        for buffer, before in copied:
-            buffer.copy_(before)
+        for block, name, before in copied:
+            block.husk.get_buffer(name).copy_(before)
 
     def _attach(self) -> None:
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
@@ -227,18 +216,29 @@ class Resident:
         for block, tie in self.tied if self._borrows else ():
             attach(block.husk, {tie.name: lent[tie.owner][tie.owner_name]})
 
-    def keep_graph(self, m: int, x: torch.Tensor, output: torch.Tensor) -> None:
-        """Until `back_propagate_kept`. What autograd saved of the weights must have been packed, see `packing`."""
-        self._graphs[m] = (x, torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None)
+    def keep_graph(self, m: int, arrival: Arrival, output: torch.Tensor) -> None:
+        """Until `kept_graph`. What autograd saved of the weights must have been packed, see `packing`."""
+        self._graphs[m] = (arrival, torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None)
 
-    def kept_graph(self, m: int) -> tuple[torch.Tensor, Any]:
-        """(input, gradient edge of the output) of micro-batch `m`; forgotten here."""
+    def kept_graph(self, m: int) -> tuple[Arrival, Any]:
+        """(place of the input's gradient, gradient edge of the output) of micro-batch `m`; forgotten here."""
         return self._graphs.pop(m)
 
     def packing(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
         assert self._slot is not None
-        return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None)
+        changing = [buffer for block in self.blocks for buffer in block.husk.buffers()]
+        return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None, changing)
+
+    def part_gradients(self, passed_down: torch.Tensor | None) -> None:
+        """Give each gradient memory of its own. Autograd may let two weights, or a weight and the input, have one tensor,
+        as in x + a[None] + b[None]; then what a later micro-batch adds to the one, or a norm clips, would change both."""
+        known = set() if passed_down is None else {passed_down.untyped_storage().data_ptr()}
+        for parameter in self.trainable:
+            if parameter.grad is not None and (place := parameter.grad.untyped_storage().data_ptr()) in known:
+                parameter.grad = parameter.grad.clone()
+            elif parameter.grad is not None:
+                known.add(place)
 
     def gradient_norms(self) -> list[torch.Tensor]:
         """Of each trained parameter that has a gradient, in the model's order."""

@@ -7,7 +7,7 @@ step by step.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from seqpart.costs import BlockCost
+from seqpart.costs import BlockCost, written_input
 from seqpart.layout import Layout
 from seqpart.schedule import Phase, PhaseKind, Position, Step, Verb, steps_of, trains_again
 
@@ -104,11 +104,12 @@ def growing(
         largest = max([largest, *(spec.nbytes for spec in trained)])
         trainable = trainable or bool(trained)
         loss_peak, targets = loss_of(block)
-        own = first.input + targets
+        copied = first.input if written_input(seen) else 0
+        own = first.input + copied + targets
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
             weights=weights, borrowed=sum(owner.weights for owner in lent), tied=tied, state=state,
-            slot=slot, gradients=gradients, saved=alive, kept=kept,
+            slot=slot, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers,
             forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
             train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
             again_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),

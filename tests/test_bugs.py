@@ -20,9 +20,10 @@ from seqpart.layout import Layout, TensorSpec
 from seqpart.meter import Sampler
 from seqpart.optimizers import choose, describe
 from seqpart.rates import measure_rates
-from seqpart.resident import Resident, slot_bytes
+from seqpart.resident import Resident
 from seqpart.rows import RowLayout, Rows
 from seqpart.schedule import parse
+from seqpart.slotlayout import slot_bytes
 from seqpart.slots import Slot, at_once
 from seqpart.store import Store
 

@@ -13,7 +13,8 @@ from seqpart.device import Device, open_device
 from seqpart.direct import aligned
 from seqpart.errors import CorruptFile
 from seqpart.optimizers import choose
-from seqpart.resident import Placement, Resident, gradient_layouts, slot_bytes, state_layouts
+from seqpart.resident import Placement, Resident
+from seqpart.slotlayout import gradient_layouts, slot_bytes, state_layouts
 from seqpart.slots import Slot, at_once
 from seqpart.store import Store
 

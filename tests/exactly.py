@@ -1,0 +1,149 @@
+"""Every bit of a training run, update by update, and runs forced onto one way of training, to compare the two."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load_file
+
+import seqpart.exactplan as exactplan
+from seqpart import Trainer
+from seqpart.ingest import Split
+from seqpart.simulate import Means, Rates
+
+ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
+
+
+@dataclass(frozen=True)
+class How:
+    """One way to the same bits. `keeps` is the first partition that keeps its graphs: a share of all partitions."""
+
+    method: str = "streamed"
+    slots: int = 1
+    relay: str = "device"
+    keeps: float | None = None
+
+    def __str__(self):
+        kept = "" if self.keeps is None else f", keeps from {self.keeps}"
+        return f"{self.method}, {self.slots} slot(s), {self.relay}{kept}"
+
+
+FULL = How(method="full")
+HOWS = [
+    How(method="checkpointed"),
+    How(),
+    How(slots=2, keeps=0),
+    How(slots=1, keeps=0.5),
+    How(slots=1, relay="disk"),
+    How(slots=2, relay="disk"),
+    How(slots=2, relay="host"),
+]
+
+
+class Record(dict):
+    """(update, what, tensor's name): a copy of the tensor, None for a gradient that is not there."""
+
+    def __init__(self):
+        super().__init__()
+        self._updates = {}
+
+    def __call__(self, resident, step):
+        update = self._updates[step.partition] = self._updates.get(step.partition, -1) + 1
+        state = resident.optimizer.state if resident.optimizer is not None else {}
+        for block in resident.blocks:
+            elsewhere = {tie.name for tie in block.tied}
+            for name, tensor in [*block.husk.named_parameters(), *block.husk.named_buffers()]:
+                if name in elsewhere:
+                    continue
+                key = f"{block.name}.{name}"
+                self[update, "value", key] = tensor.detach().clone()
+                if tensor.requires_grad:
+                    self[update, "gradient", key] = None if tensor.grad is None else tensor.grad.clone()
+                for part, value in state.get(tensor, {}).items():
+                    self[update, part, key] = value.clone()
+
+
+def first_difference(found, expected):
+    """The name of the first tensor that is not the same in both, in the order of `expected`; None where all are."""
+    for key, tensor in expected.items():
+        other = found.get(key)
+        if (tensor is None) != (other is None) or (tensor is not None and not same(other, tensor)):
+            return key
+    return next((key for key in found if key not in expected), None)
+
+
+def same(one, other):
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+class Trained:
+    """Records of runs of one model on one data set, each forced onto one way."""
+
+    def __init__(self, monkeypatch, folder, model, data, **options):
+        self._patch, self._folder, self._model, self._data = monkeypatch, folder, model, data
+        self._numbers = itertools.count()
+        self.options = {
+            "mem_limit": "2GB", "batch_size": BATCH, "micro_batch_size": 3, "epochs": 2, "lr": 1e-2, "seed": 7, **options,
+        }  # fmt: skip
+
+    def rows(self):
+        """(rows, labels) to train on."""
+        train = self._data[0]
+        return (train.open()[0].to(train.dtype), train.labels) if isinstance(train, Split) else train
+
+    def run(self, how, **options):
+        """The record of a run, with the final weights and losses in it."""
+        self._force(how)
+        options = {**self.options, "method": how.method, **options}
+        loss, optimizer = options.pop("loss", None), options.pop("optimizer", "sgd")
+        if how.method == "full":
+            options.pop("partitions", None)
+        if how.relay == "host":
+            options["ram_limit"] = "50MB"
+        record = Record()
+        trainer = Trainer(
+            self._model(), loss, optimizer, output_dir=self._folder / f"run-{next(self._numbers)}", quiet=True, **options
+        )
+        result = trainer.fit(*self._data, witness=record)
+        assert how.method == "full" or (result.plan.relay, result.plan.slots) == (how.relay, self._slots(how, result.plan))
+        for name, tensor in load_file(result.weights).items():
+            record["end", "value", name] = tensor
+        for number, loss in enumerate(result.train_losses):
+            record["end", "loss", number] = torch.tensor(loss, dtype=torch.float64)
+        record["end", "loss", "test"] = torch.tensor(result.test_loss, dtype=torch.float64)
+        return record
+
+    def _slots(self, how, plan):
+        return how.slots if how.method == "streamed" else len(plan.partitions)
+
+    def _force(self, how):
+        def only(request, method, micro_batch, room):
+            starts = request.starts if method.cuts else (0,)
+            parts = exactplan._parts(request, micro_batch, starts)
+            keeps = None if how.keeps is None else int(how.keeps * (len(parts) - 1))
+            slots = len(parts) if method.stays else how.slots
+            yield exactplan.foretell_exact(request, method, micro_batch, parts, Means(slots=slots, relay=how.relay), keeps)
+
+        self._patch.setattr(exactplan, "_variants", only)
+        # Looked at by plans only, which are forced here; they take half of so short a run.
+        self._patch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+        rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+        self._patch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+
+
+def split(name, x, y, dtype=torch.float32):
+    return Split(name=name, count=len(y), shape=tuple(x.shape[1:]), labels=y, open=lambda: [x], dtype=dtype)
+
+
+def numbers(shape, *, classes=4, dtype=torch.float32, rows=ROWS):
+    """Training and test rows of quantities."""
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(rows + 5, *shape, generator=generator, dtype=torch.float64), torch.arange(rows + 5) % classes
+    return split("training", x[:rows], y[:rows], dtype), split("test", x[rows:], y[rows:], dtype)
+
+
+def tokens(*, vocabulary=11, context=6, rows=ROWS):
+    """Training and test rows of tokens, each to predict the one behind it."""
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(0, vocabulary, (rows + 5, context + 1), generator=generator)
+    return (text[:rows, :-1], text[:rows, 1:]), (text[rows:, :-1], text[rows:, 1:])
