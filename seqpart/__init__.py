@@ -18,6 +18,7 @@ from seqpart.errors import (
     OutOfMemory,
     SeqpartError,
     StoreError,
+    VerifyMismatch,
 )
 from seqpart.settings import Settings
 from seqpart.trainer import Result, Trainer
@@ -32,4 +33,5 @@ __all__ = [
     "Settings",
     "StoreError",
     "Trainer",
+    "VerifyMismatch",
 ]

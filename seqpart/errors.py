@@ -8,6 +8,7 @@
       DoesNotFit          3   planning: no partition fits the limit
       LimitExceeded       4   running: the measured memory passed the limit
       OutOfMemory         4   running: an allocation failed inside the limit and smaller micro-batches did not help
+      VerifyMismatch      5   verify: two ways to train that should be equal differ, or the check is blind
       StoreError          6   files: damaged, torn, unusable
         CorruptFile           a checksum, a size or a header is wrong
         DiskFull              no room left for homes or boundary rows
@@ -59,6 +60,10 @@ class LimitExceeded(SeqpartError):
 
 class OutOfMemory(SeqpartError):
     exit_code = 4
+
+
+class VerifyMismatch(SeqpartError):
+    exit_code = 5
 
 
 class StoreError(SeqpartError):

@@ -1,4 +1,4 @@
-"""The door: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, doctor)."""
+"""The door: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, verify, doctor)."""
 
 import itertools
 import os
@@ -19,6 +19,7 @@ from seqpart.plan import Plan
 from seqpart.report import Reporter
 from seqpart.rundir import write_text
 from seqpart.schedule import steps_of, to_text
+from seqpart.verify import verified
 
 PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130
@@ -35,16 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """The console script: `seqpart train`, `seqpart plan` (a dry run), `seqpart doctor`."""
+    """The console script: `seqpart train`, `seqpart plan` (a dry run), `seqpart verify`, `seqpart doctor`."""
     command, *arguments = sys.argv[1:] or [""]
     if command == "train":
         sys.exit(main(arguments))
     if command == "plan":
         sys.exit(main([*arguments, "--dry-run"]))
+    if command == "verify":
+        sys.exit(_guarded(lambda: verified(arguments), debug="--debug" in arguments))
     if command == "doctor":
         sys.exit(_guarded(lambda: doctor(arguments), debug=False))
     asked = command in ("-h", "--help")
-    usage = "usage: seqpart {train,plan,doctor} [options]; seqpart train --help shows them"
+    usage = "usage: seqpart {train,plan,verify,doctor} [options]; seqpart train --help shows them"
     print(usage, file=sys.stdout if asked else sys.stderr)
     sys.exit(0 if asked else BadInput.exit_code)
 

@@ -213,7 +213,7 @@ def test_the_console_script_trains_and_plans(here, monkeypatch, capsys):
 def test_the_console_script_says_how_it_is_used(monkeypatch, capsys):
     asked = through_console(monkeypatch, capsys, "--help")
     assert (asked.code, asked.err) == (0, "")
-    assert "usage: seqpart {train,plan,doctor}" in asked.out
+    assert "usage: seqpart {train,plan,verify,doctor}" in asked.out
     for arguments in ([], ["fly"]):
         ran = through_console(monkeypatch, capsys, *arguments)
         assert (ran.code, ran.out) == (2, "")

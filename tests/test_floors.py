@@ -15,13 +15,13 @@ FLOORS = [
     ["layout", "device", "arena", "losses"],
     ["gauge", "blocks", "homefile", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],
-    ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally", "graphs"],
+    ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally", "graphs", "slotlayout"],
     ["methods.method", "methods.exact", "methods.synthetic", "methods", "rateschedule"],
     ["plan", "exactplan", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
     ["inputs", "preparation", "progress", "report"],
-    ["run", "trainer"],
+    ["run", "trainer", "watch"],
     ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.datasets"],
-    ["job", "arguments", "doctor", "train"],
+    ["job", "arguments", "doctor", "verify", "train"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -12,6 +12,7 @@ def test_the_public_names_are_few_sorted_and_there():
     assert seqpart.__all__ == sorted(seqpart.__all__)
     assert seqpart.__all__ == [
         "BadInput", "DoesNotFit", "LimitExceeded", "OutOfMemory", "Result", "SeqpartError", "Settings", "StoreError", "Trainer",
+        "VerifyMismatch",
     ]  # fmt: skip
     assert all(hasattr(seqpart, name) for name in seqpart.__all__)
 
@@ -51,6 +52,7 @@ def test_each_branch_of_the_tree_has_its_exit_code():
         "BadInput": 2, "OptionError": 2, "ModelError": 2, "DataError": 2,
         "DoesNotFit": 3,
         "LimitExceeded": 4, "OutOfMemory": 4,
+        "VerifyMismatch": 5,
         "StoreError": 6, "CorruptFile": 6, "DiskFull": 6, "DirectoryUnusable": 6,
     }  # fmt: skip
 

@@ -1,0 +1,293 @@
+"""`seqpart verify`: proof where both ways agree, the first tensor where they do not, and a check that is not blind."""
+
+import random
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from seqpart.device import Device
+from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
+from seqpart.passes import Passes
+from seqpart.simulate import Rates
+from seqpart.train import console
+from seqpart.verify import verify
+from seqpart.watch import Key, Watch
+from seqpart.zoo.models import gpt, mlp
+from tests.given import write_own
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch, tmp_path):
+    """What only plans look at, and takes most of so short a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    monkeypatch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+
+
+def numbers(*shape, rows=22):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(rows, *shape, generator=generator), torch.arange(rows) % 4
+
+
+def tokens(context=6, rows=22):
+    text = torch.randint(0, 11, (rows, context + 1), generator=torch.Generator().manual_seed(5))
+    return text[:, :-1], text[:, 1:]
+
+
+class Normal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
+
+    def forward(self, x):
+        return x + self.layers(x)
+
+
+class Meddling(nn.Module):
+    """Scales what it gives by a number that torch does not know of."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x):
+        return self.linear(x) * (self.scale() if self.training else 1.0)
+
+
+class Calls:
+    """1, 1/2, 1/3 ...: a forward pass that is done again gives something else."""
+
+    count = 0
+
+    def __call__(self):
+        self.count += 1
+        return 1 / self.count
+
+
+def normal():
+    return nn.Sequential(nn.Linear(8, 8), Normal(), Normal(), nn.Linear(8, 4))
+
+
+def meddling(scale):
+    return lambda: nn.Sequential(nn.Linear(8, 8), Meddling(scale), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+MODELS = {
+    "mlp": (lambda: mlp(8, 4, width=16, depth=3), numbers(8)),
+    "gpt": (lambda: gpt(11, 6, width=8, depth=2, heads=2), tokens()),
+    "batch norm and dropout": (normal, numbers(8)),
+}
+
+
+def check(model, data, **options):
+    torch.manual_seed(0)  # of the weights of a model that lives
+    return verify(model(), data, **{"mem_limit": "2GB", "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, **options})
+
+
+# --- proof ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["streamed", "checkpointed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
+    found = check(*MODELS[name], method=method, partitions=3, clip_grad_norm=1.0, steps=4)
+    assert (found.method, found.reference, found.steps, len(found.plan.partitions)) == (method, "full", 4, 3)
+    assert found.comparisons > 4 * found.tensors * 0.9  # nearly all are seen before every update, and again at the end
+    assert found.caught
+    assert f"proof: {method} in 3 partitions" in str(found)
+
+
+def test_the_digest_is_the_same_for_every_way_and_another_for_another_seed():
+    ways = [{"partitions": 4}, {"method": "checkpointed", "partitions": 3}]
+    digests = {check(*MODELS["batch norm and dropout"], **way).digest for way in ways}
+    assert len(digests) == 1
+    assert check(*MODELS["batch norm and dropout"], partitions=2, seed=1).digest not in digests
+
+
+def test_two_ways_that_need_less_memory_can_be_compared_with_each_other():
+    assert check(*MODELS["gpt"], method="streamed", reference="checkpointed", partitions=3).reference == "checkpointed"
+
+
+def test_all_updates_of_a_training_can_be_verified():
+    found = check(*MODELS["mlp"], partitions=2, epochs=2, steps=6, optimizer="sgd", momentum=0.9)
+    assert found.steps == 6
+
+
+def test_a_model_that_was_given_alive_keeps_its_weights_and_no_file_stays(tmp_path):
+    model = normal()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check(lambda: model, numbers(8), partitions=2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_tied_weights_and_frozen_blocks_are_proven_too():
+    model = normal()
+    model[0].requires_grad_(False)
+    model[2].layers[0].weight = model[1].layers[0].weight
+    assert check(lambda: model, numbers(8), partitions=3).caught
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["streamed", "checkpointed"])
+def test_a_block_that_counts_its_calls_is_caught_and_the_first_tensor_is_named(method):
+    with pytest.raises(VerifyMismatch) as caught:
+        check(meddling(Calls()), numbers(8), method=method, partitions=4)
+    assert caught.value.exit_code == 5
+    assert f"{method} and full differ, first in" in str(caught.value)
+    assert "in update 1 of 3:" in str(caught.value)
+    assert "the model does not repeat itself" in str(caught.value)
+
+
+def test_random_numbers_that_are_not_torch_s_are_caught():
+    with pytest.raises(VerifyMismatch, match=r"elements, by at most .*\n.*random numbers that are not torch's"):
+        check(meddling(random.Random(3).random), numbers(8), partitions=2)
+
+
+def test_a_way_that_is_wrong_by_one_element_of_one_gradient_is_caught_and_measured(monkeypatch):
+    def wrong(self, step, root, right=Passes._propagate):
+        right(self, step, root)
+        if step.partition == 1 and step.micro_batch == 3:
+            self.loaded[1].trainable[0].grad.view(-1)[0] += 0.25
+
+    monkeypatch.setattr(Passes, "_propagate", wrong)
+    with pytest.raises(VerifyMismatch) as caught:
+        check(MODELS["mlp"][0], numbers(8), partitions="0,2,4", optimizer="sgd")
+    said = str(caught.value)
+    assert "first in the gradient of 2." in said
+    assert "in update 2 of 3: 1 of 16 elements, by at most 0.25.\n" in said
+    assert "gave the same bits when it was run again" in said
+
+
+def test_what_differs_in_an_update_is_ordered_as_it_comes_about():
+    keys = [Key(0, 0, 5, "5.weight"), Key(0, 3, 0, ""), Key(0, 4, -5, "5.weight"), Key(0, 4, -1, "1.weight"), Key(1, 0, 0, "0")]
+    assert sorted([*keys[3:], *keys[:3]]) == keys
+
+
+def test_zeros_of_two_signs_and_tensors_that_are_missing_differ():
+    seen = Watch(1)
+    for name, tensor in (("a", torch.tensor([0.0, 1.0])), ("b", torch.ones(2)), ("c", None)):
+        seen.see(Key(0, 4, 0, name), tensor)
+    for name, tensor in (("a", torch.tensor([-0.0, 1.0])), ("b", torch.ones(1, 2)), ("b", None), ("c", torch.zeros(0))):
+        other = Watch(1, expected=seen.seen)
+        other.see(Key(0, 4, 0, name), tensor)
+        assert other.first == Key(0, 4, 0, name)
+    other = Watch(1, expected=seen.seen)
+    other.miss()
+    assert other.first == Key(0, 4, 0, "a")
+
+
+# --- the control ------------------------------------------------------------------------------------------------------
+
+
+def frozen_but_the_last():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "partitions"),
+    [
+        (frozen_but_the_last, numbers(8), "0,1"),  # a normalization takes a common factor back
+        (lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), tokens(), "0,1"),
+    ],
+    ids=["frozen", "tokens"],
+)
+def test_a_wrong_replay_is_noticed_whatever_is_replayed(model, data, partitions):
+    assert check(model, data, partitions=partitions).caught
+
+
+def test_a_wrong_replay_is_noticed_where_no_graph_is_kept(monkeypatch):
+    monkeypatch.setattr("seqpart.exactplan._with_graphs", lambda _, foretold, __: foretold)
+    assert check(*MODELS["mlp"], partitions=3).plan.keeps_graph_from is None
+
+
+def test_a_check_that_does_not_notice_a_wrong_replay_says_that_it_is_blind(monkeypatch):
+    monkeypatch.setattr(Passes, "_falsified", lambda _, handed: handed)
+    with pytest.raises(VerifyMismatch, match="the check is blind: streamed was run once more") as caught:
+        check(*MODELS["mlp"], partitions=2)
+    assert caught.value.exit_code == 5
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "sil"}, "--method sil is approximate"),
+        ({"method": "full"}, "as one partition, which is full training already"),
+        ({"method": "auto"}, "as one partition, which is full training already"),
+        ({"method": "streamed", "reference": "streamed"}, "--reference streamed is what is to be verified"),
+        ({"reference": "sil"}, "--reference: expected one of full, checkpointed, streamed; found 'sil'"),
+        ({"steps": 0}, "--steps: expected a number of updates from 1 up; found 0"),
+        ({"steps": 10}, "--steps 10: training has 9 update"),
+        ({"output_dir": "here"}, "verify keeps no results"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_verified_is_refused_in_words(options, words):
+    with pytest.raises(OptionError, match=words):
+        check(*MODELS["mlp"], **options)
+
+
+def test_a_machine_that_cannot_hold_full_training_is_told_so_before_anything_is_trained(monkeypatch):
+    monkeypatch.setattr(Device, "free_memory", lambda _: 1 << 20)
+    monkeypatch.setattr("seqpart.verify._Way.run", lambda *_, **__: pytest.fail("it was trained"))
+    with pytest.raises(DoesNotFit, match=r"compares with full training, which needs .* and has .*--reference checkpointed"):
+        check(*MODELS["mlp"], partitions=2)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(monkeypatch, capsys, *arguments):
+    """(exit code, output, errors) of `seqpart verify ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["seqpart", "verify", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        console()
+    said = capsys.readouterr()
+    return exit.value.code, " ".join(said.out.split()), " ".join(said.err.split())
+
+
+SMALL = ["--mem-limit", "2GB", "--partitions", "2", "--steps", "2"]
+
+
+def test_the_command_prints_each_run_and_the_proof(monkeypatch, capsys, tmp_path):
+    code, out, err = command(monkeypatch, capsys, "--width", "16", "--depth", "2", *SMALL)
+    assert (code, err) == (0, "")
+    for word in ("limited streamed", "control streamed", "noticed in", "reference full", "proof: streamed in 2 partitions"):
+        assert word in out
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_command_ends_with_5_where_the_two_ways_differ(monkeypatch, capsys, tmp_path):
+    write_own(tmp_path, "verified_models")
+    with open(tmp_path / "verified_models.py", "a") as file:
+        file.write("import random\nclass Noisy(nn.Linear):\n    def forward(self, x):\n")
+        file.write("        return super().forward(x) * (random.random() if type(x) is torch.Tensor else 1.0)\n")
+        file.write("def noisy(): return chain(middle=Noisy(32, 32))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = command(monkeypatch, capsys, "--model", "verified_models:noisy", *SMALL)
+    assert code == 5
+    assert "VerifyMismatch: streamed and full differ, first in the loss in update 1 of 2" in err
+    assert "Traceback" not in err
+
+
+def test_the_command_refuses_what_only_training_has(monkeypatch, capsys):
+    code, _, err = command(monkeypatch, capsys, *SMALL, "--dry-run", "--overwrite")
+    assert code == 2
+    assert "--dry-run, --overwrite: verify trains a few updates and keeps nothing" in err
+
+
+def test_the_help_says_what_verify_does_and_that_streamed_is_its_method(monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, "--help")
+    assert code == 0
+    assert "--steps" in out
+    assert "default: streamed" in out
