@@ -147,7 +147,9 @@ class Passes:
             self._propagate(step, edge)
             return arrival
         x = self._relay.get((p, m))
-        x, arrival = self._entering(step, self._falsified(x))
+        if p < phase.last or p == phase.lowest:  # the last runs forward here only: a wrong loss proves little of gradients
+            x = self._falsified(x)
+        x, arrival = self._entering(step, x)
         if p == phase.last:
             self._back_propagate_loss(step, x, self._labels.pop(m))
             return arrival

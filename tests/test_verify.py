@@ -96,7 +96,7 @@ def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
     found = check(*MODELS[name], method=method, partitions=3, clip_grad_norm=1.0, steps=4)
     assert (found.method, found.reference, found.steps, len(found.plan.partitions)) == (method, "full", 4, 3)
     assert found.comparisons > 4 * found.tensors * 0.9  # nearly all are seen before every update, and again at the end
-    assert found.caught
+    assert found.caught not in ("", "the loss")  # a gradient of the first update, or a statistic of its replay
     assert f"proof: {method} in 3 partitions" in str(found)
 
 
