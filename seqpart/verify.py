@@ -103,7 +103,7 @@ def verify(
         other.run(compared, reporter)
         if compared.first is not None:
             again = Watch(steps, wanted=(compared.first, kept))
-            limited.run(again, reporter)
+            replace(limited, name="again").run(again, reporter)
             raise VerifyMismatch(_told(limited, other, compared.first, first, again))
     finally:
         kept.unlink(missing_ok=True)
@@ -203,8 +203,8 @@ def _told(limited: "_Way", other: "_Way", key: Key, first: Watch, again: Watch) 
     """What differs, by how much, and whether the model repeats itself at all."""
     if again.seen.get(key) == first.seen.get(key):
         cause = (
-            f"{limited.method} gave the same bits when it was run again: what it computes a second time is not what it "
-            "computed first, or a block's kernels round differently there. Report this, with the model's blocks."
+            f"{limited.method} gave the same bits when it was run again: what is computed a second time is not what was "
+            "computed first. Does a block keep state that is neither parameter nor buffer? If none does, report this."
         )
     else:
         cause = (
