@@ -1,5 +1,6 @@
 """How far a run has come: what a checkpoint says beside tensors, and whether it may go on here."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,21 @@ from typing import Any
 import xxhash
 
 import seqpart.manifest as manifests
+from seqpart.checkpoint import WEIGHTS
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.ingest import Split
 from seqpart.manifest import Manifest
+from seqpart.methods import methods_named
 from seqpart.plan import Plan
 from seqpart.preparation import Preparation, Prepared
-from seqpart.rundir import has_checkpoint
-from seqpart.schedule import START, Position
+from seqpart.rundir import has_checkpoint, is_begun_anew
+from seqpart.schedule import START, Phase, Position, trains_again
 from seqpart.settings import Settings
 from seqpart.tally import Tally
+from seqpart.units import format_limit
 
 FREE = {"mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size"}
-"""Settings that may differ when a run goes on; the cut and the micro-batch are the checkpoint's."""
+"""Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,8 +35,31 @@ class Progress:
     tally: dict[str, Any] | None = None
     losses: list[float] = field(default_factory=list)
     """Of the training passes that are over."""
+    test: tuple[float, float | None] | None = None
+    """Loss and accuracy of the latest pass over the test rows."""
     plan: Plan | None = None
+    micro_batches: tuple[int, ...] = ()
+    """Of each stage."""
+    changed: frozenset[str] = frozenset()
+    """Free settings that are not what they were."""
     data: str = ""
+
+    def words(self, phases: Sequence[Phase]) -> str:
+        if self.manifest is None:
+            return f"{self.root} was ended before anything was saved: it begins anew"
+        at = self.position
+        where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
+        return f"going on from {self.manifest.path}, with {where}"
+
+    def unused_states(self, prepared: Prepared) -> Iterator[str]:
+        """Homes of optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""
+        at, phases = self.position, prepared.phases
+        stage = phases[at.phase].stage if at.phase < len(phases) else None
+        begun = [phase for phase in phases[: at.phase + bool(at.updates)] if phase.stage == stage]
+        for p, part in enumerate(prepared.plan.partitions):
+            midway = any(phase.trains(p) for phase in begun) and trains_again(phases, at, p, begun[0].stage, stepped=False)
+            if not midway:
+                yield from (block.state_home for block in prepared.chain[part.first : part.last])
 
     def planned(self, preparation: Preparation) -> Prepared:
         """The plan to go on with: the cut and micro-batch of the checkpoint; another cut where that no longer fits.
@@ -44,19 +71,42 @@ class Progress:
         found = data_digest(preparation.train, preparation.test)
         if found != self.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
-        micro_batch = max(part.micro_batch for part in self.plan.partitions)
         cut_matters = not preparation.exact or self.position.phase >= _passes(preparation)
-        try:
-            prepared = preparation.prepare(micro_batch=micro_batch, starts=self.plan.starts)
-        except DoesNotFit:
-            if cut_matters:
-                raise
-            prepared = preparation.prepare(micro_batch=micro_batch)
+        if cut_matters:  # `auto` must not take another method, whose phases are others
+            preparation.methods = methods_named(self.plan.method)
+        prepared = self._prepared(preparation, cut_matters)
         if prepared.plan.fingerprint != self.plan.fingerprint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
         return prepared
+
+    def _prepared(self, preparation: Preparation, cut_matters: bool) -> Prepared:
+        assert self.plan is not None
+        starts = None if "partitions" in self.changed else self.plan.starts
+        if "micro_batch_size" in self.changed:
+            return preparation.prepare(starts=starts)
+        largest = max(self.micro_batches)
+        ways: list[dict[str, Any]] = [{"micro_batch": largest, "starts": starts}]
+        if len(set(self.micro_batches)) > 1:  # recovery has its own, which only a plan that is free to choose finds again
+            ways.append({"starts": starts})
+        if not cut_matters:
+            ways.append({"micro_batch": largest})
+        for way in ways:
+            try:
+                prepared = preparation.prepare(**way)
+            except DoesNotFit:
+                if way is ways[-1]:
+                    raise
+                continue
+            found = tuple(stage.micro_batch for stage in prepared.stages)
+            if found == self.micro_batches:
+                return prepared
+        raise OptionError(
+            f"--resume: the run in {self.root} has micro-batches {self.micro_batches}, and under this limit they would be "
+            f"{found}, which give other bits. Give --mem-limit {format_limit(self.plan.limit)} as before, or accept other bits "
+            f"with --micro-batch-size {min(found)}."
+        )
 
 
 def _passes(preparation: Preparation) -> int:
@@ -70,27 +120,44 @@ def progress_of(path: Path, settings: Settings) -> Progress:
     """
     root = path if path.is_dir() else path.parent
     if path.is_dir() and not has_checkpoint(path):
+        _refuse_finished(root)
         return Progress(root=root)
     manifest = manifests.load(path)
     state = manifest.state
     mine = settings_of(settings)
-    different = sorted(name for name, value in state["settings"].items() if name not in FREE and mine.get(name) != value)
-    if different:
-        said = ", ".join(f"{name} was {state['settings'][name]}, not {mine.get(name)}" for name in different)
+    different = sorted(name for name, value in state["settings"].items() if mine.get(name) != value)
+    fixed = [name for name in different if name not in FREE]
+    if fixed:
+        said = ", ".join(f"{name} was {state['settings'][name]}, not {mine.get(name)}" for name in fixed)
         raise OptionError(f"--resume: the run in {root} has other settings: {said}. Give the same, or start anew elsewhere.")
     return Progress(
         root=root, manifest=manifest, position=Position(*state["position"]), tally=state["tally"], losses=state["losses"],
-        plan=Plan.from_json(state["plan"], str(manifest.path)), data=state["data"],
+        test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
+        micro_batches=tuple(state["micro_batches"]), changed=frozenset(different), data=state["data"],
     )  # fmt: skip
 
 
+def _refuse_finished(root: Path) -> None:
+    if (root / WEIGHTS).exists():
+        raise OptionError(
+            f"--resume: the run in {root} is finished, and its weights are in {root / WEIGHTS}. "
+            + (
+                "What was to replace it was ended before anything was saved: give its options again, with --overwrite."
+                if is_begun_anew(root)
+                else "Start another in a new --output-dir."
+            )
+        )
+
+
 def state_of(
-    settings: Settings, plan: Plan, position: Position, tally: Tally, losses: list[float], data: str
-) -> dict[str, Any]:
+    settings: Settings, prepared: Prepared, position: Position, tally: Tally,
+    *, losses: list[float], test: tuple[float, float | None] | None, data: str,
+) -> dict[str, Any]:  # fmt: skip
     """What `progress_of` reads again."""
     return {
-        "settings": settings_of(settings), "plan": plan.to_json(), "position": [position.phase, position.updates],
-        "tally": tally.to_json(), "losses": losses, "data": data,
+        "settings": settings_of(settings), "plan": prepared.plan.to_json(), "position": [position.phase, position.updates],
+        "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": tally.to_json(), "losses": losses,
+        "test": test, "data": data,
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from seqpart.blocks import attach, detach, layout_of, tensors_of
 from seqpart.checkpoint import WEIGHTS, export_weights
 from seqpart.device import describe_versions
 from seqpart.direct import aligned
-from seqpart.errors import Interrupted, LimitExceeded, ModelError, OutOfMemory
+from seqpart.errors import Interrupted, LimitExceeded, ModelError, OutOfMemory, StoreError
 from seqpart.exactplan import largest_relayed
 from seqpart.executor import AllocationFailed, Event, Executor, Hooks
 from seqpart.ingest import pour
@@ -71,7 +71,9 @@ class Run:
         self._sampler, self._stack, self._job, self._witness = sampler, stack, job, witness
         self._progress = progress
         self._losses = list(progress.losses) if progress is not None else []
-        self._last_test: PhaseDone | None = None
+        self._test = progress.test if progress is not None else None
+        """Loss and accuracy of the latest pass over the test rows."""
+        self._residents: list[Resident] = []
         self._state = "failed"
         self._interrupts = Interrupts()
         self._saved_at, self._updates_since = time.monotonic(), 0
@@ -89,12 +91,15 @@ class Run:
         self._stack.callback(self._boundaries.close)
         self._stack.callback(self._give_back)
         self._digest = data_digest(self._preparation.train, self._preparation.test)
-        with enforced(self._device, plan.limit):
-            self._fill_homes()
-            self._run_stages(reader_thread)
-            with self._told("the weights were written"):
-                export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
-        return self._conclude(directory, time.perf_counter() - began)
+        with directory.interruptible():
+            with enforced(self._device, plan.limit):
+                self._fill_homes()
+                with directory.resumable(), self._interrupts:
+                    self._run_stages(reader_thread)
+                    with self._told("the weights were written"):
+                        export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
+                    self._obey(Position(len(self._prepared.phases)), Tally())
+            return self._conclude(directory, time.perf_counter() - began)
 
     @contextmanager
     def _told(self, when: str) -> Iterator[None]:
@@ -134,6 +139,8 @@ class Run:
         if self._job is not None:
             write_text(directory.result(JOB), json.dumps(self._job, indent=1) + "\n")
         self._reporter.say(f"run directory {directory.root}")
+        if progress is not None:
+            self._reporter.say(progress.words(self._prepared.phases))
         return directory
 
     def _tell_leftovers(self, directory: RunDirectory) -> None:
@@ -149,14 +156,16 @@ class Run:
 
     def _fill_homes(self) -> None:
         """Weights and rows: from the checkpoint, or from the model and the data."""
-        manifest = self._progress.manifest if self._progress is not None else None
+        progress = self._progress if self._progress is not None and self._progress.manifest is not None else None
         for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
             self._boundaries.labels[name] = split.labels
         with self._told("the blocks were built"):
-            self._build_homes(keep=manifest is not None)
-        if manifest is not None:
+            self._build_homes(keep=progress is not None)
+        if progress is not None and progress.manifest is not None:
             with self._told("the checkpoint was read"):
-                manifests.restore(manifest, self._store, self._boundaries)
+                manifests.restore(progress.manifest, self._store, self._boundaries)
+            for name in progress.unused_states(self._prepared):
+                self._store.discard(name)
             return
         with self._told("the data were read"):
             self._pour_data()
@@ -188,7 +197,12 @@ class Run:
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             if block.given_alive and block.home in self._store and not block.live_bytes and cost.weights:
                 flat = aligned(cost.layout.room)
-                self._store.get(block.home, flat)
+                try:
+                    self._store.get(block.home, flat)
+                except StoreError:
+                    if self._state == "done":
+                        raise
+                    continue  # the run has its own error to tell
                 attach(block.husk, cost.layout.views(flat))
                 block.husk.train(block.was_training)
 
@@ -209,6 +223,7 @@ class Run:
                 continue
             failed, position, tally = self._run_stage(stage, position, tally, thread)
             if failed is not None:
+                self._obey(position, tally or Tally())
                 self._halve_micro_batch(*failed)
 
     def _run_stage(
@@ -224,8 +239,7 @@ class Run:
             stack.callback(self._reporter.end)
             self._sampler.label = lambda: str(executor.step)
             try:
-                with self._interrupts:
-                    executor.run(checked(steps_of(phases[: stage.end], position), stage.means.slots))
+                executor.run(checked(steps_of(phases[: stage.end], position), stage.means.slots))
             except AllocationFailed as failure:
                 return (str(failure), executor), executor.position, executor.passes.rested
             return None, executor.position, None
@@ -244,7 +258,7 @@ class Run:
 
     def _executor(self, thread: ReaderThread, stage: Stage, relay: Relay, start: Position, tally: Tally | None) -> Executor:
         prepared, settings = self._prepared, self._settings
-        residents = [
+        residents = self._residents = [
             Resident(
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self._store, self._device,
                 optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.means.borrows,
@@ -281,6 +295,7 @@ class Run:
                 f"memory ran out in {executor.step} at micro-batch 1, inside the limit of {format_size(plan.limit)}: {text}. "
                 f"Give more than {format_limit(plan.limit)}, or cut finer with --partitions {len(plan.partitions) + 1}."
             )
+        self._preparation.methods = (self._prepared.method,)  # another one has other phases, and the position counts these
         self._prepared = self._preparation.prepare(micro_batch=largest // 2, starts=plan.starts)
         self._reporter.record("allocation failed", step=str(executor.step), micro_batch=largest // 2, text=text)
         self._reporter.say(
@@ -291,7 +306,7 @@ class Run:
     def _listen(self, event: Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:
             if event.phase.kind is PhaseKind.TEST:
-                self._last_test = event
+                self._test = event.loss, event.accuracy
             elif event.phase.kind is PhaseKind.TRAIN:
                 self._losses.append(event.loss)
         self._reporter.listen(event)
@@ -316,22 +331,30 @@ class Run:
         due = (updates is not None and self._updates_since >= updates) or (
             seconds is not None and time.monotonic() - self._saved_at >= seconds
         )
-        if self._settings.saves and (due or self._interrupts.waiting):
-            self._save(executor)
-        if self._interrupts.waiting and self._settings.saves:
+        if due or self._interrupts.waiting:
+            executor.settle()
+            for resident in self._residents:  # also one that is coming, and may be on its way home before that
+                resident.transfer.wait()
+            self._obey(executor.position, executor.passes.rested, due=due)
+
+    def _obey(self, position: Position, tally: Tally, *, due: bool = False) -> None:
+        """The homes are what `position` says: save if it is `due`, end if a signal waits."""
+        waiting = self._interrupts.waiting  # once: what comes from here on is not saved
+        if self._settings.saves and (due or waiting):
+            self._save(position, tally)
+        if waiting and self._settings.saves:
             self._state = "interrupted"
             raise Interrupted(self._directory.root)
-        self._interrupts.check()
+        if waiting:
+            self._interrupts.check()
 
-    def _save(self, executor: Executor) -> None:
+    def _save(self, position: Position, tally: Tally) -> None:
         began = time.perf_counter()
-        executor.settle()
         state = state_of(
-            self._settings, self._prepared.plan, executor.position, executor.passes.rested, self._losses, self._digest
+            self._settings, self._prepared, position, tally, losses=self._losses, test=self._test, data=self._digest
         )
         manifests.save(self._directory.root, self._scratch.root, state, self._store, self._boundaries)
         self._saved_at, self._updates_since = time.monotonic(), 0
-        position = executor.position
         self._reporter.record(
             "checkpoint", phase=position.phase, updates=position.updates, took=round(time.perf_counter() - began, 3)
         )
@@ -343,14 +366,14 @@ class Run:
         weights = directory.root / WEIGHTS
         sampler.sample()
         self._guard()
-        assert self._last_test is not None and self._last_test.loss is not None
+        assert self._test is not None
         proof = Proof(
             limit=plan.limit, peak=sampler.peak, source=sampler.gauge.source, predicted=plan.peak, runtime=plan.runtime,
             allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth,
             samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip
         result = Result(
-            weights=weights, test_loss=self._last_test.loss, accuracy=self._last_test.accuracy,
+            weights=weights, test_loss=self._test[0], accuracy=self._test[1],
             train_losses=tuple(self._losses), proof=proof, plan=plan,
             seconds=round(seconds, 2), final_micro_batch=max(part.micro_batch for part in plan.partitions),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from seqpart.direct import PROBE, explained, sync
-from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
+from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError
 
 MARKER = "seqpart-run.json"
 SCRATCH_PREFIX = "seqpart-"
@@ -103,6 +103,28 @@ class RunDirectory:
         if self._run is not None:
             text["run"] = str(self._run.resolve())
         write_text(self.root / MARKER, json.dumps(text) + "\n")
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A signal that nobody held back ends the run, and leaves the checkpoint of before."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            if has_checkpoint(self.root):
+                raise Interrupted(self.root) from None
+            raise
+
+    @contextlib.contextmanager
+    def resumable(self) -> Iterator[None]:
+        """What ends the run from outside does not end it for good: say how to go on."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, BadInput) and has_checkpoint(self.root):
+                error.add_note(f"The last checkpoint is intact: when the cause is gone, go on with --resume {self.root}")
+            raise
 
     def close(self, state: str) -> None:
         """Note how the run ended and let go of the lock. What a checkpoint needs stays, unless the run is "done"."""
@@ -193,6 +215,11 @@ def latest(root: Path, name: str) -> Path:
     """Where the run in `root` wrote its result `name`: while it replaces an earlier run's, beside that one."""
     new = root / (name + _NEW)
     return new if new.exists() else root / name
+
+
+def is_begun_anew(root: Path) -> bool:
+    """Whether a run was to replace the results in `root`, and was killed before it did."""
+    return any(root.glob("*" + _NEW))
 
 
 def has_checkpoint(root: Path) -> bool:
