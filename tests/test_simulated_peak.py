@@ -70,7 +70,7 @@ class Listener(Reporter):
 
     def listen(self, event):
         if isinstance(event, StepDone):
-            slots = sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+            slots = sum(buffer.nbytes() for buffer in self.buffers.values())
             self.steps.append(Seen(event, self.live.peak, self.live.live, slots))
             self.live.peak = self.live.live
         super().listen(event)
@@ -144,15 +144,15 @@ def watched(patch, fit):
             plain_run(self, steps)
 
     def take(self, nbytes):
-        peak, idle = live.peak, {id(slot.buffer) for slot in self._idle}
+        peak, idle = live.peak, {id(slot.buffer.untyped_storage()) for slot in self._idle}
         slot = plain_take(self, nbytes)
-        replaced = idle - {id(slot.buffer), *(id(other.buffer) for other in self._idle)}
+        replaced = idle - {id(other.buffer.untyped_storage()) for other in (slot, *self._idle)}
         # The I/O thread that worked on a replaced buffer may let go of it a moment after it said that it was done.
         for _ in range(2000):
             if replaced & set(buffers):
                 time.sleep(0.001)
         live.peak = max(peak, live.live)
-        buffers[id(slot.buffer)] = slot.buffer
+        buffers[id(slot.buffer.untyped_storage())] = slot.buffer.untyped_storage()
         return slot
 
     patch.setattr(Executor, "run", run)
