@@ -1,6 +1,7 @@
 """The grammar of a run: rows are covered once and in order, text and steps are the same thing, each rule is held."""
 
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,131 @@ def test_a_run_resumed_anywhere_does_exactly_the_steps_that_were_left(phases, da
     skipped = [m for m, span in phases[index].spans() if span.start < updates * phases[index].batch]
     assert [step.micro_batch for step in done if step.verb is not Verb.UPDATE] == skipped
     list(checked(steps_of(phases, Position(index, updates))))
+
+
+@st.composite
+def streamed_runs(draw):
+    """Epochs of one streamed pass over several partitions, in one stage or two, and test rows through each of them."""
+    count = draw(st.integers(2, 6))
+    phase = Phase(
+        kind=PhaseKind.TRAIN, partition=0, through=count - 1, streamed=True, epoch=1, rows=draw(st.integers(1, 40)),
+        batch=draw(st.integers(1, 25)), micro_batch=draw(st.integers(1, 12)), clips=draw(st.booleans()),
+        frozen=draw(st.frozensets(st.integers(0, count - 1))),
+        keeps_graph_from=draw(st.none() | st.integers(0, count - 1)),
+    )  # fmt: skip
+    tests = [forward(PhaseKind.TEST, p) for p in range(count)]
+    more = draw(st.sampled_from([[], [replace(phase, epoch=2)], [replace(phase, stage=1)]]))
+    return [phase, *draw(st.sampled_from([[], tests])), *more, *tests]
+
+
+def visits_of(steps):
+    """[(LOAD, steps between, DROP)] in the order of their LOADs, of partitions that come one at a time."""
+    visits = []
+    for step in steps:
+        if step.verb is Verb.LOAD:
+            visits.append([])
+        visits[-1].append(step)
+    return [(visit[0], visit[1:-1], visit[-1]) for visit in visits]
+
+
+@given(streamed_runs())
+def test_streamed_steps_keep_every_rule_with_one_partition_at_a_time(phases):
+    steps = list(checked(steps_of(phases), slots=1))
+    assert parse(to_text(steps, phases)) == steps
+
+
+@given(streamed_runs())
+def test_all_micro_batches_of_a_partition_come_before_the_next_and_the_last_runs_forward_in_its_backward(phases):
+    steps = list(steps_of(phases))
+    for number, phase in enumerate(phases):
+        if not phase.streamed:
+            continue
+        up = range(phase.last if phase.lowest <= phase.last else phase.last + 1)
+        down = range(phase.last, phase.lowest - 1, -1)
+        expected = []
+        for update in range(phase.updates):
+            micro_batches = [m for m, _ in phase.spans_of(update)]
+            expected += [Step(Verb.FORWARD, p, m, number) for p in up for m in micro_batches]
+            expected += [Step(Verb.BACKWARD, p, m, number) for p in down for m in micro_batches]
+        assert [step for step in steps if step.phase == number and step.micro_batch is not None] == expected
+
+
+@given(streamed_runs())
+def test_in_each_update_every_partition_makes_its_step_once_behind_its_own_work(phases):
+    for number, phase in enumerate(phases):
+        steps = [step for step in steps_of(phases) if step.phase == number and step.verb is not Verb.LOAD]
+        updates = [step.partition for step in steps if step.verb is Verb.UPDATE]
+        if not phase.streamed:
+            assert updates == []
+            continue
+        count = len(phase.partitions)
+        assert all(sorted(updates[i : i + count]) == [*phase.partitions] for i in range(0, len(updates), count))
+        assert len(updates) == count * phase.updates
+        waiting = {p for p in phase.partitions if phase.clips and phase.trains(p) and p > phase.lowest}
+        for before, step in pairwise(steps):
+            if step.verb is Verb.UPDATE and step.partition not in waiting:
+                assert before.partition == step.partition and before.micro_batch is not None
+
+
+@given(streamed_runs())
+def test_each_partition_comes_twice_an_update_at_most_and_once_more_for_the_norm_of_all(phases):
+    for number, phase in enumerate(phases):
+        if phase.streamed:
+            loads = [step.partition for step in steps_of(phases) if step.phase == number and step.verb is Verb.LOAD]
+            for p in phase.partitions:
+                waits = phase.clips and phase.trains(p) and p > phase.lowest
+                twice = p < phase.last and p >= phase.lowest
+                assert loads.count(p) <= phase.updates * (1 + twice + waits)
+
+
+@given(streamed_runs())
+def test_state_comes_where_the_step_is_made_and_gradients_go_home_where_it_is_not(phases):
+    for load, work, drop in visits_of(steps_of(phases)):
+        makes = [step.phase for step in work if step.verb is Verb.UPDATE]
+        trains = any(phases[number].trains(load.partition) for number in makes)
+        assert load.more == trains
+        assert drop.more == (any(step.verb is Verb.BACKWARD for step in work) and not makes)
+        assert not drop.more or phases[drop.phase].clips
+
+
+@given(streamed_runs(), st.data())
+def test_a_streamed_run_resumed_anywhere_does_exactly_the_work_that_was_left(phases, data):
+    index = data.draw(st.sampled_from([number for number, phase in enumerate(phases) if phase.streamed]))
+    position = Position(index, data.draw(st.integers(0, phases[index].updates - 1)))
+    whole, left = (
+        [step for step in steps if step.verb not in (Verb.LOAD, Verb.DROP)]
+        for steps in (list(steps_of(phases)), list(checked(steps_of(phases, position))))
+    )
+    assert left == whole[len(whole) - len(left) :]
+    done = [step for step in whole[: len(whole) - len(left)] if step.phase == index and step.verb is Verb.UPDATE]
+    assert len(done) == position.updates * len(phases[index].partitions)
+
+
+def test_kept_graphs_change_no_step():
+    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=3, rows=8, batch=4, micro_batch=2, streamed=True)
+    steps = list(steps_of([phase]))
+    for p in range(4):
+        kept = replace(phase, keeps_graph_from=p)
+        assert list(steps_of([kept])) == steps
+        assert [kept.keeps_graph(q) for q in range(4)] == [p <= q < 3 for q in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 D0"),
+        (
+            {"clips": True},
+            "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 D2+ L1 B1.0 B1.1 D1+ L0+ B0.0 B0.1 U0 D0 L1+ U1 D1 L2+ U2 D2",
+        ),
+        ({"frozen": {0}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1"),
+        ({"frozen": {2}}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 D0"),
+        ({"frozen": {0, 1, 2}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 U1 D1 L2 F2.0 F2.1 U2 D2"),
+    ],
+)
+def test_one_streamed_update_step_by_step(changes, text):
+    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=2, rows=4, batch=4, micro_batch=2, streamed=True)
+    assert to_text(steps_of([replace(phase, **changes)])) == text
 
 
 def test_a_schedule_prints_as_the_documents_show_it():
