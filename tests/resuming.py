@@ -1,12 +1,30 @@
-"""Runs that are stopped again and again and go on, in this process, and what a run that was left alone ends with."""
+"""Runs that are stopped again and again and go on, here or as processes, and what a run that was left alone ends with.
+
+As a program it imports once and then forks the command for each line of its input, which says when it is to be killed.
+"""
 
 import contextlib
+import importlib
+import json
+import os
 import signal
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
 
-from seqpart import Trainer
+from seqpart import Trainer, run  # before torch: seqpart sets what torch reads when it loads
+from seqpart.direct import DirectFile
 from seqpart.errors import Interrupted
 from seqpart.executor import StepDone
+from seqpart.preparation import Preparation
 from seqpart.report import Reporter
+from seqpart.resident import Resident
+from seqpart.rundir import RunDirectory
+from seqpart.simulate import Rates
+from seqpart.train import main
+from tests.command import ENVIRONMENT
 from tests.exactly import Trained
 
 
@@ -86,3 +104,102 @@ def flip(path, byte=-1, bit=0):
     data = bytearray(path.read_bytes())
     data[byte] ^= 1 << bit
     path.write_bytes(data)
+
+
+# --- Processes -------------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "plan": (Preparation, "prepare"),
+    "load": (DirectFile, "read_into"),
+    "write": (os, "pwritev"),
+    "save": (os, "fsync"),
+    "rename": (os, "replace"),
+    "update": (Resident, "update"),
+    "export": (run, "export_weights"),
+    "publish": (RunDirectory, "publish"),
+    "close": (RunDirectory, "close"),
+}
+"""Calls that a process may die in front of."""
+
+
+class Processes:
+    """Forks the command from one process that has imported already."""
+
+    def __init__(self):
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.resuming"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parent.parent, env=ENVIRONMENT,
+        )  # fmt: skip
+
+    def run(self, folder, arguments, *, after=None, at=None):
+        """Run the command, killed `after` seconds or at `at`, (place, call). What it prints goes into the file `said`.
+
+        Returns (exit status, seconds, calls of each place unless it was killed).
+        """
+        order = {"folder": str(folder), "arguments": list(map(str, arguments)), "after": after, "at": at}
+        print(json.dumps(order), file=self._server.stdin, flush=True)
+        return tuple(json.loads(self._server.stdout.readline()))
+
+    def close(self):
+        self._server.communicate()
+
+
+def serve():
+    importlib.import_module("torch._dynamo")  # torch brings it when the first optimizer is made: half of so short a run
+    for line in sys.stdin:
+        order = json.loads(line)
+        counts = Path(order["folder"]) / "counts"
+        counts.unlink(missing_ok=True)
+        began, child = time.monotonic(), os.fork()
+        if not child:
+            become(order, counts)
+        while order["after"] is not None and not has_ended(child):
+            if time.monotonic() - began > order["after"]:
+                os.kill(child, signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        took = time.monotonic() - began
+        print(json.dumps([status, took, json.loads(counts.read_text()) if counts.exists() else None]), flush=True)
+
+
+def has_ended(child):
+    """Without reaping it: until then its number is nobody else's."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def become(order, counts):
+    """The command, in this process."""
+    os.chdir(order["folder"])
+    sys.path.insert(0, "")
+    said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    # Looked at by plans only; measuring takes longer than the run.
+    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    sys.modules["seqpart.inputs"].measure_rates = lambda *_: rates
+    called = dict.fromkeys(PLACES, 0)
+    for place in PLACES:
+        die_at(place, order["at"][1] if order["at"] and order["at"][0] == place else 0, called)
+    code = main(order["arguments"])
+    sys.stdout.flush()
+    counts.write_text(json.dumps(called))
+    os._exit(code)
+
+
+def die_at(place, call, called):
+    """End this process at its `call`-th call of `place` (0: never)."""
+    owner, name = PLACES[place]
+    real, numbers = getattr(owner, name), count(1)
+
+    def dying(*arguments, **named):
+        called[place] = next(numbers)
+        if called[place] == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    setattr(owner, name, dying)
+
+
+if __name__ == "__main__":
+    serve()
