@@ -64,33 +64,34 @@ class Arm(Trained):
 
     def __init__(self, monkeypatch, folder, how, model, data, **options):
         super().__init__(monkeypatch, folder, model, data, **options)
-        self.how, self.root = how, folder / "stopped"
+        self.folder, self.how, self.model, self.data = folder, how, model, data
+        self.root = folder / "stopped"
         self._force(how)
 
-    def fit(self, name="stopped", *, reporter=None, resume=None, witness=None, **options):
+    def fit(self, name="stopped", *, reporter=None, resume=None, **options):
         options = {"method": self.how.method, **self.options, **options}
         if self.how.relay == "host":
             options["ram_limit"] = "50MB"
         if self.how.method == "full":
             options.pop("partitions", None)
         if resume is None:
-            options["output_dir"] = self._folder / name
-        loss, optimizer = options.pop("loss", None), options.pop("optimizer", "sgd")
-        trainer = Trainer(self._model(), loss, optimizer, quiet=True, **options)
-        return trainer.fit(*self._data, resume=resume, reporter=reporter, witness=witness)
+            options["output_dir"] = self.folder / name
+        trainer = Trainer(self.model(), None, options.pop("optimizer", "sgd"), quiet=True, **options)
+        return trainer.fit(*self.data, resume=resume, reporter=reporter)
 
     def whole(self, **options):
         """What a run that nobody stops ends with, and its steps."""
         reporter = Stopping()
         return ended(self.fit("whole", reporter=reporter, **options)), reporter.steps
 
-    def stopped(self, events, **options):
+    def stopped(self, events, name="stopped", **options):
         """What a run ends with that is stopped by each of `events`, (steps, how), and goes on. Returns it and the stops."""
-        result, stops = None, -1
+        result, stops, resume = None, -1, None
         while result is None:
             stops += 1
             with contextlib.suppress(Interrupted, Killed):
-                result = self.fit(resume=self.root if stops else None, reporter=Stopping(*next(events, ())), **options)
+                result = self.fit(name, resume=resume, reporter=Stopping(*next(events, ())), **options)
+            resume = self.folder / name
         return ended(result), stops
 
 
