@@ -13,7 +13,7 @@ deleted, so there is no moment at which a killed run has nothing to go on from:
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from seqpart.rundir import CHECKPOINT, PREVIOUS
 from seqpart.store import Store
 
 FORMAT = 1
+
+Pour = Callable[[str, CorruptFile], None]
+"""Makes the rows of boundary 0 of a split again, because of that error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +53,12 @@ class Manifest:
 
     @property
     def row_files(self) -> set[str]:
-        return {entry[part] for entry in self.rows.values() for part in ("file", "sums")}
+        return _files_of(self.rows)
+
+    @property
+    def inputs(self) -> dict[str, Mapping[str, Any]]:
+        """The rows of boundary 0, which the data can give again."""
+        return {place: entry for place, entry in self.rows.items() if place.endswith("-0")}
 
     def to_json(self) -> str:
         # A scratch directory inside the run's own may be moved along with it.
@@ -125,21 +133,24 @@ def load(path: Path) -> Manifest:
     )
 
 
-def restore(manifest: Manifest, store: Store, boundaries: Boundaries) -> None:
+def restore(manifest: Manifest, store: Store, boundaries: Boundaries, pour: Pour | None = None) -> None:
     """Fill a new store and new boundaries, opened on the manifest's scratch directory, with what it names.
 
     Every file is read once. Raises CorruptFile, naming a damaged one; no file that a manifest names is touched then.
-    Otherwise this manifest is the latest from now on: a damaged one that came after it is replaced.
+    Otherwise this manifest is the latest from now on: a damaged one that came after it is replaced. Rows of boundary 0 are
+    the same files in both checkpoints: where the one before is asked for, `pour` makes damaged ones again.
     """
     latest, previous = _readable(manifest.root / CHECKPOINT), _readable(manifest.root / PREVIOUS)
     _keep(store, boundaries, manifest, latest, previous)
     try:
         store.adopt(manifest.homes)
-        boundaries.adopt(manifest.rows)
         store.verify()
+        boundaries.adopt({place: entry for place, entry in manifest.rows.items() if place not in manifest.inputs})
         boundaries.verify()
+        for place, entry in manifest.inputs.items():
+            _adopt_input(place, entry, boundaries, pour if manifest.path.name == PREVIOUS else None)
     except CorruptFile as error:
-        raise CorruptFile(f"{error} {_cure(manifest.path)}") from None
+        raise CorruptFile(f"{error} {_cure(manifest.path, str(error))}") from None
     if manifest.path.name == CHECKPOINT:
         _keep(store, boundaries, manifest, previous)
         return
@@ -154,6 +165,23 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries) -> None:
     _keep(store, boundaries, manifest)
 
 
+def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, pour: Pour | None) -> None:
+    split = place.removesuffix("-0")
+    try:
+        boundaries.adopt({place: entry})
+        boundaries.rows(split, 0).verify()
+    except CorruptFile as error:
+        if pour is None:
+            raise
+        pour(split, error)
+        if boundaries.rows(split, 0).persist()["digest"] != entry["digest"]:
+            raise CorruptFile(f"{error} The data are not what they were, so it could not be made again.") from None
+
+
+def _files_of(rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    return {entry[part] for entry in rows.values() for part in ("file", "sums")}
+
+
 def _keep(store: Store, boundaries: Boundaries, *manifests: Manifest | None) -> None:
     store.keep(set().union(*(manifest.home_files for manifest in manifests if manifest)))
     boundaries.keep(set().union(*(manifest.row_files for manifest in manifests if manifest)))
@@ -166,11 +194,15 @@ def _readable(path: Path) -> Manifest | None:
         return None
 
 
-def _cure(path: Path) -> str:
+def _cure(path: Path, damage: str = "") -> str:
     previous = path.with_name(PREVIOUS)
-    if path.name != PREVIOUS and previous.is_file():
-        return f"Go on from the checkpoint before it with --resume {previous}."
-    return "Start again in a new --output-dir."
+    if path.name == PREVIOUS or not previous.is_file():
+        return "Start again in a new --output-dir."
+    found = _readable(previous)
+    needed = found.home_files | (found.row_files - _files_of(found.inputs)) if found is not None else set()
+    if any(f"/{file} " in damage for file in needed):
+        return "It did not change between two checkpoints, so the one before needs it too. Start again in a new --output-dir."
+    return f"Go on from the checkpoint before it with --resume {previous}."
 
 
 def _with_checksum(body: object) -> str:

@@ -15,7 +15,7 @@ from seqpart.blocks import attach, detach, layout_of, tensors_of
 from seqpart.checkpoint import WEIGHTS, export_weights
 from seqpart.device import describe_versions
 from seqpart.direct import aligned
-from seqpart.errors import Interrupted, LimitExceeded, ModelError, OutOfMemory, StoreError
+from seqpart.errors import CorruptFile, Interrupted, LimitExceeded, ModelError, OutOfMemory, StoreError
 from seqpart.exactplan import largest_relayed
 from seqpart.executor import AllocationFailed, Event, Executor, Hooks
 from seqpart.ingest import pour
@@ -163,19 +163,24 @@ class Run:
             self._build_homes(keep=progress is not None)
         if progress is not None and progress.manifest is not None:
             with self._told("the checkpoint was read"):
-                manifests.restore(progress.manifest, self._store, self._boundaries)
+                manifests.restore(progress.manifest, self._store, self._boundaries, self._pour_again)
             for name in progress.unused_states(self._prepared):
                 self._store.discard(name)
             return
         with self._told("the data were read"):
-            self._pour_data()
+            self._pour("train")
+            self._pour("test")
 
-    def _pour_data(self) -> None:
+    def _pour_again(self, name: str, error: CorruptFile) -> None:
+        self._reporter.say(f"{error} It is made again from the data.")
+        self._pour(name)
+
+    def _pour(self, name: str) -> None:
         """Boundary 0: the data set's rows, checked and sent home."""
-        for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
-            rows = self._boundaries.create(name, 0, self._prepared.input_layout, split.count)
-            pour(split, rows.append)
-            rows.finish()
+        split = self._preparation.train if name == "train" else self._preparation.test
+        rows = self._boundaries.create(name, 0, self._prepared.input_layout, split.count)
+        pour(split, rows.append)
+        rows.finish()
 
     def _build_homes(self, *, keep: bool) -> None:
         """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""

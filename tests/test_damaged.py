@@ -1,0 +1,151 @@
+"""Damaged files of a checkpoint are named and the checkpoint before it serves; full disks leave both as they were."""
+
+import errno
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from seqpart import manifest as manifests
+from seqpart.errors import CorruptFile, DiskFull
+from seqpart.rundir import CHECKPOINT, PREVIOUS, has_checkpoint
+from tests.exactly import How, numbers, split
+from tests.resuming import Arm, Killed, Stopping, ended, flip, kill
+from tests.test_exact import dropping, fresh
+
+SEED = 5
+WAYS = {
+    "streamed": {"how": How(slots=2), "optimizer": "adam"},
+    "in host memory": {"how": How(slots=2, relay="host"), "momentum": 0.9},
+    "sil": {"how": How(method="sil"), "momentum": 0.9},
+}
+
+
+@pytest.fixture
+def arms(monkeypatch, tmp_path):
+    def of(how, **options):
+        options = {"partitions": "0,1,3", "save_every": "1", **options}
+        return Arm(monkeypatch, tmp_path, how, fresh(dropping), numbers((12,)), **options)
+
+    return of
+
+
+def halfway(arm):
+    """A run that was killed when it had two checkpoints, in `kept`. Returns what it would have ended with."""
+    whole, steps = arm.whole()
+    with pytest.raises(Killed):
+        arm.fit("kept", reporter=Stopping(int(0.6 * len(steps)), kill))
+    return whole
+
+
+def files_of(root, name):
+    """Paths of the files that the checkpoint `name` is made of."""
+    found = manifests.load(root / name)
+    named = {*(f"homes/{file}" for file in found.home_files), *(f"rows/{file}" for file in found.row_files), name}
+    return {Path(path) for path in named}
+
+
+def flipped(path, chance):
+    flip(path, chance.randrange(min(path.stat().st_size, 4200)), chance.randrange(8))
+
+
+def halved(path, chance):
+    os.truncate(path, chance.randrange(path.stat().st_size))
+
+
+def refused(arm, path, damage, chance):
+    """What is said of the killed run when one of its files is damaged."""
+    shutil.rmtree(arm.root, ignore_errors=True)
+    shutil.copytree(arm.folder / "kept", arm.root)
+    damage(arm.root / path, chance)
+    with pytest.raises(CorruptFile) as refusal:
+        arm.fit(resume=arm.root)
+    assert refusal.value.exit_code == 6
+    assert str(refusal.value).startswith(f"{arm.root / path} "), "it names the file"
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("way", ["streamed", "sil"])
+def test_each_damaged_file_is_named_and_the_checkpoint_before_goes_on_to_the_same_bits(way, arms):
+    """A file that both checkpoints need is lost, unless the data give it again, and that is said."""
+    arm, chance = arms(**WAYS[way]), random.Random(f"{SEED} {way}")
+    whole, kept = halfway(arm), arm.folder / "kept"
+    shared = files_of(kept, CHECKPOINT) & files_of(kept, PREVIOUS)
+    lost = {path for path in shared if path.parts[0] == "homes" or "-00000." not in path.name}
+    assert bool(lost) == (way == "sil"), "of exact methods everything but the data changes in each update"
+    for path in sorted(files_of(kept, CHECKPOINT)):
+        said = refused(arm, path, chance.choice([flipped, halved]), chance)
+        assert ("the one before needs it too. Start again" in said) == (path in lost), (SEED, path)
+        if path not in lost:
+            assert f"--resume {arm.root / PREVIOUS}" in said
+            assert ended(arm.fit(resume=arm.root / PREVIOUS)) == whole, (SEED, path)
+
+
+def test_rows_of_the_data_that_are_made_again_are_told_and_must_be_the_same(arms):
+    arm, chance = arms(How()), random.Random(SEED)
+    whole = halfway(arm)
+    (rows,) = (path for path in files_of(arm.folder / "kept", PREVIOUS) if path.match("train-00000.*.safetensors"))
+    refused(arm, rows, halved, chance)
+    data, train = arm.data, arm.data[0]
+    arm.data = split("training", train.open()[0] + 1, train.labels), data[1]
+    with pytest.raises(CorruptFile, match=r"The data are not what they were, so it could not be made again\. Start again"):
+        arm.fit(resume=arm.root / PREVIOUS)
+    arm.data, reporter = data, Stopping()
+    assert ended(arm.fit(resume=arm.root / PREVIOUS, reporter=reporter)) == whole
+    assert [text for text in reporter.said if text.startswith(f"{arm.root / rows} ") and "made again from the data" in text]
+
+
+def test_a_home_that_is_damaged_while_the_run_lives_ends_it_with_the_way_on(arms):
+    arm = arms(How())
+    _, steps = arm.whole()
+    second = 1 + next(number for number, step in enumerate(steps) if str(step) == "F0.3")  # the others are at home
+
+    def damage():
+        for home in (arm.root / "homes").glob("block-00001.[0-9]*"):
+            flip(home)
+
+    with pytest.raises(CorruptFile, match=r"block-00001\..*is damaged") as ending:
+        arm.fit(reporter=Stopping(second, damage))
+    assert f"go on with --resume {arm.root}" in ending.value.__notes__[-1]
+
+
+# --- Full disks ------------------------------------------------------------------------------------------------------
+
+
+def fill(monkeypatch, name, call):
+    """From the `call`-th call of os.`name` on, or of write() to a text file, the disk is full."""
+    owner, attribute = (Path, "write_text") if name == "write" else (os, name)
+    real, calls = getattr(owner, attribute), iter(range(1, 1 << 30))
+
+    def filling_up(*arguments, **named):
+        if next(calls) >= call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, attribute, filling_up)
+
+
+@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("failing", ["pwritev", "fsync", "replace", "write"])
+@pytest.mark.parametrize("way", ["in host memory", "sil"])
+def test_a_disk_that_is_full_ends_the_run_with_a_clear_error_and_the_checkpoint_goes_on(way, failing, call, arms, monkeypatch):
+    """With homes in host memory nothing is written but by saves."""
+    arm = arms(**WAYS[way], epochs=1)
+    whole, steps = arm.whole()
+    with monkeypatch.context() as patched, pytest.raises(DiskFull, match=r"the disk is full: could not write .*Free") as ending:
+        arm.fit(reporter=Stopping(len(steps) // 2, lambda: fill(patched, failing, call)))
+    assert ending.value.exit_code == 6
+    assert f"go on with --resume {arm.root}" in ending.value.__notes__[-1]
+    assert not list(arm.root.rglob("checkpoint*.part"))
+    assert ended(arm.fit(resume=arm.root)) == whole
+
+
+def test_a_disk_that_is_full_at_the_first_save_leaves_nothing_and_promises_nothing(arms, monkeypatch):
+    arm = arms(How(relay="host", slots=2))
+    with monkeypatch.context() as patched, pytest.raises(DiskFull) as ending:
+        arm.fit(reporter=Stopping(1, lambda: fill(patched, "pwritev", 1)))
+    assert not [note for note in ending.value.__notes__ if "--resume" in note]
+    assert not has_checkpoint(arm.root)
+    assert not list(arm.root.rglob("*.safetensors"))
