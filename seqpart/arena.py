@@ -57,6 +57,11 @@ def piece_sizes(budget: int, *, powers_of_two: bool) -> list[int]:
     return sizes
 
 
+def first_piece(nbytes: int, *, powers_of_two: bool) -> int:
+    """Size of a piece for `nbytes` alone."""
+    return 1 << max(0, nbytes - 1).bit_length() if powers_of_two else round_up(nbytes)
+
+
 class _HostDevice(Protocol):
     kind: str
 
@@ -64,11 +69,14 @@ class _HostDevice(Protocol):
 
 
 class Arena:
-    """`take` and `give` flat uint8 buffers inside `budget` bytes; what does not fit is refused with None."""
+    """`take` and `give` flat uint8 buffers inside `budget` bytes; what does not fit is refused with None.
 
-    def __init__(self, budget: int, device: _HostDevice) -> None:
+    first: a piece of its own, inside the budget, for whoever takes it first.
+    """
+
+    def __init__(self, budget: int, device: _HostDevice, *, first: int = 0) -> None:
         pinned = device.kind == "cuda"
-        sizes = piece_sizes(budget, powers_of_two=pinned)
+        sizes = [first] * bool(first) + piece_sizes(budget - first, powers_of_two=pinned)
         self._pieces = [device.host(size) if pinned else _shared(size) for size in sizes]
         self._extents = [Extents(size) for size in sizes]
         self._taken: dict[int, tuple[int, int, int]] = {}

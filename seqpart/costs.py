@@ -63,6 +63,8 @@ class BlockCost:
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0
     """Bytes of those parameters."""
+    gradient_room: int = 0
+    """Of its gradients laid side by side, in whole pages."""
     writes_input: bool = False
     """Whether it works in place, as ReLU(inplace=True) does."""
     passes_input: bool = False
@@ -183,9 +185,11 @@ def _measure_block(
         elif any(isinstance(part, nn.Embedding) for part in module.modules()):
             text += " An embedding takes tokens: give them as whole numbers of 64 bits."
         raise DataError(text) from error
+    layout = layout_of(own)
     return replace(
         training,
-        layout=layout_of(own),
+        layout=layout,
+        gradient_room=Layout.of(spec for spec in layout.specs if spec.name in trainable).room,
         trainable=tuple(name for name in trainable if name in own),
         tied=sum(_nbytes(tensors[tie.name]) for tie in block.tied),
         gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),

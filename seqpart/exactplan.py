@@ -14,6 +14,7 @@ from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.plan import Candidate, Request, buffers_of, costs_from, micro_batches, starts_of, too_many
 from seqpart.relay import relay_bytes
+from seqpart.relaying import largest_relayed, relay_room
 from seqpart.schedule import Phase, Verb
 from seqpart.simulate import Means, Moment, PartitionCost, foretell
 from seqpart.units import format_limit, format_size
@@ -68,6 +69,8 @@ def _variants(request: Request, method: Method, micro_batch: int, room: int) -> 
             if slots > len(parts):
                 continue
             for relay in request.relays if len(parts) > 1 else request.relays[:1]:
+                if relay == "host" and relay_room([p[2] for p in parts], request.batch_size, micro_batch) > request.host_room:
+                    relay = "disk"
                 foretold = foretell_exact(request, method, micro_batch, parts, Means(slots=slots, relay=relay), None)
                 yield foretold
                 if foretold.peak <= room and relay == "device" and not method.stays:
@@ -93,6 +96,7 @@ def foretell_exact(
     request: Request, method: Method, micro_batch: int, parts: tuple[tuple[int, int, PartitionCost], ...], means: Means,
     keeps_graph_from: int | None,
 ) -> Foretold:  # fmt: skip
+    means = replace(means, label_row=request.label_row)
     means = replace(means, gradients_room=request.clips and len(parts) > 1 and not method.stays, borrows=not method.stays)
     candidate = Candidate(micro_batch, parts, means, keeps_graph_from)
     phases = _phases(request, method, candidate)
@@ -139,11 +143,6 @@ def _buffers(request: Request, candidate: Candidate, phases: Sequence[Phase], mo
         return reading + writing
     largest = largest_relayed([cost for _, _, cost in candidate.parts], phase.micro_batch)
     return reading + (relay_bytes(largest) if candidate.means.relay == "disk" else 0)
-
-
-def largest_relayed(parts: Sequence[PartitionCost], micro_batch: int) -> int:
-    """Bytes of the largest tensor that one partition hands to another."""
-    return max(max(micro_batch * cost.input_row, cost.tied) for cost in parts)
 
 
 def _parts(request: Request, micro_batch: int, starts: Sequence[int]) -> tuple[tuple[int, int, PartitionCost], ...]:

@@ -106,8 +106,10 @@ class Executor:
             self.passes.close_reader()
             if not failed:
                 self._release_all()
+                self._slots.close()
         if failed:  # outside the handler: its traceback kept the failed step's tensors alive
             self._retreat(failed)
+            self._slots.close()
             raise AllocationFailed(self.step, failed)
 
     def _one(self, step: Step) -> None:
@@ -134,9 +136,11 @@ class Executor:
     # --- coming and going -----------------------------------------------------------------------------------------
 
     def _begin_next(self, ahead: Lookahead) -> None:
-        while self._slots.count > 1 and self._slots.has_room:
+        while self._slots.count > 1 and self._slots.has_room(0):
             step = ahead.next_load(set(self._coming))
             if step is None or step.partition in self._loaded or step.partition in self._coming:
+                return
+            if not self._slots.has_room(self._needs(step)):
                 return
             here = {*self._loaded, *self._coming}
             if any(lender.number in here for lender in self._residents[step.partition].lenders):
@@ -144,10 +148,13 @@ class Executor:
             self._begin(step)
 
     def _begin(self, step: Step) -> None:
-        phase, resident = self._phases[step.phase], self._residents[step.partition]
-        nbytes = resident.needs(to_update=step.more, gradients=phase.clips and phase.streamed)
-        resident.begin_load(self._slots.take(nbytes), to_update=step.more)
+        resident = self._residents[step.partition]
+        resident.begin_load(self._slots.take(self._needs(step)), to_update=step.more)
         self._coming[step.partition] = resident
+
+    def _needs(self, step: Step) -> int:
+        phase = self._phases[step.phase]
+        return self._residents[step.partition].needs(to_update=step.more, gradients=phase.clips and phase.streamed)
 
     def _load(self, step: Step) -> tuple[int, int]:
         if step.partition not in self._coming:

@@ -140,6 +140,10 @@ class Request:
     clips: bool
     relays: tuple[str, ...]
     """Places where boundaries may wait within an update, the fastest first."""
+    host_room: int
+    """Bytes of host memory that boundaries may take there."""
+    label_row: int
+    """Bytes of one row's labels on the device."""
     input_row: RowLayout
     cache_row: Callable[[BlockCost], RowLayout]
     train_rows: int

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 import seqpart.plan as planning
-from seqpart.arena import piece_sizes
+from seqpart.arena import first_piece, piece_sizes
 from seqpart.blocks import Chain
 from seqpart.costs import BlockCost
 from seqpart.direct import round_up
@@ -19,6 +21,7 @@ from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Rec
 from seqpart.optimizers import Optimizer
 from seqpart.plan import Candidate, PartitionPlan, Plan, Request
 from seqpart.rates import existing
+from seqpart.relaying import relay_room
 from seqpart.rows import RowLayout
 from seqpart.schedule import Phase
 from seqpart.settings import at_least_one
@@ -54,6 +57,18 @@ class Prepared:
     loss: Callable[[int], PartitionLoss | None]
     at_host: frozenset[int]
     arena_bytes: int
+    relay_bytes: int
+    """Of the arena, for boundaries."""
+
+    def hosted(self) -> dict[str, int]:
+        """Bytes of the homes that are planned to be in host memory: weights and optimizer state, partition by partition."""
+        homes: dict[str, int] = {}
+        for p in sorted(self.at_host):
+            part, optimizer = self.plan.partitions[p], self.optimizers[p]
+            costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
+            for block, cost, state in zip(blocks, costs, state_layouts(costs, optimizer), strict=True):
+                homes |= {block.home: cost.layout.nbytes} | ({block.state_home: state.nbytes} if state.specs else {})
+        return homes
 
 
 class Preparation(Inputs):
@@ -70,6 +85,7 @@ class Preparation(Inputs):
             costs_at=self.costs_at, states=state_layouts(costs, heaviest), loss_of=self.loss_cost, fused=heaviest.fused,
             heap_below=self.device.heap_below, rates=self.rates, clips=self.settings.clip_grad_norm is not None,
             relays=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
+            host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
             batch_size=batch, micro_batch=micro_batch or self.settings.micro_batch_size, starts=starts or asked, count=count,
             input_row=self.input_layout, cache_row=self.cache_row, train_rows=self.train.count, test_rows=self.test.count,
         )  # fmt: skip
@@ -106,7 +122,8 @@ class Preparation(Inputs):
         phases = method.phases(self._workload(candidate, training, recovery))
         block_costs = self.costs_at(candidate.micro_batch)
         cache_layouts = tuple(self.cache_row(block_costs[last - 1]) for _, last, _ in candidate.parts)
-        arena_bytes, at_host = self._host_tier(candidate, block_costs, cache_layouts)
+        relay_bytes = self._relay_bytes(recovery.candidate if recovery is not None else candidate)
+        arena_bytes, at_host = self._host_tier(relay_bytes, candidate, block_costs, cache_layouts)
         plan = self._plan(
             request, method, candidate, training, costs, phases, reasons, cache_layouts, arena_bytes, at_host, recovery
         )
@@ -116,6 +133,7 @@ class Preparation(Inputs):
             stages=_stages(phases, candidate, recovery),
             cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, rates=self.rates,
             loss=lambda p: self.loss_for(p, count, shapes[p], self.device.torch), at_host=at_host, arena_bytes=arena_bytes,
+            relay_bytes=relay_bytes,
         )  # fmt: skip
 
     def _training(self, count: int, candidate: Candidate) -> tuple[PartitionTraining, ...]:
@@ -186,8 +204,19 @@ class Preparation(Inputs):
             found.append(cost)
         return tuple(found)
 
+    def _relay_bytes(self, candidate: Candidate) -> int:
+        if candidate.means.relay != "host":
+            return 0
+        nbytes = relay_room([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
+        return first_piece(nbytes, powers_of_two=self.device.kind == "cuda")
+
+    def _label_row(self) -> int:
+        labels = self.train.labels
+        wide = labels.dtype.itemsize if labels.is_floating_point() else torch.int64.itemsize
+        return wide * (labels.numel() // max(1, len(labels)))
+
     def _host_tier(
-        self, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
+        self, relay: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
     ) -> tuple[int, frozenset[int]]:
         """(bytes of the host arena, partitions whose homes fit in it): the relay, then homes in order, then rows."""
         budget = self._host_budget()
@@ -196,11 +225,8 @@ class Preparation(Inputs):
             states = state_layouts(costs, self.possible_optimizers()[0])
             homes = [home + state.room for home, state in zip(homes, states, strict=True)]
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
-        relay = 0
-        if candidate.means.relay == "host":
-            relay = relay_room([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
         budget = min(budget, sum(homes) + rows + relay)
-        budget = sum(piece_sizes(budget, powers_of_two=self.device.kind == "cuda"))
+        budget = relay + sum(piece_sizes(budget - relay, powers_of_two=self.device.kind == "cuda"))
         used, at_host = relay, set()
         for p, (first, last, _) in enumerate(candidate.parts):
             used += sum(homes[first:last])
@@ -273,12 +299,6 @@ class Preparation(Inputs):
         rows = self.input_layout.home_bytes(count)
         rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
         return versions * (weights + state) + weights + rows
-
-
-def relay_room(costs: Sequence[PartitionCost], batch: int, micro_batch: int) -> int:
-    """Bytes of what partitions hand to each other in one update, each micro-batch's rounded up to pages."""
-    one = sum(round_up(cost.input_row * micro_batch) + round_up(cost.tied) for cost in costs)
-    return -(-batch // micro_batch) * one
 
 
 def _stages(phases: Sequence[Phase], candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:

@@ -11,14 +11,15 @@ What comes out has the strides of what went in, because kernels round differentl
 elements are kept as they lie in memory. Only of a part of a larger tensor the gaps are left out, and made again.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, Self
 
 import torch
 
-from seqpart.arena import Arena
 from seqpart.device import Device
 from seqpart.direct import DirectFile, aligned, aligned_bytes, bytes_of, round_up
 
@@ -55,31 +56,43 @@ class _Form:
     dtype: torch.dtype
     span: int
     """Elements from the first to the last."""
+    numbers: int
+    """Different places of elements: one for those that are repeated."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, span)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, span, _once(tensor).numel())
 
     @property
     def gaps(self) -> bool:
-        return self.span > self.shape.numel()
+        return self.span > self.numbers
 
     @property
     def nbytes(self) -> int:
-        return min(self.span, self.shape.numel()) * self.dtype.itemsize
+        return (self.numbers if self.gaps else self.span) * self.dtype.itemsize
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in a row, as they lie; without gaps."""
         tensor = tensor.detach()
-        return tensor.flatten() if self.gaps else tensor.as_strided((self.span,), (1,))
+        return _once(tensor).flatten() if self.gaps else tensor.as_strided((self.span,), (1,))
 
     def again(self, kept: torch.Tensor) -> torch.Tensor:
         """The tensor: a view of what was kept, or a copy where there were gaps."""
         if not self.gaps:
             return kept.as_strided(self.shape, self.stride)
         wide = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=kept.device)
-        return wide.copy_(kept.view(self.shape))
+        once = _once(wide)
+        once.copy_(kept.view(once.shape))
+        return wide
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions along dimensions of stride 0, as `expand` makes them."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 class OnDevice:
@@ -129,14 +142,15 @@ class _Place:
 class _Places:
     """One range for each boundary and micro-batch, made when it is first needed and used again in every update."""
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._rooms = rooms
         self._places: dict[Key, _Place] = {}
         self._end = 0
 
     def of(self, key: Key, tensor: torch.Tensor) -> _Place:
         form, known = _Form.of(tensor), self._places.get(key)
         if known is None or known.room < form.nbytes:
-            known = _Place(self._end, round_up(form.nbytes), form)
+            known = _Place(self._end, max(round_up(form.nbytes), self._rooms.get(key[0], 0)), form)
             self._end += known.room
         place = self._places[key] = replace(known, form=form)
         return place
@@ -146,11 +160,14 @@ class _Places:
 
 
 class InHost:
-    """Copies in memory taken from the arena, `room` bytes. The copies go in the order of the device's own work."""
+    """Copies in `flat`, host memory that stays its owner's. They go in the order of the device's own work.
 
-    def __init__(self, flat: torch.Tensor, arena: Arena, device: Device) -> None:
-        self._flat, self._arena, self._device = flat, arena, device
-        self._places = _Places()
+    rooms: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
+    """
+
+    def __init__(self, flat: torch.Tensor, rooms: Mapping[int, int], device: Device) -> None:
+        self._flat, self._device = flat, device
+        self._places = _Places(rooms)
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place = self._places.of(key, tensor)
@@ -174,7 +191,7 @@ class InHost:
         """Its range is used again in the next update."""
 
     def close(self) -> None:
-        self._arena.give(self._flat)
+        """The memory is its owner's."""
 
 
 class OnDisk:

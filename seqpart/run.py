@@ -16,17 +16,17 @@ from seqpart.checkpoint import WEIGHTS, export_weights
 from seqpart.device import describe_versions
 from seqpart.direct import aligned
 from seqpart.errors import CorruptFile, Interrupted, LimitExceeded, ModelError, OutOfMemory, StoreError
-from seqpart.exactplan import largest_relayed
 from seqpart.executor import AllocationFailed, Event, Executor, Hooks
 from seqpart.ingest import pour
 from seqpart.interrupts import Interrupts
 from seqpart.meter import Proof, Sampler, enforced
 from seqpart.passes import Passes, PhaseDone
 from seqpart.plan import Plan
-from seqpart.preparation import Preparation, Prepared, Stage, refuse_small_disk, relay_room
+from seqpart.preparation import Preparation, Prepared, Stage, refuse_small_disk
 from seqpart.progress import Progress, data_digest, state_of
 from seqpart.rateschedule import rate_schedule
-from seqpart.relay import InHost, OnDevice, OnDisk, Relay
+from seqpart.relay import Relay
+from seqpart.relaying import open_relay
 from seqpart.report import EVENTS, Reporter
 from seqpart.resident import Resident
 from seqpart.rundir import SCRATCH_PREFIX, RunDirectory, clear_leftovers, new_name, resumable, write_text
@@ -84,9 +84,13 @@ class Run:
         directory = self._directory = self._open_directories(plan)
         reader_thread = self._stack.enter_context(ReaderThread())
         self._sampler.gauge.grant(plan.host_limit)
-        self._arena = Arena(self._prepared.arena_bytes, self._device) if self._prepared.arena_bytes else None
+        arena_bytes, relay_bytes = self._prepared.arena_bytes, self._prepared.relay_bytes
+        self._arena = Arena(arena_bytes, self._device, first=relay_bytes) if arena_bytes else None
+        self._boundary_room = self._arena.take(relay_bytes) if self._arena is not None and relay_bytes else None
         self._store = Store(self._scratch.homes, self._device, self._arena)
         self._stack.callback(self._store.close)
+        if self._prepared.method.exact:
+            self._store.reserve(self._prepared.hosted())
         self._boundaries = Boundaries(self._scratch.rows, self._device, self._arena)
         self._stack.callback(self._boundaries.close)
         self._stack.callback(self._give_back)
@@ -250,16 +254,11 @@ class Run:
             return None, executor.position, None
 
     def _relay(self, stage: Stage) -> Relay:
-        candidates = self._prepared.partition_costs
-        if stage.means.relay == "device" or len(candidates) == 1:
-            return OnDevice()
-        largest = largest_relayed(candidates, stage.micro_batch)
-        if self._arena is not None and stage.means.relay == "host":
-            rows = max(phase.batch for phase in self._prepared.phases)
-            host = self._arena.take(relay_room(candidates, rows, stage.micro_batch))
-            if host is not None:
-                return InHost(host, self._arena, self._device)
-        return OnDisk(self._scratch.rows / "relay.part", largest, self._device)
+        rows = max(phase.batch for phase in self._prepared.phases)
+        return open_relay(
+            stage.means.relay, self._prepared.partition_costs, rows, stage.micro_batch, self._boundary_room,
+            self._scratch.rows / "relay.part", self._device,
+        )  # fmt: skip
 
     def _executor(self, thread: ReaderThread, stage: Stage, relay: Relay, start: Position, tally: Tally | None) -> Executor:
         prepared, settings = self._prepared, self._settings
@@ -283,12 +282,14 @@ class Run:
         def rate(phase: Phase, done: int) -> float:
             return factor((phase.epoch - 1) * phase.updates + done, phase.epochs * phase.updates)
 
+        gradients = any(phase.clips and phase.streamed for phase in prepared.phases[: stage.end])
+        rooms = sorted(resident.needs(to_update=True, gradients=gradients) for resident in residents)
         hooks = Hooks(listen=self._listen, guard=self._guard, at_rest=self._at_rest)
         if self._witness is not None:
             hooks.witness = self._witness
         return Executor(
             phases=prepared.phases, residents=residents, passes=passes, boundaries=self._boundaries,
-            slots=Slots(stage.means.slots, self._device), store=self._store, device=self._device,
+            slots=Slots(rooms[-stage.means.slots :], self._device), store=self._store, device=self._device,
             clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start,
         )  # fmt: skip
 

@@ -262,6 +262,7 @@ def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
     loaded: set[int] = set()
     worked: set[int] = set()
     gradients: set[int] = set()
+    away: set[int] = set()
     for step in steps:
         p = step.partition
         _refuse_misspelt(step)
@@ -271,6 +272,7 @@ def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
             if len(loaded) == slots:
                 raise ScheduleError(f"{step}: {slots} partition(s) are loaded, and the plan has room for no more")
             loaded.add(p)
+            away -= {p} if step.more else set()
         elif p not in loaded:
             raise ScheduleError(f"{step}: partition {p} is not loaded")
         if step.verb in _HAS_MICRO_BATCH:
@@ -280,6 +282,8 @@ def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
         elif step.verb is Verb.UPDATE:
             if p not in worked | gradients:
                 raise ScheduleError(f"{step}: no forward or backward came before this update")
+            if p in away:
+                raise ScheduleError(f"{step}: partition {p} left its gradients at home")
             worked.discard(p)
             gradients.discard(p)
         elif step.verb is Verb.DROP:
@@ -288,6 +292,7 @@ def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
                 raise ScheduleError(f"{step}: partition {p} {held}")
             worked.discard(p)
             loaded.remove(p)
+            away |= {p} if step.more else set()
         yield step
     if loaded:
         raise ScheduleError(f"the schedule ends with partitions {sorted(loaded)} loaded")

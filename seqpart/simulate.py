@@ -27,6 +27,8 @@ class PartitionCost:
     state: int
     slot: int
     """Weights and optimizer state as they lie in the slot, page by page."""
+    waiting: int
+    """Gradients as they lie in the slot, while they wait for their norm."""
     gradients: int
     saved: int
     """What autograd keeps between forward and backward, the output included."""
@@ -53,6 +55,10 @@ class PartitionCost:
     """Trainable ones, counted."""
     trainable: bool
 
+    def room(self, gradients: bool) -> int:
+        """Bytes of its slot, with or without `gradients` that wait."""
+        return self.slot + (self.waiting if gradients else 0)
+
 
 # [Note: the heap] A large tensor is a mapping of its own and leaves the process when it dies. A small one (`heap_below`
 # bytes: what the C library does not map) lies on the heap, and when backward frees it a gradient that was allocated
@@ -69,7 +75,7 @@ def growing(
     `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
-    slot = weights = state = gradients = flops = parameters = buffers = 0
+    slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = 0
     first, trainable = blocks[0], False
     seen: list[BlockCost] = []
@@ -77,7 +83,7 @@ def growing(
     tied = 0
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
-        slot += block.layout.room + layout.room
+        slot, waiting = slot + block.layout.room + layout.room, waiting + block.gradient_room
         seen.append(block)
         for owner in block.borrows:
             if not any(owner is other for other in seen + lent):
@@ -109,7 +115,7 @@ def growing(
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
             weights=weights, borrowed=sum(owner.weights for owner in lent), tied=tied, state=state,
-            slot=slot, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers,
+            slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers,
             forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
             train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
             again_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
@@ -154,6 +160,8 @@ class Means:
     """Where boundaries wait within an update: device, host or disk."""
     borrows: bool = True
     """Whether a partition brings the homes of weights that it shares; where all partitions stay, they are there."""
+    label_row: int = 0
+    """Bytes of one row's labels, which wait on the device from the first partition's forward to the last one's backward."""
     gradients_room: bool = False
     """Whether gradients may have to wait in the slot."""
     at_host: frozenset[int] = frozenset()
@@ -168,7 +176,7 @@ class Simulator:
     ) -> None:
         self._phases, self._partitions, self._rates = phases, partitions, rates
         self._means = means = means or Means()
-        rooms = sorted((self._room(part) for part in partitions), reverse=True)
+        rooms = sorted((part.room(means.gradients_room) for part in partitions), reverse=True)
         self._slots = sum(rooms[: means.slots]) if means.slots > 1 else 0
         self._held: dict[tuple[str, int, int], int] = {}
         """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries in the relay, kept graphs."""
@@ -203,13 +211,10 @@ class Simulator:
     def _now(self) -> int:
         return self._slots + sum(self._held.values())
 
-    def _room(self, part: PartitionCost) -> int:
-        return part.slot + (part.gradients if self._means.gradients_room else 0)
-
     def _load(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p = step.partition
         if self._means.slots == 1:
-            self._slots = max(self._slots, self._room(part))
+            self._slots = max(self._slots, part.room(self._means.gradients_room))
         read = part.weights + (part.borrowed if self._means.borrows else 0)
         if step.more:
             self._with_state.add(p)
@@ -225,7 +230,10 @@ class Simulator:
         if p in self._changed:
             written = part.weights + (part.state if again and p in self._with_state else 0)
             self._changed.discard(p)
-        (self._stored.add if again and p in self._with_state else self._stored.discard)(p)
+        if again and p in self._with_state:
+            self._stored.add(p)
+        elif not again:
+            self._stored.discard(p)
         self._with_state.discard(p)
         if step.more:
             written += part.gradients
@@ -268,6 +276,7 @@ class Simulator:
             return peak, read, written, seconds
         if p == phase.partition:
             self._hold("boundary", p, step.micro_batch, part.input)
+            self._held["labels", 0, step.micro_batch] = rows * self._means.label_row
         peak = self._now + part.forward_peak - self._held.get(("boundary", p, step.micro_batch), 0)
         if p < phase.last:
             self._hold("boundary", p + 1, step.micro_batch, part.output)
@@ -275,6 +284,8 @@ class Simulator:
             self._held["graph", p, step.micro_batch] = part.kept
         if p < phase.lowest:
             self._held.pop(("boundary", p, step.micro_batch), None)
+        if p == phase.last:
+            self._held.pop(("labels", 0, step.micro_batch), None)
         return peak, read, 0, max(self._compute(part, rows, 1), read / self._rates.read)
 
     def _backward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
@@ -284,6 +295,8 @@ class Simulator:
         alone = phase.partition == phase.last
         read = rows * part.input_row if alone else 0
         graph = self._held.pop(("graph", p, m), 0)
+        if p == phase.last:
+            self._held.pop(("labels", 0, m), None)
         if part.tied and not alone:
             self._hold("tied", 0, m, part.tied)
         again = ("gradients", p, 0) in self._held

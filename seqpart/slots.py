@@ -1,13 +1,14 @@
 """The device's few large buffers, in which partitions lie one after the other.
 
-    count 1    the one buffer is reused, and made anew when a larger partition comes
-    count 2    one partition computes while the previous one goes home out of the other buffer and the next one comes
+    one slot     the buffer is reused, and made anew when a larger partition comes
+    two slots    one partition computes while the previous one goes home out of the other buffer and the next one comes
 
-A buffer that was given back may still be on its way home: who takes it gets the wait along with it, and may wait in a
-thread of its own.
+A slot never outgrows its room, so a partition may have to wait for a large one although a small one is idle. A buffer
+that was given back may still be on its way home: who takes it gets the wait along with it, and may wait in a thread of
+its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,11 @@ Wait = Callable[[], object]
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A flat uint8 buffer, page-aligned on the CPU; `free` returns when nobody uses what it held before."""
+    """A flat uint8 buffer of at most `room` bytes, page-aligned on the CPU; `free` returns when nobody uses what it held."""
 
     buffer: torch.Tensor
     free: Wait
+    room: int = 0
 
 
 def at_once() -> None:
@@ -30,33 +32,39 @@ def at_once() -> None:
 
 
 class Slots:
-    """At most `count` buffers; they are this object's memory, and last as long as it."""
+    """One buffer of at most so many bytes for each of `rooms`; they are this object's memory, and last as long as it."""
 
-    def __init__(self, count: int, device: Device) -> None:
-        self.count, self._device = count, device
-        self._idle: list[Slot] = []
-        self._taken = 0
+    def __init__(self, rooms: Sequence[int], device: Device) -> None:
+        self.count, self._device = len(rooms), device
+        self._idle = [Slot(torch.empty(0, dtype=torch.uint8), at_once, room) for room in sorted(rooms)]
 
-    @property
-    def has_room(self) -> bool:
-        return self._taken < self.count
+    def has_room(self, nbytes: int) -> bool:
+        return any(slot.room >= nbytes for slot in self._idle)
 
     def take(self, nbytes: int) -> Slot:
         """A buffer of at least `nbytes`. There must be room."""
-        assert self.has_room, "more partitions are loaded than the plan has slots"
-        self._taken += 1
-        fitting = [slot for slot in self._idle if len(slot.buffer) >= nbytes]
-        if fitting:
-            best = min(fitting, key=lambda slot: len(slot.buffer))
-            self._idle.remove(best)
-            return best
-        if self._taken + len(self._idle) > self.count:  # too small: its memory goes before the larger one comes
-            smallest = min(range(len(self._idle)), key=lambda index: len(self._idle[index].buffer))
-            self._idle.pop(smallest).free()
-        return Slot(self._device.empty(nbytes), at_once)
+        assert self.has_room(nbytes), "more or larger partitions are loaded than the plan has slots for"
+        ready = [slot for slot in self._idle if len(slot.buffer) >= nbytes]
+        best = min(ready or [slot for slot in self._idle if slot.room >= nbytes], key=lambda slot: slot.room)
+        self._idle.remove(best)
+        if not ready:
+            best.free()
+            self._drop(best)  # before the larger one comes
+            best.buffer = self._device.empty(nbytes)
+        return best
 
     def give(self, slot: Slot, free: Wait) -> None:
         """Back again; `free` returns when its bytes are no longer needed."""
         slot.free = free
-        self._taken -= 1
         self._idle.append(slot)
+
+    def close(self) -> None:
+        """Let go of the idle buffers, which nobody uses any more."""
+        for slot in self._idle:
+            self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        storage = slot.buffer.untyped_storage()
+        if storage.resizable():  # a thread that has just used it may hold it for a moment
+            storage.resize_(0)
+        slot.buffer, slot.free = torch.empty(0, dtype=torch.uint8), at_once

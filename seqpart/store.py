@@ -82,6 +82,8 @@ class Store:
         self._device, self._arena = device, arena
         self._files, self._kept = HomeFiles(device), Kept(folder)
         self._homes: dict[str, _Home] = {}
+        self._reserved: dict[str, torch.Tensor] | None = None
+        """Host memory of homes that are planned to be there; None: whoever comes first gets it."""
         self._gone: dict[str, _Home] = {}
         """Discarded since the mark: a rollback brings them back."""
         self._epoch, self._host_epoch = 0, -1
@@ -97,6 +99,16 @@ class Store:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def reserve(self, homes: Mapping[str, int]) -> None:
+        """Keep host memory for these homes of so many bytes, in this order while there is some, and for no others."""
+        taken = {name: self._arena.take(nbytes) if self._arena is not None else None for name, nbytes in homes.items()}
+        self._reserved = {name: host for name, host in taken.items() if host is not None}
+
+    def _host_for(self, name: str, nbytes: int) -> torch.Tensor | None:
+        if self._reserved is not None:
+            return self._reserved.pop(name, None)
+        return self._arena.take(nbytes) if self._arena is not None else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._homes
@@ -166,8 +178,10 @@ class Store:
         if home is None:
             return
         if home.host is not None:
-            assert self._arena is not None
-            self._arena.give(home.host)
+            if self._reserved is not None:
+                self._reserved[name] = home.host
+            elif self._arena is not None:
+                self._arena.give(home.host)
             home.now = None
             self._note_host(self._epoch)
         self._go_back(home)
@@ -232,7 +246,7 @@ class Store:
         files = [self.folder / entry["file"] for entry in described.values()]
         digests = [int(entry["header"], 16) for entry in described.values()]
         for name, version in zip(described, self._pool.map(self._files.found, files, digests), strict=True):
-            host = self._arena.take(version.layout.nbytes) if self._arena is not None else None
+            host = self._host_for(name, version.layout.nbytes)
             self._homes[name] = _Home(version.layout, host, now=version, files={version.path.name})
         Transfer([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None]).wait()
         self._kept.sweep(SCRATCH, [file.name for file in files])
@@ -247,8 +261,7 @@ class Store:
         if name in self._gone:
             self._homes[name] = self._gone.pop(name)
         if name not in self._homes:
-            host = self._arena.take(layout.nbytes) if self._arena is not None else None
-            self._homes[name] = _Home(layout, host)
+            self._homes[name] = _Home(layout, self._host_for(name, layout.nbytes))
         return self._homes[name]
 
     def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int) -> None:

@@ -17,7 +17,7 @@ FLOORS = [
     ["meter", "costs", "activations", "ingest"],
     ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally", "graphs", "slotlayout"],
     ["methods.method", "methods.exact", "methods.synthetic", "methods", "rateschedule"],
-    ["plan", "exactplan", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
+    ["plan", "exactplan", "relaying", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
     ["inputs", "preparation", "progress", "report"],
     ["run", "trainer", "watch"],
     ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.datasets"],

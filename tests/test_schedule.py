@@ -268,6 +268,7 @@ def test_nothing_is_loaded_for_no_phases():
         ("L0 B0.0 U0 U0", "U0: no forward or backward came before this update"),
         ("L0 F0.0 U0 U0", "U0: no forward or backward came before this update"),
         ("L0 F0.0 D0 L0 U0", "U0: no forward or backward came before this update"),
+        ("L0 B0.0 D0+ L0 U0 D0", "U0: no forward or backward|U0: partition 0 left its gradients at home"),
         ("L0 B0.0 D0", "D0: partition 0 holds gradients that no update has used"),
         ("L0 F0.0 D0+", r"D0\+: partition 0 has no gradients to take home"),
         ("L0 B0.0 U0 D0+", r"D0\+: partition 0 has no gradients to take home"),

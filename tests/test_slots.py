@@ -13,34 +13,35 @@ moves = st.lists(st.one_of(sizes, st.none()), max_size=40)
 """A number takes a buffer of so many bytes, None gives one back."""
 
 
-@given(st.integers(1, 3), moves, st.data())
-def test_there_are_never_more_buffers_than_slots_and_each_is_one_partitions(count, moves, data):
-    slots, taken = Slots(count, Device()), []
+rooms_of_slots = st.lists(sizes, min_size=1, max_size=3)
+
+
+@given(rooms_of_slots, moves, st.data())
+def test_no_slot_outgrows_its_room_and_each_is_one_partitions(rooms, moves, data):
+    slots, taken = Slots(rooms, Device()), []
     for nbytes in moves:
         if nbytes is None and taken:
             slots.give(taken.pop(data.draw(st.integers(0, len(taken) - 1))), at_once)
-        elif nbytes is not None and slots.has_room:
+        elif nbytes is not None and slots.has_room(nbytes):
             slot = slots.take(nbytes)
-            assert len(slot.buffer) >= nbytes
+            assert nbytes <= len(slot.buffer) <= round_up(slot.room)
             assert all(slot is not other for other in taken)
             taken.append(slot)
-        assert slots.has_room == (len(taken) < count)
-        assert len(taken) + len(slots._idle) <= count
+        assert slots.has_room(0) == (len(taken) < len(rooms))
+        assert sorted(slot.room for slot in [*taken, *slots._idle]) == sorted(rooms)
 
 
-@given(st.integers(1, 3), st.lists(sizes, min_size=1, max_size=20), st.data())
-def test_buffers_never_take_more_than_the_largest_request_in_each_slot(count, requests, data):
-    slots, taken = Slots(count, Device()), []
-    for nbytes in requests:
-        if not slots.has_room:
-            slots.give(taken.pop(data.draw(st.integers(0, count - 1))), at_once)
-        taken.append(slots.take(nbytes))
-        held = sum(len(slot.buffer) for slot in [*taken, *slots._idle])
-        assert held <= count * round_up(max(requests))
+@given(rooms_of_slots)
+def test_the_largest_has_room_wherever_the_smaller_ones_are(rooms):
+    slots = Slots(rooms, Device())
+    for room in sorted(rooms):
+        assert slots.has_room(max(rooms))
+        slots.take(room)
+    assert not slots.has_room(0)
 
 
 def test_the_smallest_buffer_that_fits_is_taken_again():
-    slots = Slots(3, Device())
+    slots = Slots([2 * PAGE, PAGE, 3 * PAGE], Device())
     small, middle, large = (slots.take(pages * PAGE) for pages in (1, 2, 3))
     for slot in (large, small, middle):
         slots.give(slot, at_once)
@@ -50,7 +51,7 @@ def test_the_smallest_buffer_that_fits_is_taken_again():
 
 
 def test_who_takes_a_buffer_again_gets_the_wait_for_it_along_and_does_not_wait_itself():
-    slots, waited = Slots(1, Device()), []
+    slots, waited = Slots([PAGE], Device()), []
     slot = slots.take(PAGE)
     slots.give(slot, lambda: waited.append("saved"))
     again = slots.take(PAGE)
@@ -67,24 +68,25 @@ def test_a_buffer_that_is_too_small_is_waited_for_before_the_larger_one_comes():
             order.append(nbytes)
             return super().empty(nbytes)
 
-    slots = Slots(2, Ordered())
-    first, second = slots.take(2 * PAGE), slots.take(PAGE)
-    slots.give(first, lambda: order.append("first is free"))
-    slots.give(second, lambda: order.append("second is free"))
+    slots = Slots([3 * PAGE], Ordered())
+    slots.give(slots.take(PAGE), lambda: order.append("free"))
+    order.clear()
     slots.take(3 * PAGE)
-    assert order == [2 * PAGE, PAGE, "second is free", 3 * PAGE]  # the smallest goes
-    assert slots.take(1) is first
-
-
-def test_a_new_buffer_needs_no_wait_while_there_is_a_slot_left():
-    slots, waited = Slots(2, Device()), []
-    slots.give(slots.take(PAGE), lambda: waited.append(1))
-    slots.take(2 * PAGE).free()
-    assert waited == []
+    assert order == ["free", 3 * PAGE]
 
 
 def test_more_than_the_plan_grants_is_our_own_mistake():
-    slots = Slots(1, Device())
+    slots = Slots([PAGE, 2 * PAGE], Device())
+    assert not slots.has_room(2 * PAGE + 1)
     slots.take(1)
-    with pytest.raises(AssertionError, match="more partitions are loaded than the plan has slots"):
+    slots.take(1)
+    with pytest.raises(AssertionError, match="more or larger partitions are loaded than the plan has slots for"):
         slots.take(1)
+
+
+def test_idle_slots_let_go_of_their_memory_at_the_end():
+    slots = Slots([PAGE, PAGE], Device())
+    one, other = slots.take(PAGE), slots.take(PAGE)
+    slots.give(one, at_once)
+    slots.close()
+    assert (len(one.buffer), len(other.buffer)) == (0, PAGE)
