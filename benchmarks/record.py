@@ -4,19 +4,31 @@ import json
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 from seqpart.device import describe_versions
 
 FOLDER = Path(__file__).parent / "results"
 
 
+def load(name: str) -> dict[str, Any]:
+    """What an earlier run on this machine found; nothing where there is none. For benchmarks whose parts run one by one."""
+    path = _path(name)
+    found: dict[str, Any] = json.loads(path.read_text())["result"] if path.exists() else {}
+    return found
+
+
 def save(name: str, result: object) -> Path:
     """Write benchmarks/results/NAME-MACHINE.json and return its path (relative where possible)."""
-    machine = "gpu" if describe_versions()["gpu"] != "none" else "cpu"
-    path = FOLDER / f"{name}-{machine}.json"
+    path = _path(name)
     document = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), **describe_versions(), "cpu": _cpu(), "result": result}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _path(name: str) -> Path:
+    machine = "gpu" if describe_versions()["gpu"] != "none" else "cpu"
+    return FOLDER / f"{name}-{machine}.json"
 
 
 def _cpu() -> str:
