@@ -82,7 +82,7 @@ def test_a_run_stopped_anywhere_and_often_ends_with_the_bits_of_one_that_was_lef
     model, shape, how, options = CASES[name]
     arm, chance = arms(model, shape, how, **options), random.Random(f"{SEED} {name}")
     whole, steps = arm.whole()
-    parts = [chance.randint(len(steps) // 8, len(steps) // 3) for _ in range(3)]
+    parts = [chance.randint(len(steps) // 8, len(steps) // 4) for _ in range(3)]
     events = list(zip(parts, chance.sample([interrupt, interrupt, kill], 3), strict=True))
     found, stops = arm.stopped(iter(events), save_every=chance.choice(["1", "2"]))
     assert stops == len(events)
