@@ -149,9 +149,9 @@ def idle(arm: str) -> None:
             work = [item for item in items if calls["get"] < SETTLED or self.layout(item[0]).nbytes < SMALL]
             return real_get(self, work, after)
 
-        def begin_put(self: Store, items: Any, after: Any) -> Transfer:
+        def begin_put(self: Store, items: Any, after: Any, **how: Any) -> Transfer:
             work = [item for item in items if calls["get"] < SETTLED or item[1].nbytes < SMALL]
-            return real_put(self, work, after)
+            return real_put(self, work, after, **how)
 
         real_end = Passes.end_phase
 

@@ -125,7 +125,7 @@ class Executor:
     def settle(self) -> None:
         """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
         for resident in self._loaded.values():
-            resident.save(keep_state=True)
+            resident.save(keep_state=True, again=True)
         self._wait_for_homes()
 
     def _wait_for_homes(self) -> None:
@@ -166,7 +166,8 @@ class Executor:
         p = step.partition
         stage = self._phases[step.phase].stage
         again = trains_again(self._phases, self.position, p, stage, stepped=p in self._updated)
-        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more)
+        streams = again and self._phases[step.phase].streamed
+        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams)
         self._slots.give(slot, free)
         del self._loaded[p]
         self.passes.forget_loss(p)

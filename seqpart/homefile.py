@@ -2,8 +2,13 @@
 
 The checksum of the data stands in the header, so the header's own digest vouches for the whole file: that one number is
 all that a checkpoint has to remember of it.
+
+Checksums guard what rests on a disk. A home that the next update writes anew is read back within seconds, and its checksum
+would cost as much processor time as the rest of its way there and back: it is written without one, and gets it (`seal`)
+when a checkpoint is to name it.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +20,7 @@ import xxhash
 from seqpart.device import Device
 from seqpart.direct import PAGE, REQUEST, DirectFile, aligned, bytes_of, round_up, sync
 from seqpart.errors import CorruptFile
-from seqpart.layout import Layout, decode_header, encode_header, header_size
+from seqpart.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
 CHECK = 1 << 20
 """Bytes read at a time where nobody waits for them: checking must not take a training buffer's memory."""
@@ -28,9 +33,11 @@ class Version:
     header: int
     """Bytes before the data."""
     checksum: int
-    """Of the data."""
+    """Of the data; 0 while it has none."""
     digest: int
     """Of the header."""
+    sealed: bool = True
+    """Whether it has a checksum, which every read compares."""
     durable: bool = False
     """On the disk also when the machine loses power."""
 
@@ -47,28 +54,45 @@ class HomeFiles:
         self._device = device
         self._staging = threading.local()
 
-    def write(self, path: Path, layout: Layout, flat: torch.Tensor) -> Version:
+    def write(self, path: Path, layout: Layout, flat: torch.Tensor, *, sealed: bool = True) -> Version:
         """A version at `path`, over the blocks of the file that is there. What fails leaves no file."""
         nbytes, digest = layout.nbytes, xxhash.xxh3_64()
         # The checksum goes into the header, so the header's size must not depend on it: its digits are always as many.
-        length = len(encode_header(layout.specs, _metadata(0)))
+        unsealed = _unsealed(layout.specs)
+        length = len(unsealed)
         try:
             with DirectFile(path, write=True, keep=True) as file:
                 for at in range(0, nbytes, REQUEST):
                     want = min(REQUEST, nbytes - at)
                     memory = self._readable(flat, at, want)
-                    digest.update(memory[:want])
+                    if sealed:
+                        digest.update(memory[:want])
                     file.write_from(memory, length + at)
-                head = encode_header(layout.specs, _metadata(digest.intdigest()))
+                checksum = digest.intdigest() if sealed else 0
+                head = encode_header(layout.specs, _metadata(checksum)) if sealed else unsealed
                 file.write_from(self._page_of(head), 0)
                 file.finish(length + nbytes)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return Version(path, layout, length, digest.intdigest(), xxhash.xxh3_64_intdigest(head))
+        return Version(path, layout, length, checksum, xxhash.xxh3_64_intdigest(head), sealed)
+
+    def seal(self, version: Version) -> None:
+        """Read the data once more, and write their checksum into the header."""
+        if version.sealed:
+            return
+        buffer, digest = aligned(min(CHECK, version.layout.room)), xxhash.xxh3_64()
+        for _, want in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
+            digest.update(bytes_of(buffer)[:want])
+        head = encode_header(version.layout.specs, _metadata(digest.intdigest()))
+        with DirectFile(version.path, write=True, keep=True) as file:
+            file.write_from(self._page_of(head), 0)
+            file.finish(version.header + version.layout.nbytes)
+        version.checksum, version.digest, version.sealed = digest.intdigest(), xxhash.xxh3_64_intdigest(head), True
 
     def read(self, version: Version, flat: torch.Tensor) -> None:
-        """Copy the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written."""
+        """Copy the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written: by its header
+        and length, and by its checksum if it is sealed."""
         if flat.device.type == "cpu":
             for _ in self._pieces(version, REQUEST, lambda at, want: flat[at : at + round_up(want)]):
                 pass
@@ -104,16 +128,17 @@ class HomeFiles:
         nbytes, digest, path = version.layout.nbytes, xxhash.xxh3_64(), version.path
         with DirectFile(path) as file:
             head = self._head(file, version.header)
-            if decode_header(head, path) != (version.layout, _metadata(version.checksum)):
+            if xxhash.xxh3_64_intdigest(head) != version.digest:
                 raise CorruptFile(f"{path} is not the file that this run wrote: its header differs. It was not used.")
             for at in range(0, nbytes, request):
                 want = min(request, nbytes - at)
                 piece = bytes_of(memory(at, want))
                 if file.read_into(piece, version.header + at) < want:
                     raise CorruptFile(f"{path} is shorter than it was written. It was not used.")
-                digest.update(piece[:want])
+                if version.sealed:
+                    digest.update(piece[:want])
                 yield at, want
-        if digest.intdigest() != version.checksum:
+        if version.sealed and digest.intdigest() != version.checksum:
             raise CorruptFile(f"{path} is damaged: its checksum is not the one that was written. It was not used.")
 
     def _head(self, file: DirectFile, length: int) -> bytes:
@@ -140,6 +165,12 @@ class HomeFiles:
         if buffer is None or len(buffer) < nbytes:
             buffer = self._staging.buffer = self._device.host(round_up(nbytes))
         return buffer
+
+
+@functools.lru_cache(1024)
+def _unsealed(specs: tuple[TensorSpec, ...]) -> bytes:
+    """The header without a checksum."""
+    return encode_header(specs, _metadata(0))
 
 
 def _metadata(checksum: int) -> dict[str, str]:

@@ -284,8 +284,11 @@ class Resident:
 
     # --- going ----------------------------------------------------------------------------------------------------
 
-    def save(self, *, keep_state: bool) -> Transfer:
-        """Start to send home what changed, and stay. The slot must rest until the transfer is over."""
+    def save(self, *, keep_state: bool, again: bool = False) -> Transfer:
+        """Start to send home what changed, and stay. The slot must rest until the transfer is over.
+
+        again: the next update does so too, and until then its files need no checksums.
+        """
         items = []
         if self._changed:
             self._gather_replaced()
@@ -296,10 +299,10 @@ class Resident:
                 ]
         self._changed = False
         mark = self._device.mark()
-        self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark))
+        self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark), sealed=not again)
         return self.transfer
 
-    def begin_drop(self, *, keep_state: bool, gradients: bool = False) -> tuple[Slot, Wait, int]:
+    def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot, Wait, int]:
         """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
 
         Without `keep_state` the optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
@@ -311,7 +314,7 @@ class Resident:
         if self._before:
             self.restore_buffers()
         waiting = self._gradients_home() if gradients else Transfer()
-        saved = self.save(keep_state=keep_state)
+        saved = self.save(keep_state=keep_state, again=again)
         if not keep_state:
             for block in self.blocks:
                 self._store.discard(block.state_home)
@@ -337,7 +340,7 @@ class Resident:
             items.append((block.gradient_home, layout, region))
         self._waiting = names
         mark = self._device.mark()
-        return self._store.begin_put(items, lambda: self._device.wait(mark))
+        return self._store.begin_put(items, lambda: self._device.wait(mark), sealed=False)
 
     def _restore_evolved(self) -> None:
         buffers = [buffer for block in self.blocks for buffer in block.husk.buffers()]

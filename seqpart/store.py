@@ -130,7 +130,7 @@ class Store:
 
     def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
         """Copy `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
-        self._put(name, layout, flat, self._epoch)
+        self._put(name, layout, flat, self._epoch, True)
 
     def get(self, name: str, flat: torch.Tensor) -> None:
         """Copy the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
@@ -143,16 +143,19 @@ class Store:
         with self._count:
             self.traffic.bytes_read += home.layout.nbytes
 
-    def begin_put(self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
+    def begin_put(
+        self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, sealed: bool = True
+    ) -> "Transfer":
         """Start to `put` each of `items` in the I/O threads, once `after` has returned there. Their memory must rest.
 
-        It belongs before the next `mark`, also when it ends after that.
+        It belongs before the next `mark`, also when it ends after that. Without `sealed` files get their checksums when
+        they are persisted only.
         """
         work = list(items)
         for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
             self._place(name, layout)
         nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
-        parts = [self._pool.submit(self._move, after, self._put, (*item, self._epoch)) for item in work]
+        parts = [self._pool.submit(self._move, after, self._put, (*item, self._epoch, sealed)) for item in work]
         self._puts = [put for put in self._puts if not put.done()] + parts
         return Transfer(parts, nbytes)
 
@@ -264,7 +267,7 @@ class Store:
             self._homes[name] = _Home(layout, self._host_for(name, layout.nbytes))
         return self._homes[name]
 
-    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int) -> None:
+    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, sealed: bool) -> None:
         home = self._place(name, layout)
         if home.host is not None:
             home.now = None
@@ -273,14 +276,14 @@ class Store:
         else:
             if home.epoch != epoch:
                 home.marked, home.epoch = home.now, epoch
-            self._write(name, home, layout, flat)
+            self._write(name, home, layout, flat, sealed=sealed)
         home.layout = layout
 
-    def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor) -> None:
+    def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor, *, sealed: bool = True) -> None:
         spare = self._spare(name, home)
         home.files.add(spare)
         try:
-            home.now = self._files.write(self.folder / spare, layout, flat)
+            home.now = self._files.write(self.folder / spare, layout, flat, sealed=sealed)
         except BaseException:
             home.files.discard(spare)
             if home.now is None and home.host is None:
@@ -308,6 +311,7 @@ class Store:
             assert home.host is not None, f"{name} is not written yet"
             self._write(name, home, home.layout, home.host)
         assert home.now is not None
+        self._files.seal(home.now)
         home.now.make_durable()
 
     def _fill(self, home: _Home) -> None:

@@ -120,9 +120,9 @@ def test_a_partition_that_is_on_its_way_home_and_asked_for_again_is_waited_for_b
     whole, _ = arm.whole()
     write = HomeFiles.write
 
-    def slow(files, path, *arguments):
+    def slow(files, path, *arguments, **how):
         time.sleep(0.2 if path.name.startswith("block-00001") else 0)
-        return write(files, path, *arguments)
+        return write(files, path, *arguments, **how)
 
     monkeypatch.setattr(HomeFiles, "write", slow)
     assert arm.stopped(iter(()), save_every="1") == (whole, 0)
