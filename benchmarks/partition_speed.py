@@ -135,6 +135,7 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     from seqpart.optimizers import choose
     from seqpart.resident import Resident
     from seqpart.slotlayout import slot_bytes
+    from seqpart.slots import Slot, at_once
     from seqpart.store import Store
     from seqpart.zoo.models import ResidualBlock
 
@@ -149,20 +150,29 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
             views[name].copy_(tensor.detach())
         store.put(block.home, cost.layout, flat)
     resident = Resident(0, chain, costs, store, device, optimizer=adam, seed=0)
-    slot = device.empty(slot_bytes(costs, adam)).zero_()
+    slot = Slot(device.empty(slot_bytes(costs, adam)).zero_(), at_once)
+
+    def load(*, learns: bool) -> None:
+        resident.begin_load(slot, to_update=learns)
+        resident.finish_load(learns=learns)
+
+    def drop() -> None:
+        _, free, _ = resident.begin_drop(keep_state=False)
+        free()
+
     nbytes = sum(cost.weights for cost in costs)
     seen: dict[str, list[float]] = {"load": [], "save": [], "probe_read": [], "probe_write": []}
     for _ in range(repeats):
         began = time.perf_counter()
-        resident.load(slot, to_train=False)
+        load(learns=False)
         seen["load"].append(nbytes / (time.perf_counter() - began))
-        resident.drop(keep_state=False)
-        resident.load(slot, to_train=True)
+        drop()
+        load(learns=True)
         for parameter in resident.trainable:
             parameter.grad = torch.zeros_like(parameter)
-        resident.update(None)
+        resident.update()
         began = time.perf_counter()
-        resident.drop(keep_state=False)
+        drop()
         seen["save"].append(nbytes / (time.perf_counter() - began))
         read, write = probe_disk(folder, 512 << 20)
         seen["probe_read"].append(read)

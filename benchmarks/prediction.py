@@ -58,7 +58,16 @@ def cases() -> list[Case]:
         Case(2048, 8, 128, "adam", "1.2GB", ("--method", "full")),
         Case(1024, 40, 64, "adam", "1GB", ("--partitions", "5")),
     ]
-    return grid + more
+    exact = [
+        Case(1024, 24, 256, "adam", "460MB", ("--method", "streamed")),
+        Case(1024, 40, 128, "adam", "420MB", ("--method", "streamed", "--clip-grad-norm", "1")),
+        Case(2048, 12, 64, "adamw", "700MB", ("--method", "streamed")),
+        Case(2048, 12, 256, "sgd", "480MB", ("--method", "streamed", "--micro-batch-size", "64")),
+        Case(4096, 3, 32, "adam", "900MB", ("--method", "streamed")),
+        Case(1024, 24, 512, "adam", "900MB", ("--method", "checkpointed")),
+        Case(1024, 24, 128, "adam", "600MB", ("--recovery-epochs", "1", "--partitions", "4")),
+    ]
+    return grid + more + exact
 
 
 def measure(case: Case) -> dict[str, object]:

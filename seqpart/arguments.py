@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from seqpart.errors import OptionError
+from seqpart.errors import CorruptFile, OptionError
 from seqpart.run import JOB
 from seqpart.rundir import latest
 
@@ -73,7 +73,7 @@ def _kept(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise OptionError(f"--resume: {path} is not the directory of a run: cannot read {job}: {error.strerror}.") from None
     except ValueError as error:
-        raise OptionError(f"--resume: {job} is damaged: {error}. Give the run's options again from Python.") from None
+        raise CorruptFile(f"--resume: {job} is damaged: {error}. Give the run's options again from Python.") from None
 
 
 def _as_arguments(source: str, name: str, value: Any, switch: bool) -> list[str]:

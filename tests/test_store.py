@@ -309,3 +309,69 @@ def test_names_and_layouts_of_a_home_are_those_that_were_put(store):
     store.put("home", layout, aligned(layout.nbytes).zero_())
     assert store.layout("home") == layout
     assert "other" not in store
+
+
+def put_unsealed(store, name, content):
+    store.begin_put([(name, *content)], lambda: None, sealed=False).wait()
+
+
+def test_a_home_without_a_checksum_is_the_same_file_otherwise(store):
+    tensors = tensors_of_a_block()
+    put_unsealed(store, "home", flat_of(tensors))
+    assert same(load_file(store.path("home")), tensors)
+    assert same(got(store, "home"), tensors)
+
+
+def test_a_home_gets_its_checksum_when_a_checkpoint_is_to_name_it(store):
+    tensors = tensors_of_a_block()
+    put_unsealed(store, "home", flat_of(tensors))
+    unsealed = store.path("home").read_bytes()
+    store.persist()
+    sealed = store.path("home").read_bytes()
+    assert len(sealed) == len(unsealed) and sealed != unsealed
+    assert same(got(store, "home"), tensors)
+    flip(store.path("home"), len(sealed) - 3)
+    with pytest.raises(CorruptFile, match=r"home\.0\.safetensors is damaged"):
+        got(store, "home")
+
+
+def test_a_sealed_home_is_found_by_another_process_and_every_damage_of_it(tmp_path, store):
+    put_unsealed(store, "home", noise(5000))
+    described = store.persist()
+    path = store.path("home")
+    whole = path.read_bytes()
+    for byte in (9, PAGE + 1, len(whole) - 1):
+        flip(path, byte)
+        other = Store(tmp_path, Device())
+        with pytest.raises(CorruptFile, match=r"home\.0\.safetensors"):
+            other.adopt(described)
+            other.verify()
+        other.close()
+        path.write_bytes(whole)
+
+
+def test_a_home_without_a_checksum_that_was_cut_off_or_exchanged_is_named(store):
+    put_unsealed(store, "home", noise(5000))
+    put_unsealed(store, "other", noise(4000))
+    whole = store.path("home").read_bytes()
+    store.path("home").write_bytes(whole[:-PAGE])
+    with pytest.raises(CorruptFile, match="shorter than it was written"):
+        got(store, "home")
+    store.path("home").write_bytes(store.path("other").read_bytes() + bytes(PAGE))
+    with pytest.raises(CorruptFile, match="its header differs"):
+        got(store, "home")
+
+
+def test_a_disk_that_fills_up_while_a_home_is_sealed_leaves_it_readable(store, monkeypatch):
+    content = noise(5000)
+    put_unsealed(store, "home", content)
+
+    def full(fd, buffers, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(DiskFull):
+            store.persist()
+    assert torch.equal(got(store, "home")["w"], content[0].views(content[1])["w"])
+    store.persist()
