@@ -11,7 +11,7 @@ DEPTH, CLASSES, BATCH = 24, 10, 256
 
 
 class Residual(nn.Module):
-    """x + relu(Linear(LayerNorm(x)))"""
+    """x + relu(Linear(LayerNorm(x))). Not the zoo's: importing seqpart would give the plain loop our allocator's settings."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

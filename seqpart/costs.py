@@ -33,6 +33,8 @@ class BlockCost:
 
     layout: Layout
     trainable: tuple[str, ...]
+    gradient_layout: Layout
+    """Of its gradients, where they wait at home for their norm."""
     gradients: int
     buffers: int
     """Of the layout: what is not a parameter. An update keeps a copy, in case it has to be done again."""
@@ -63,8 +65,6 @@ class BlockCost:
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0
     """Bytes of those parameters."""
-    gradient_room: int = 0
-    """Of its gradients laid side by side, in whole pages."""
     writes_input: bool = False
     """Whether it works in place, as ReLU(inplace=True) does."""
     passes_input: bool = False
@@ -189,7 +189,7 @@ def _measure_block(
     return replace(
         training,
         layout=layout,
-        gradient_room=Layout.of(spec for spec in layout.specs if spec.name in trainable).room,
+        gradient_layout=Layout.of(spec for spec in layout.specs if spec.name in trainable),
         trainable=tuple(name for name in trainable if name in own),
         tied=sum(_nbytes(tensors[tie.name]) for tie in block.tied),
         gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),
@@ -283,7 +283,7 @@ def _watch_training(
             del edge, gradient
             leaf.grad = None
     return BlockCost(
-        layout=Layout(()), trainable=(), gradients=0, buffers=0, forward_peak=forward_peak,
+        layout=Layout(()), trainable=(), gradient_layout=Layout(()), gradients=0, buffers=0, forward_peak=forward_peak,
         saved=saved, saved_alone=saved_alone,
         saved_sizes=saved_sizes,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),

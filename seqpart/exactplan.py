@@ -96,8 +96,10 @@ def foretell_exact(
     request: Request, method: Method, micro_batch: int, parts: tuple[tuple[int, int, PartitionCost], ...], means: Means,
     keeps_graph_from: int | None,
 ) -> Foretold:  # fmt: skip
-    means = replace(means, label_row=request.label_row)
-    means = replace(means, gradients_room=request.clips and len(parts) > 1 and not method.stays, borrows=not method.stays)
+    means = replace(
+        means, label_row=request.label_row, borrows=not method.stays,
+        gradients_room=request.clips and len(parts) > 1 and not method.stays,
+    )  # fmt: skip
     candidate = Candidate(micro_batch, parts, means, keeps_graph_from)
     phases = _phases(request, method, candidate)
     costs = [part[2] for part in parts]

@@ -13,7 +13,7 @@ from seqpart.costs import BlockCost, measure_chain, measure_loss
 from seqpart.device import Device, host_memory_free
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.ingest import Split, count_classes, refuse_mismatch
-from seqpart.losses import LossFunction, default_loss, regression, token_cross_entropy
+from seqpart.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
 from seqpart.meter import measure_runtime
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, Targets
@@ -150,9 +150,7 @@ class Inputs:
     def _loss_cost_of(self, micro_batch: int, *, inner: bool) -> LossCost:
         last = self.costs_at(micro_batch)[-1]
         of_rows = self.train.labels
-        labels = torch.zeros(
-            (micro_batch, *of_rows.shape[1:]), dtype=of_rows.dtype if of_rows.is_floating_point() else torch.int64
-        )
+        labels = torch.zeros((micro_batch, *of_rows.shape[1:]), dtype=label_dtype(of_rows))
 
         @cache
         def measured(shape: tuple[int, ...], dtype: torch.dtype, final: bool) -> tuple[int, int]:

@@ -13,6 +13,11 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(output (rows, ...), labels (rows, ...)) -> mean loss over the rows, a scalar."""
 
 
+def label_dtype(labels: torch.Tensor) -> torch.dtype:
+    """The type in which a loss gets labels: floats as they are, classes as int64, however narrow they are kept."""
+    return labels.dtype if labels.is_floating_point() else torch.int64
+
+
 def default_loss(labels: torch.Tensor, classes: int) -> LossFunction:
     """The loss for labels of this kind: floats, classes of rows (rows,), or classes of positions (rows, T, ...)."""
     if not classes:

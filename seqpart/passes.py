@@ -17,6 +17,7 @@ from seqpart.blocks import Tied
 from seqpart.device import Device
 from seqpart.errors import ModelError, OptionError
 from seqpart.graphs import Arrival, entering
+from seqpart.losses import label_dtype
 from seqpart.methods.method import PartitionLoss
 from seqpart.relay import Relay
 from seqpart.resident import Resident
@@ -118,24 +119,25 @@ class Passes:
             self._judge(step, output, self._labels.pop(m))
 
     def backward(self, step: Step) -> tuple[int, int]:
-        phase, p = self._phases[step.phase], step.partition
+        phase, resident = self._phases[step.phase], self.loaded[step.partition]
         if phase.partition == phase.last:
             batch, x, labels = self._input(step)
             assert batch is not None
             if self._starts_update(step):
-                self.loaded[p].begin_update()
+                resident.begin_update()
             self._back_propagate_loss(step, self._entering(step, x)[0], labels)
-            self.loaded[p].part_gradients(None)
+            resident.part_gradients(None)
             self._done_with(batch)
             return batch.x.nbytes, 0
-        self.loaded[p].restore_buffers()
-        with self.loaded[p].apart() as tied:
+        resident.restore_buffers()
+        with resident.apart() as tied:
             arrived = self._back_propagate(step).gradient
-        self.loaded[p].part_gradients(arrived)
+        resident.part_gradients(arrived)
         for tie, gradient in tied.items():
             if gradient is not None:
-                self._relay.put(self._key_of(tie, self._part(step)), gradient)
-                self._lent.add(self._key_of(tie, self._part(step)))
+                key = self._key_of(tie, self._part(step))
+                self._relay.put(key, gradient)
+                self._lent.add(key)
         self._pass_down(step, arrived)
         return 0, 0
 
@@ -287,7 +289,7 @@ class Passes:
 
     def _on_device(self, batch: Batch, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, labels = self._device.upload(batch.x), self._device.upload(batch.labels)
-        return x.to(self._residents[partition].input_dtype), labels if labels.is_floating_point() else labels.to(torch.int64)
+        return x.to(self._residents[partition].input_dtype), labels.to(label_dtype(labels))
 
     def _done_with(self, batch: Batch) -> None:
         assert self._reader is not None

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 import seqpart.plan as planning
 from seqpart.arena import first_piece, piece_sizes
 from seqpart.blocks import Chain
@@ -15,6 +13,7 @@ from seqpart.direct import round_up
 from seqpart.errors import DiskFull, OptionError
 from seqpart.exactplan import Foretold, choose_exact, fastest_of, peaks_by_partition
 from seqpart.inputs import Inputs
+from seqpart.losses import label_dtype
 from seqpart.meter import margin_of
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
@@ -212,8 +211,7 @@ class Preparation(Inputs):
 
     def _label_row(self) -> int:
         labels = self.train.labels
-        wide = labels.dtype.itemsize if labels.is_floating_point() else torch.int64.itemsize
-        return wide * (labels.numel() // max(1, len(labels)))
+        return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
 
     def _host_tier(
         self, relay: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]

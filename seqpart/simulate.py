@@ -83,7 +83,7 @@ def growing(
     tied = 0
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
-        slot, waiting = slot + block.layout.room + layout.room, waiting + block.gradient_room
+        slot, waiting = slot + block.layout.room + layout.room, waiting + block.gradient_layout.room
         seen.append(block)
         for owner in block.borrows:
             if not any(owner is other for other in seen + lent):

@@ -18,7 +18,7 @@ def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> li
 
 def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
     """Layout of every block's gradients, for those that wait at home for their norm."""
-    return [Layout.of(spec for spec in cost.layout.specs if spec.name in cost.trainable) for cost in costs]
+    return [cost.gradient_layout for cost in costs]
 
 
 def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:

@@ -26,7 +26,7 @@ from seqpart.direct import aligned
 from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, VerifyMismatch
 from seqpart.executor import Executor
 from seqpart.gauge import Gauge
-from seqpart.ingest import as_split, pour
+from seqpart.ingest import as_split
 from seqpart.job import Job, opened
 from seqpart.losses import LossFunction
 from seqpart.meter import Sampler, limit_for
@@ -276,12 +276,10 @@ class _Watched(Run):
         super().__init__(preparation, prepared, reporter, sampler, stack, progress=None, job=None, witness=watch.before_update)
         self._watch, self._goes_on = watch, True
 
-    def _pour_data(self) -> None:
+    def _pour(self, name: str) -> None:
         """The training rows alone: nothing is tested."""
-        split = self._preparation.train
-        rows = self._boundaries.create("train", 0, self._prepared.input_layout, split.count)
-        pour(split, rows.append)
-        rows.finish()
+        if name == "train":
+            super()._pour(name)
 
     def _build_homes(self, *, keep: bool) -> None:
         super()._build_homes(keep=keep)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.device import Device
 from seqpart.zoo.models import gpt, mlp
 from tests.exactly import FULL, HOWS, Trained, first_difference, numbers, tokens
+from tests.test_same_as_plain import plain_modules
 
 
 class Residual(nn.Module):
@@ -357,11 +357,7 @@ def built(model, seed):
     """Blocks from factories take their initial weights from a random state of their own."""
     if isinstance(model, nn.Module):
         return model.train()
-    blocks = []
-    for number, factory in enumerate(model):
-        Device().seed(seed, "build", number)
-        blocks.append(factory())
-    return nn.Sequential(*blocks).train()
+    return nn.Sequential(*plain_modules(model, seed)).train()
 
 
 def optimizer_of(parameters, options):
