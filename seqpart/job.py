@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from seqpart.device import Device
 from seqpart.errors import OptionError
 from seqpart.ingest import Split, as_split, count_classes, count_tokens
 from seqpart.inputs import limit_of
@@ -72,17 +73,22 @@ def opened(job: Job, reporter: Reporter) -> tuple[Job, Trainer, Split, Split]:
 
     Raises OptionError, ModelError or DataError for what cannot be honoured.
     """
-    train, test = datasets.load(
-        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context
-    )
     trainer = Trainer(None, **job.settings(), quiet=job.quiet)
-    train, test = as_split(train, "training"), as_split(test, "test")
-    trainer.model, depth = _model(job, trainer, train, test, reporter)
+    train, test = data_of(job)
+    trainer.model, depth = model_of(job, trainer.device, train, test, reporter)
     return dataclasses.replace(job, depth=depth), trainer, train, test
 
 
-def _model(job: Job, trainer: Trainer, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
-    """The model, and its depth where that is ours to choose."""
+def data_of(job: Job) -> tuple[Split, Split]:
+    """Training and test data. Raises OptionError or DataError for what cannot be honoured."""
+    train, test = datasets.load(
+        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context
+    )
+    return as_split(train, "training"), as_split(test, "test")
+
+
+def model_of(job: Job, device: Device, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
+    """The model, and its depth where that is ours to choose. Raises OptionError or ModelError."""
     classes = count_classes(train, test)
     if job.heads is not None and job.model != "gpt":
         raise OptionError(f"--heads goes with --model gpt; found --model {job.model}.")
@@ -101,7 +107,7 @@ def _model(job: Job, trainer: Trainer, train: Split, test: Split, reporter: Repo
         raise OptionError(f"--model mlp takes quantities, and the rows of --data {job.data} are tokens. Take --model gpt.")
     inputs, depth = prod(train.shape), job.depth
     if depth is None:
-        limit = limit_of(job, trainer.device)
+        limit = limit_of(job, device)
         depth = models.depth_for(limit, inputs, max(classes, 1), width)
         reporter.say(
             f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"

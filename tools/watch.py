@@ -39,7 +39,7 @@ def watch(command: list[str], interval: float = 0.01, **popen: object) -> Watche
 
 def tree(pid: int, seen: dict[int, None]) -> tuple[int, int]:
     """(RssAnon + RssShmem, RssFile) of a process and its descendants, in bytes."""
-    anon, file = _status(pid)
+    anon, file = status(pid)
     for listing in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = [int(child) for child in listing.read_text().split()]
@@ -53,7 +53,8 @@ def tree(pid: int, seen: dict[int, None]) -> tuple[int, int]:
     return anon, file
 
 
-def _status(pid: int) -> tuple[int, int]:
+def status(pid: int) -> tuple[int, int]:
+    """The same of one process alone; zeros when it is gone."""
     found = {"RssAnon": 0, "RssShmem": 0, "RssFile": 0}
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,0 +1,202 @@
+"""A child process: a plain PyTorch program. `python -m profiling.plain WAY FOLDER CAP [options of a job]`
+
+Of seqpart it takes what both sides must share to be comparable, the model with its initial weights, the rows and their
+order, and nothing of how seqpart trains: no executor, no plan, no limit. PyTorch's own settings, whole model on the device.
+"""
+
+import os
+
+os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # importing seqpart would turn it on
+import torch  # noqa: I001 (before seqpart, whose settings for OpenMP this program must not have)
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from profiling import answer
+from profiling.question import Way, job_of, parsed, way_named
+from profiling.trace import StepLog
+from seqpart.activations import windows
+from seqpart.blocks import as_chain
+from seqpart.device import Device, open_device
+from seqpart.errors import SeqpartError
+from seqpart.ingest import Split, count_classes, pour
+from seqpart.job import Job, data_of, model_of
+from seqpart.losses import default_loss, label_dtype
+from seqpart.optimizers import choose
+from seqpart.rateschedule import rate_schedule
+from seqpart.report import Reporter
+from seqpart.rows import RowLayout
+from seqpart.tally import Tally
+
+
+class Rows:
+    """Rows of one split in a file that is mapped: they cost pages of the file, not memory of the process."""
+
+    def __init__(self, split: Split, path: Path, device: torch.device) -> None:
+        self._layout, self._device, self.count = RowLayout(split.shape, split.dtype), device, split.count
+        with open(path, "wb") as file:
+            pour(split, lambda rows: file.write(rows.contiguous().numpy().tobytes()) and None)
+        dtype = torch.empty(0, dtype=split.dtype).numpy().dtype
+        self._x = np.memmap(path, dtype=dtype, mode="r", shape=(split.count, *split.shape))
+        self._y = split.labels.to(label_dtype(split.labels))
+
+    def order(self, key: tuple[int | str, ...] | None) -> np.ndarray:
+        return np.concatenate([window.rows for window in windows(self.count, self._layout.chunk_rows, key)])
+
+    def take(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(self._x[numbers]).to(self._device), self._y[numbers].to(self._device)
+
+
+class Program:
+    def __init__(self, job: Job, way: Way, place: Path, log: StepLog) -> None:
+        self._job, self._way, self._log = job, way, log
+        device = open_device(job.device)
+        self.device = device.torch
+        train, test = data_of(job)
+        self._train = Rows(train, place / "train.rows", self.device)
+        self._test = Rows(test, place / "test.rows", self.device)
+        self._loss = default_loss(train.labels, count_classes(train, test))
+        model, _ = model_of(job, device, train, test, Reporter(quiet=True))
+        self.blocks = nn.ModuleList(block.build(Device(), job.seed) for block in as_chain(model)).to(self.device)
+        rate = float(job.lr)
+        chosen = choose(job.optimizer, lr=rate, weight_decay=job.weight_decay, momentum=job.momentum)
+        self._parameters = [parameter for parameter in self.blocks.parameters() if parameter.requires_grad]
+        self._optimizer, self._rate = chosen.build(self._parameters), rate
+        self._batch = min(int(job.batch_size), train.count)
+        self._micro = min(job.micro_batch_size or self._batch, self._batch)
+        self._factor = rate_schedule(job.lr_schedule, job.warmup_updates)
+
+    def run(self) -> dict[str, Any]:
+        self._log.start()
+        losses = [self._epoch(number) for number in range(1, int(self._job.epochs) + 1)]
+        test = self._judge()
+        return {
+            "training_seconds": self._log.training, "train_losses": losses, "test_loss": test.mean_loss,
+            "accuracy": test.accuracy, "micro_batch": self._micro, "partitions": 1, "method": self._way.method,
+        }  # fmt: skip
+
+    def _epoch(self, number: int) -> float:
+        job, tally, updates = self._job, Tally(), -(-self._train.count // self._batch)
+        order = self._train.order((job.seed, "order", 0, number) if job.shuffles else None)
+        self.blocks.train()
+        for done, start in enumerate(range(0, len(order), self._batch)):
+            self._update(order[start : start + self._batch], tally)
+            factor = self._factor((number - 1) * updates + done, int(job.epochs) * updates)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate * factor
+            if job.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(self._parameters, job.clip_grad_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            self._log.note("update", trains=True)
+        return tally.mean_loss
+
+    def _update(self, numbers: np.ndarray, tally: Tally) -> None:
+        for part in self._parts(numbers):
+            x, y = self._train.take(part)
+            with self._autocast():
+                with self._saving():
+                    output = self._forward(x)
+                loss = self._loss(output, y)
+            self._log.note("forward", trains=True)
+            (loss * (len(part) / len(numbers)) if len(part) < len(numbers) else loss).backward()
+            tally.add(loss, len(part), None)
+            self._log.note("backward", trains=True)
+
+    def _parts(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
+        for start in range(0, len(numbers), self._micro):
+            yield numbers[start : start + self._micro]
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self._way.method == "checkpointed" else block(x)
+        return x
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        if self._way.method != "save_on_cpu":
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._job.autocast
+        return torch.autocast(self.device.type, dtype) if dtype is not None else nullcontext()
+
+    def _judge(self) -> Tally:
+        tally = Tally()
+        self.blocks.eval()
+        with torch.no_grad(), self._autocast():
+            for part in self._parts(np.arange(self._test.count)):
+                x, y = self._test.take(part)
+                for block in self.blocks:
+                    x = block(x)
+                judged = None if y.is_floating_point() else (x.flatten(0, -2), y.flatten())
+                tally.add(self._loss(x, y), len(part), judged)
+                self._log.note("test", trains=False)
+        return tally
+
+
+def bound(cap: int | None, device: torch.device) -> int | None:
+    """Hold the program to `cap` bytes on a GPU; without one, on the CPU, to what is free: an error, and not a kill.
+
+    Returns what the context took of the cap.
+    """
+    if device.type == "cuda":
+        torch.empty(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        context = total - free - torch.cuda.memory_reserved(device)
+        if cap is not None:
+            torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, (cap - context) / total)), device)
+        return context
+    data = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    room = data + int(psutil.virtual_memory().available * 0.9)
+    resource.setrlimit(resource.RLIMIT_DATA, (room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    return None
+
+
+def main() -> None:
+    name, folder, cap, *arguments = sys.argv[1:]
+    way, place = way_named(name), Path(folder)
+    log = StepLog(place / "steps.log")
+    say: Callable[..., None] = lambda status, **values: answer.write(place / "answer.json", status, **values)  # noqa: E731
+    try:
+        job = job_of(parsed(arguments), way)
+        device = open_device(job.device).torch
+        context = bound(int(cap) if cap != "none" else None, device)
+        runtime = context if context is not None else _anonymous()
+        found = Program(job, way, place, log).run()
+    except SeqpartError as error:
+        say(answer.REFUSED, asked=None, message=str(error))
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
+            raise
+        say(answer.OUT_OF_MEMORY, asked=answer.requested(text), message=text)
+    else:
+        say(answer.DONE, runtime=runtime, **found, **_of_allocator(device))
+    finally:
+        log.close()
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def _of_allocator(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"allocator_peak": None, "pinned": 0}
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    return {"allocator_peak": torch.cuda.max_memory_reserved(device), "pinned": pinned}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A child process: what the job is, and what this machine does per second. `python -m profiling.survey FOLDER [options]`"""
+
+import dataclasses
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from profiling import answer
+from profiling.question import parsed
+from seqpart.blocks import as_chain
+from seqpart.costs import measure_chain
+from seqpart.device import CudaDevice, describe_versions
+from seqpart.errors import SeqpartError
+from seqpart.inputs import limit_of
+from seqpart.job import opened
+from seqpart.meter import seconds_of
+from seqpart.optimizers import choose
+from seqpart.rates import measure_rates
+from seqpart.report import Reporter
+
+_ROWS, _WIDTH = 256, 2048
+
+
+def main() -> None:
+    folder, *arguments = sys.argv[1:]
+    place = Path(folder)
+    try:
+        answer.write(place / "answer.json", answer.DONE, **_facts(arguments, place))
+    except SeqpartError as error:
+        answer.write(place / "answer.json", answer.REFUSED, message=str(error), exit_code=error.exit_code)
+
+
+def _facts(arguments: list[str], place: Path) -> dict[str, Any]:
+    job, trainer, train, _ = opened(parsed(arguments), Reporter(quiet=True))
+    device, chain = trainer.device, as_chain(trainer.model)
+    batch = min(int(job.batch_size.split(",")[0]), train.count)
+    costs = measure_chain(chain, train.shape, batch, dtype=train.dtype, autocast=job.autocast)
+    parameters = sum(prod(spec.shape) for cost in costs for spec in cost.gradient_layout.specs)
+    optimizer = choose(job.optimizer.split(",")[0], lr=1.0)
+    rates = measure_rates(device, optimizer, min(batch, _ROWS), job.offload_dir or place)
+    updates = -(-train.count // batch)
+    flops = 3 * sum(cost.flops for cost in costs) / batch * train.count
+    rate = _matrix_rate(device.torch, job.autocast or train.dtype if train.dtype.is_floating_point else torch.float32)
+    return {
+        "limit": limit_of(job, device), "device": device.kind, "device_name": device.name, "rows": train.count,
+        "parameters": parameters, "blocks": len(chain), "epochs": job.epochs, "batch_size": job.batch_size,
+        "compute_seconds": flops / rate + updates * parameters / rates.optimizer, "flops_per_second": rate,
+        "read": rates.read, "write": rates.write, "to_device": _copy_rate(device, to=True),
+        "from_device": _copy_rate(device, to=False), "versions": describe_versions(),
+        "options": {key: str(value) for key, value in dataclasses.asdict(job).items() if value is not None},
+    }  # fmt: skip
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating point operations per second of a matrix product in the type that the job computes in."""
+    a = torch.ones(_ROWS, _WIDTH, device=device, dtype=dtype)
+    b = torch.ones(_WIDTH, _WIDTH, device=device, dtype=dtype)
+    times = 50 if device.type == "cuda" else 4
+
+    def work() -> None:
+        for _ in range(times):
+            a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    return times * 2 * _ROWS * _WIDTH**2 / seconds_of(work, repeats=5)
+
+
+def _copy_rate(device: Any, *, to: bool) -> float | None:
+    """Bytes per second between pinned memory and the GPU; None where the device is the host."""
+    if not isinstance(device, CudaDevice):
+        return None
+    host, there = torch.empty(256 << 20, dtype=torch.uint8).pin_memory(), device.empty(256 << 20)
+
+    def work() -> None:
+        (there if to else host).copy_(host if to else there, non_blocking=True)
+        torch.cuda.synchronize(device.torch)
+
+    work()
+    return host.nbytes / seconds_of(work, repeats=5)
+
+
+if __name__ == "__main__":
+    main()
