@@ -64,6 +64,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _kept(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
     job = latest(path if path.is_dir() else path.parent, JOB)
     try:
         found = json.loads(job.read_text())

@@ -5,8 +5,10 @@ a model larger than memory never exists whole; or it is a module that already li
 Between its visits to the device a block is a husk: the module with empty parameters.
 """
 
+import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +38,8 @@ class Block:
     def __init__(self, number: int, name: str, source: nn.Module | Factory) -> None:
         self.number, self.name, self._source = number, name, source
         self._husk: nn.Module | None = None
-        self.was_training = True
+        alive = source.modules() if isinstance(source, nn.Module) else ()
+        self._modes = [(module, module.training) for module in alive]
         self.tied: tuple[Tied, ...] = ()
 
     def __str__(self) -> str:
@@ -101,8 +104,24 @@ class Block:
         """The real module, its random initial weights keyed by (seed, block)."""
         device.seed(seed, "build", self.number)
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
-        self._husk, self.was_training = module, module.training
+        self._husk = module
         return module
+
+    def restore_modes(self) -> None:
+        """Let every submodule of a module that was given alive train or evaluate as it did when it came."""
+        for module, training in self._modes:
+            module.training = training
+
+    @contextmanager
+    def left_as_it_is(self) -> Iterator[None]:
+        """What the body makes a module that was given alive remember is forgotten: a cache of fake tensors, a mode."""
+        before = [(module, {name: _shallow(value) for name, value in vars(module).items()}) for module, _ in self._modes]
+        try:
+            yield
+        finally:
+            for module, attributes in before:
+                vars(module).clear()
+                vars(module).update(attributes)
 
     @property
     def live_bytes(self) -> int:
@@ -184,6 +203,11 @@ def _find_tied(chain: Chain, parts: Sequence[object]) -> None:
             "only a parameter may be shared, and by no more than two blocks, since it has one home: "
             + ", ".join(problems) + ". Give each block its own."
         )  # fmt: skip
+
+
+def _shallow(value: object) -> object:
+    """A copy of a container, in which a module may keep what it has made; anything else as it is."""
+    return copy.copy(value) if type(value) in (dict, list, set) else value
 
 
 def _called(factory: Factory, block: Block) -> nn.Module:

@@ -36,6 +36,8 @@ class BlockCost:
     gradient_layout: Layout
     """Of its gradients, where they wait at home for their norm."""
     gradients: int
+    held: int
+    """Of tensors in plain attributes (what old-style weight_norm computes): nobody but the module frees them."""
     buffers: int
     """Of the layout: what is not a parameter. An update keeps a copy, in case it has to be done again."""
     forward_peak: int
@@ -165,6 +167,14 @@ def _measure_block(
 ) -> BlockCost:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module, tensors = block.fake(mode)
+    with block.left_as_it_is():
+        return _measure_module(block, module, mode, tensors, shape, dtype, granule, autocast)
+
+
+def _measure_module(
+    block: Block, module: nn.Module, mode: FakeTensorMode, tensors: dict[str, torch.Tensor], shape: tuple[int, ...],
+    dtype: torch.dtype, granule: int, autocast: torch.dtype | None,
+) -> BlockCost:  # fmt: skip
     module.train()
     trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
     try:
@@ -176,6 +186,8 @@ def _measure_block(
         raise ModelError(f"{block}: {error}") from None
     except Exception as error:
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
+        if "_local_scalar_dense" in reason:
+            reason = "it reads a number out of a tensor (item(), float(), a tensor in an if), and planning has no numbers"
         kind = "" if dtype == torch.float32 else f" and type {dtype}"
         text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. Change the block, or the rows."
         if block.number:
@@ -196,7 +208,14 @@ def _measure_block(
         buffers=sum(_nbytes(tensor) for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
         inference_peak=inference,
         flops=flops,
+        held=_held(module),
     )
+
+
+def _held(module: nn.Module) -> int:
+    values = [value for part in module.modules() for value in vars(part).values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum({tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in tensors}.values())
 
 
 class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -261,7 +280,7 @@ def _watch_training(
             live.ignore([x, *tensors.values()])
             before, others = live.live, set(live.sizes)
             version = x._version
-            with live.watch(), _cast(autocast):
+            with live.watch(), _cast(autocast), _weights_stay(tensors):
                 y = run_fake(module, tensors, x)
             writes, passes = x._version > version, y.untyped_storage()._cdata == x.untyped_storage()._cdata
             _refuse_bad_boundary(y, shape[0])
@@ -283,13 +302,26 @@ def _watch_training(
             del edge, gradient
             leaf.grad = None
     return BlockCost(
-        layout=Layout(()), trainable=(), gradient_layout=Layout(()), gradients=0, buffers=0, forward_peak=forward_peak,
+        layout=Layout(()), trainable=(), gradient_layout=Layout(()), gradients=0, held=0, buffers=0, forward_peak=forward_peak,
         saved=saved, saved_alone=saved_alone,
         saved_sizes=saved_sizes,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
         input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape,
         input_dtype=dtype, output_dtype=output_dtype, flops=0, writes_input=writes, passes_input=passes,
     )  # fmt: skip
+
+
+@contextmanager
+def _weights_stay(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Raises ModelError where the body changes a parameter: such a change is lost when the partition leaves."""
+    before = {name: tensor._version for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    yield
+    for name, version in before.items():
+        if tensors[name]._version > version:
+            raise ModelError(
+                f"its forward pass changes parameter {name} (as Embedding(max_norm=...) does), which only an optimizer may "
+                "do: a pass that is done again would change it twice. Make it a buffer, or leave that out."
+            )
 
 
 def _refuse_bad_boundary(y: torch.Tensor, rows: int) -> None:

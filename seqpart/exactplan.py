@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from seqpart.cutting import Piece, best_cut
 from seqpart.errors import DoesNotFit
-from seqpart.meter import WARM_UP_BYTES, limit_for, margin_of
+from seqpart.meter import WARM_UP_BYTES, left_of, limit_for, margin_of
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.plan import Candidate, Request, buffers_of, costs_from, micro_batches, starts_of, too_many
@@ -211,8 +211,8 @@ def _does_not_fit(request: Request, methods: Sequence[Method]) -> DoesNotFit:
     }.get(smallest.method.name, "Or split that block into smaller ones, or use an optimizer with less state (--optimizer sgd).")
     return DoesNotFit(
         f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
-        f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and the limit is "
-        f"{format_size(request.limit)}.\n"
+        f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
+        f"{left_of(request.limit)}.\n"
         f"  runtime {format_size(request.runtime)}; the largest partition is {where}: weights {format_size(cost.weights)}, "
         f"gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}\n"
         f"  smallest limit that fits: {format_limit(smallest.fits_in)} (micro-batch {smallest.candidate.micro_batch}).\n"
@@ -243,10 +243,8 @@ def _reasons(request: Request, best: Foretold, tried: Sequence[tuple[Method, For
         )
         kept = count - 1 - candidate.keeps_graph_from if candidate.keeps_graph_from is not None else 0
         yield f"{count} partitions{asked}{two}"
-        yield (
-            f"activations kept for {kept + 1} of {count} partitions, computed again for the others; boundaries wait on "
-            f"{candidate.means.relay}"
-        )
+        others = ", computed again for the others" if kept + 1 < count else ""
+        yield f"activations kept for {kept + 1} of {count} partitions{others}; boundaries wait on {candidate.means.relay}"
     if candidate.micro_batch < request.batch_size:
         asked = "as asked" if request.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {request.batch_size}: {asked}"

@@ -53,6 +53,8 @@ class Inputs:
         self.settings, self.train, self.test, self.device = settings, train, test, device
         self.chain, self.methods = as_chain(model), methods_named(settings.method)
         self.exact = self.methods[0].exact
+        if settings.partitions not in ("auto", "1"):  # `auto` takes one that can do as it is told
+            self.methods = tuple(method for method in self.methods if method.cuts)
         if not self.exact and any(block.tied for block in self.chain):
             raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
         self.classes = count_classes(train, test)
@@ -68,8 +70,10 @@ class Inputs:
         if micro is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         self.possible_optimizers()
+        self._refuse_endless_warmup()
         self.live_bytes = sum(block.live_bytes for block in self.chain)
         self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
+        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
         self.limit = limit_of(settings, device)
         self.folder = folder
         # Looked at once: a second plan, after a failed allocation, is made when the arena has taken its share.
@@ -89,6 +93,24 @@ class Inputs:
             raise OptionError(
                 f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}."
             )
+
+    def _refuse_endless_warmup(self) -> None:
+        warmup, epochs = self.settings.warmup_updates, listed("--epochs", self.settings.epochs, int)
+        updates = max(epochs) * -(-self.train.count // min(self.largest_batch, self.train.count))
+        if warmup >= updates > 0:
+            raise OptionError(
+                f"--warmup-updates {warmup}: the run has {updates} updates, so the learning rate would never be reached. "
+                "Give fewer."
+            )
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """What tells one loss, or one optimizer that was given as a function, from another: as far as that can be seen."""
+        optimizer, loss = self._optimizer, self._final_loss
+        return {
+            "optimizer": f"{optimizer.name} {optimizer.options}" if optimizer is not None else "of the settings",
+            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+        }
 
     @property
     def largest_batch(self) -> int:

@@ -119,6 +119,11 @@ def margin_of(limit: int) -> int:
     return limit // 100 + _SLACK
 
 
+def left_of(limit: int) -> str:
+    """What a refusal says of a limit."""
+    return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
+
+
 def limit_for(peak: int) -> int:
     """The least limit whose margin leaves room for `peak`, also where the runtime of the next process is a little larger."""
     return -(-(peak + _SLACK + _VARIES) * 100 // 99) + 1

@@ -5,7 +5,7 @@ and a layout like weights do, so it must be known ahead: one step on six numbers
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class Optimizer:
     state: tuple[StateTensor, ...]
     fused: bool
     """One kernel, without a temporary the size of a parameter."""
+    options: str = ""
+    """What its groups say, learning rate among it: a run that goes on must have the same."""
 
     def state_layout(self, parameters: Mapping[str, TensorSpec]) -> Layout:
         """Layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
@@ -75,11 +77,20 @@ def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float =
 
 
 def describe(name: str, build: Build) -> Optimizer:
-    """Any optimizer whose state starts at zero: Optimizer with its state found by a trial step.
+    """Any optimizer that keeps all it knows in a state that starts at zero: found by trial steps.
 
-    Raises OptionError for one whose state cannot be laid out ahead: neither a scalar nor shaped like its
-    parameter, or not zero at the start.
+    Raises OptionError for one that cannot be built, and for one whose state cannot be laid out ahead: neither a scalar
+    nor shaped like its parameter, not zero at the start, or elsewhere than in the state of its parameters.
     """
+    try:
+        return _tried(name, build)
+    except OptionError:
+        raise
+    except Exception as error:
+        raise OptionError(f"optimizer {name}: a trial step failed: {type(error).__name__}: {error}") from error
+
+
+def _tried(name: str, build: Build) -> Optimizer:
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer = build([parameter])
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -91,25 +102,44 @@ def describe(name: str, build: Build) -> Optimizer:
     parameter.grad = torch.zeros(2, 3)
     optimizer.step()
     state = tuple(_state_tensor(name, key, value) for key, value in optimizer.state[parameter].items() if value is not None)
-    found = Optimizer(name, build, state, bool(optimizer.defaults.get("fused")))
-    if not torch.equal(_first_step(found, from_zeros=True), _first_step(found, from_zeros=False)):
+    options = [{key: str(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    found = Optimizer(name, build, state, bool(optimizer.defaults.get("fused")), repr(options))
+    step = next((n for n, (one, other) in enumerate(_steps_both_ways(found), 1) if not _same(one, other)), None)
+    if step is not None:
         raise OptionError(
-            f"optimizer {name}: its first step is not a step from a state of zeros (as with dampening), "
-            "so it cannot be kept at home. Use adam, adamw or sgd."
+            f"optimizer {name}: its step {step} is not a step from a state of zeros, kept while the optimizer is built anew for "
+            "each visit of a partition (it may take a first gradient as it is, as dampening does, start from a copy "
+            "of the parameter, or count in its groups), so it cannot be kept at home. Use adam, adamw or sgd."
         )
     return found
 
 
-def _first_step(choice: Optimizer, *, from_zeros: bool) -> torch.Tensor:
-    """Six numbers after one step on six gradients, with a state that the optimizer makes or one of zeros from us."""
-    parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
-    parameter.grad = torch.arange(1.0, 7.0).view(2, 3)
-    optimizer = choice.build([parameter])
-    if from_zeros:
-        layout = choice.state_layout({"p": TensorSpec(name="p", shape=(2, 3), dtype=torch.float32)})
-        choice.adopt(optimizer, [("p", parameter)], layout.views(torch.zeros(layout.room, dtype=torch.uint8)))
-    optimizer.step()
-    return parameter.detach()
+_TRIAL_STEPS = 12
+
+
+def _steps_both_ways(choice: Optimizer) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """(parameter and state after each step of one that stays, the same of one that is built anew for every step)."""
+    stays, visits = (nn.Parameter(torch.arange(1.0, 7.0).view(2, 3)) for _ in range(2))
+    layout = choice.state_layout({"p": TensorSpec(name="p", shape=(2, 3), dtype=torch.float32)})
+    views = layout.views(torch.zeros(layout.room, dtype=torch.uint8))
+    one = choice.build([stays])
+    for step in range(_TRIAL_STEPS):
+        for parameter in (stays, visits):
+            parameter.grad = torch.arange(1.0, 7.0).view(2, 3) * (-0.7) ** step
+        one.step()
+        other = choice.build([visits])
+        choice.adopt(other, [("p", visits)], views)
+        other.step()
+        names = [tensor.name for tensor in choice.state]
+        yield (
+            [stays.detach(), *(one.state[stays][name] for name in names)],
+            [visits.detach(), *(other.state[visits][name] for name in names)],
+        )
+
+
+def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """NaN equals NaN: a rate that is far too high is not our affair."""
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
 
 
 def _state_tensor(name: str, key: str, value: object) -> StateTensor:

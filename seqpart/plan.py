@@ -15,7 +15,7 @@ from seqpart.costs import BlockCost
 from seqpart.cutting import Piece, best_cut
 from seqpart.errors import DoesNotFit, ModelError, OptionError
 from seqpart.layout import Layout
-from seqpart.meter import WARM_UP_BYTES, limit_for, margin_of
+from seqpart.meter import WARM_UP_BYTES, left_of, limit_for, margin_of
 from seqpart.rows import RowLayout
 from seqpart.simulate import LossCost, Means, PartitionCost, Rates, growing
 from seqpart.units import format_limit, format_size
@@ -291,8 +291,7 @@ def _does_not_fit(request: Request) -> DoesNotFit:
     smallest = limit_for(peak)
     wanted = _largest_need(request, micro_batches(request)[0])[2]
     lines = [
-        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(request)[0]}, and the limit is "
-        f"{format_size(request.limit)}.",
+        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(request)[0]}, and {left_of(request.limit)}.",
         f"  runtime {format_size(request.runtime)}, weights {format_size(cost.weights)}, gradients "
         f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations at micro-batch {smallest_micro} "
         f"{format_size(cost.saved)}",

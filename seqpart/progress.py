@@ -43,13 +43,15 @@ class Progress:
     changed: frozenset[str] = frozenset()
     """Free settings that are not what they were."""
     data: str = ""
+    functions: dict[str, str] | None = None
+    """What tells one loss or optimizer that was given as a function from another."""
 
     def words(self, phases: Sequence[Phase]) -> str:
         if self.manifest is None:
             return f"{self.root} was ended before anything was saved: it begins anew"
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
-        return f"going on from {self.manifest.path}, with {where}"
+        return f"going on from {self.manifest.path}, with {where}; the proof at the end is of what runs from here on"
 
     def unused_states(self, prepared: Prepared) -> Iterator[str]:
         """Homes of optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""
@@ -71,6 +73,12 @@ class Progress:
         found = data_digest(preparation.train, preparation.test)
         if found != self.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
+        for name, was in (self.functions or {}).items():
+            if preparation.functions[name] != was:
+                raise OptionError(
+                    f"--resume: {self.root} was trained with {name} {was}, and this run has "
+                    f"{preparation.functions[name]}. Give the same, or start anew elsewhere."
+                )
         cut_matters = not preparation.exact or self.position.phase >= _passes(preparation)
         if cut_matters:  # `auto` must not take another method, whose phases are others
             preparation.methods = methods_named(self.plan.method)
@@ -134,6 +142,7 @@ def progress_of(path: Path, settings: Settings) -> Progress:
         root=root, manifest=manifest, position=Position(*state["position"]), tally=state["tally"], losses=state["losses"],
         test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
         micro_batches=tuple(state["micro_batches"]), changed=frozenset(different), data=state["data"],
+        functions=state.get("functions"),
     )  # fmt: skip
 
 
@@ -150,14 +159,15 @@ def _refuse_finished(root: Path) -> None:
 
 
 def state_of(
-    settings: Settings, prepared: Prepared, position: Position, tally: Tally,
+    preparation: Preparation, prepared: Prepared, position: Position, tally: Tally,
     *, losses: list[float], test: tuple[float, float | None] | None, data: str,
 ) -> dict[str, Any]:  # fmt: skip
     """What `progress_of` reads again."""
     return {
-        "settings": settings_of(settings), "plan": prepared.plan.to_json(), "position": [position.phase, position.updates],
+        "settings": settings_of(preparation.settings), "plan": prepared.plan.to_json(),
+        "position": [position.phase, position.updates],
         "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": tally.to_json(), "losses": losses,
-        "test": test, "data": data,
+        "test": test, "data": data, "functions": preparation.functions,
     }  # fmt: skip
 
 

@@ -7,8 +7,9 @@
 Of one boundary and micro-batch there is first the activation, which is needed until the partition above it has run
 backward, and then its gradient: both have the same place.
 
-What comes out has the strides of what went in, because kernels round differently where memory lies differently: the
-elements are kept as they lie in memory. Only of a part of a larger tensor the gaps are left out, and made again.
+What comes out has the strides of what went in, and lies as far off a cache line, because kernels round differently where
+memory lies differently: the elements are kept as they lie. Only of a part of a larger tensor the gaps are left out, and
+made again.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ from seqpart.direct import DirectFile, aligned, aligned_bytes, bytes_of, round_u
 
 BUFFERS = 6
 """Of the disk relay: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
+
+_LINE = 64
+"""Bytes to which new memory is aligned at least."""
 
 Key = tuple[int, int]
 """(partition whose input it is, micro-batch); partition -1 - n: the gradient of tied weight n."""
@@ -58,11 +62,14 @@ class _Form:
     """Elements from the first to the last."""
     numbers: int
     """Different places of elements: one for those that are repeated."""
+    lead: int
+    """Elements from a cache line to the first: a part of a larger tensor may begin anywhere, new memory begins on one."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, span, _once(tensor).numel())
+        lead = tensor.data_ptr() % _LINE // tensor.dtype.itemsize
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, span, _once(tensor).numel(), lead)
 
     @property
     def gaps(self) -> bool:
@@ -78,13 +85,26 @@ class _Form:
         return _once(tensor).flatten() if self.gaps else tensor.as_strided((self.span,), (1,))
 
     def again(self, kept: torch.Tensor) -> torch.Tensor:
-        """The tensor: a view of what was kept, or a copy where there were gaps."""
-        if not self.gaps:
+        """The tensor: a view of what was kept, or a copy where there were gaps or it began off a cache line."""
+        if not self.gaps and not self.lead:
             return kept.as_strided(self.shape, self.stride)
-        wide = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=kept.device)
+        wide = self.empty(kept.device)
+        source = kept if self.gaps else kept.as_strided(self.shape, self.stride)
         once = _once(wide)
-        once.copy_(kept.view(once.shape))
+        once.copy_(source.view(once.shape) if self.gaps else _once(source))
         return wide
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """New memory in which a tensor lies like this."""
+        return torch.empty(self.lead + self.span, dtype=self.dtype, device=device).as_strided(
+            self.shape, self.stride, self.lead
+        )
+
+
+def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone that lies in memory like `tensor`, gaps and all; gradients go through it. Nothing may lie in two places."""
+    clone: torch.Tensor = _Form.of(tensor).empty(tensor.device).data  # no view to autograd
+    return clone.copy_(tensor)
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:

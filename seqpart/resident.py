@@ -22,6 +22,7 @@ from seqpart.costs import BlockCost, written_input
 from seqpart.device import Device
 from seqpart.graphs import Arrival, packing
 from seqpart.optimizers import Optimizer
+from seqpart.relay import clone_as_it_lies
 from seqpart.slotlayout import gradient_layouts, slot_bytes, state_layouts
 from seqpart.slots import Slot, Wait
 from seqpart.store import Store, Transfer
@@ -172,7 +173,7 @@ class Resident:
         To train, `x` stays as it is: it may be needed again, and a leaf must not be written into.
         """
         if training and self._writes_input:
-            x = x.clone()
+            x = clone_as_it_lies(x)
         for block in self.blocks:
             module = block.husk
             module.train(training)

@@ -213,7 +213,7 @@ class Run:
                         raise
                     continue  # the run has its own error to tell
                 attach(block.husk, cost.layout.views(flat))
-                block.husk.train(block.was_training)
+                block.restore_modes()
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Run:
     def _save(self, position: Position, tally: Tally) -> None:
         began = time.perf_counter()
         state = state_of(
-            self._settings, self._prepared, position, tally, losses=self._losses, test=self._test, data=self._digest
+            self._preparation, self._prepared, position, tally, losses=self._losses, test=self._test, data=self._digest
         )
         manifests.save(self._directory.root, self._scratch.root, state, self._store, self._boundaries)
         self._saved_at, self._updates_since = time.monotonic(), 0

@@ -108,7 +108,7 @@ def growing(
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
         parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
         largest = max([largest, *(spec.nbytes for spec in trained)])
-        trainable = trainable or bool(trained)
+        trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
         loss_peak, targets = loss_of(block)
         copied = first.input if written_input(seen) else 0
         own = first.input + copied + targets

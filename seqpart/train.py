@@ -16,6 +16,7 @@ from seqpart.doctor import doctor
 from seqpart.errors import BadInput, Interrupted, OptionError, SeqpartError
 from seqpart.job import Job, opened
 from seqpart.plan import Plan
+from seqpart.preparation import refuse_small_disk
 from seqpart.report import Reporter
 from seqpart.rundir import write_text
 from seqpart.schedule import steps_of, to_text
@@ -88,6 +89,8 @@ def _train(job: Job) -> None:
         raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
     if job.resume and (job.plan or job.dry_run or job.plan_out or job.overwrite or job.output_dir):
         raise OptionError("--resume: leave --plan, --plan-out, --dry-run, --overwrite and --output-dir out.")
+    if job.quiet and job.print_schedule:
+        raise OptionError("--quiet and --print-schedule: leave one of them out.")
     reporter = Reporter(quiet=job.quiet)
     job, trainer, train, test = opened(job, reporter)
     reuse = _saved_plan(job.plan) if job.plan else None
@@ -97,6 +100,7 @@ def _train(job: Job) -> None:
             write_text(job.plan_out, prepared.plan.to_json())
         if job.dry_run:
             reporter.plan(prepared.plan)
+            refuse_small_disk(prepared.plan, trainer.scratch_parent)
         if job.print_schedule:
             steps = itertools.islice(steps_of(prepared.phases), SHOWN_STEPS)
             reporter.say(to_text(steps, prepared.phases) + " ...")

@@ -61,10 +61,12 @@ class Trainer:
         with self.device.own_random_state():
             return Preparation(
                 self.model, self.settings, as_split(train, "training"), as_split(test, "test"), self.device,
-                final_loss=self._loss, optimizer=self._optimizer, folder=self._scratch_parent(), reuse=reuse,
+                final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, reuse=reuse,
             )  # fmt: skip
 
-    def _scratch_parent(self) -> Path:
+    @property
+    def scratch_parent(self) -> Path:
+        """Where homes and boundary rows go while a run lasts, or a directory above it."""
         return self.settings.offload_dir or self.settings.output_dir or Path("runs")
 
     def fit(

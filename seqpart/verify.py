@@ -130,6 +130,8 @@ def _refuse(steps: int, reference: str, options: dict[str, Any]) -> None:
         raise OptionError(
             "--method sil is approximate: its bits are not those of full training. Verify streamed or checkpointed."
         )
+    if options.get("method") == "full":
+        raise OptionError("--method full is what the others are compared with. Verify streamed or checkpointed.")
     if options.get("output_dir") or options.get("overwrite"):
         raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
 

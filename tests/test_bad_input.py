@@ -111,7 +111,7 @@ def test_an_unknown_option_is_refused(over):
 
 def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(over):
     fixed = ["--width", "256", "--depth", "3", "--epochs", "1"]
-    ran = over.refused(3, "the limit is 50.0 MB", arguments=["--mem-limit", "50MB"], small=fixed)
+    ran = over.refused(3, "the limit of 50.0 MB leaves 32.7 MB", arguments=["--mem-limit", "50MB"], small=fixed)
     smallest = re.search(r"smallest limit that fits: (\w+)", ran.err)[1]
     again = run(over.folder, *fixed, "--mem-limit", smallest)
     assert again.code == 0, again.err
@@ -121,7 +121,7 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(o
 def test_plain_training_that_does_not_fit_is_refused_with_the_cure(over):
     large = ["--width", "2048", "--depth", "6", "--mem-limit", "500MB"]
     over.refused(
-        3, "method full needs", "the limit is 500.0 MB", "smallest limit that fits", "Or use --method streamed",
+        3, "method full needs", "the limit of 500.0 MB leaves 478.2 MB", "smallest limit that fits", "Or use --method streamed",
         arguments=["--method", "full"], small=large, own_process=False,
     )  # fmt: skip
     assert call(over.capsys, *large, "--method", "streamed", "--dry-run").code == 0

@@ -72,6 +72,9 @@ def here(desk, monkeypatch):
 
 
 OPTIONS = {
+    "--quiet --print-schedule --dry-run": "--quiet and --print-schedule: leave one of them out",
+    "--warmup-updates 100000": "--warmup-updates 100000: the run has; updates, so the learning rate would never be reached",
+    "--resume nowhere": "--resume: nowhere does not exist. Give the directory of a run",
     "--mem-limit 2XB": "--mem-limit: expected a size such as 2GB, 1.5GiB, 0.8 (a share) or auto; found '2XB'",
     "--mem-limit -1": "--mem-limit: expected a size such as 2GB; found '-1'",
     "--mem-limit 0": "--mem-limit: expected a size above zero; found '0'",

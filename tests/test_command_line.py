@@ -6,6 +6,8 @@ import inspect
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -260,3 +262,21 @@ def test_main_reads_the_process_s_own_arguments(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, "--dry-run", "--quiet"])
     assert main() == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_auto_takes_a_method_that_cuts_as_it_is_told(here, capsys):
+    """It took `full` and dropped --partitions without a word."""
+    ran = call(capsys, *SMALL, "--method", "auto", "--partitions", "3", "--dry-run")
+    assert ran.code == 0 and "3 partitions as asked" in ran.out and "method full" not in ran.out
+
+
+def test_a_dry_run_refuses_a_disk_that_is_too_small(here, capsys, monkeypatch):
+    """It printed a plan with exit code 0, and the run refused it."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 900, 100))
+    ran = call(capsys, *SMALL, "--method", "streamed", "--dry-run")
+    assert ran.code == 6 and "100 B free" in ran.err
+
+
+def test_the_package_runs_as_the_console_script_does(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "seqpart", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: seqpart {train,plan,verify,doctor}")

@@ -21,7 +21,7 @@ FLOORS = [
     ["inputs", "preparation", "progress", "report"],
     ["run", "trainer", "watch"],
     ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.datasets"],
-    ["job", "arguments", "doctor", "verify", "train"],
+    ["job", "arguments", "doctor", "verify", "train", "__main__"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
