@@ -47,9 +47,12 @@ class Children:
         said = answer.read(place / "answer.json")
         if said.get("status") != answer.DONE:
             raise OptionError(said.get("message") or f"the job cannot be looked at:\n{found.errors}")
-        if said["device"] == "cuda":
-            self._gpu = Gpu()
+        self.knows(said)
         return said
+
+    def knows(self, facts: dict[str, Any]) -> None:
+        """What a survey has found, here or in another's hands."""
+        self._gpu = Gpu() if facts["device"] == "cuda" else None
 
     def run(self, way: Way, facts: dict[str, Any]) -> Run:
         """One process of `way`. On a GPU a plain one that fails under the limit is run again without it."""
