@@ -107,8 +107,8 @@ def _tried(name: str, build: Build) -> Optimizer:
     step = next((n for n, (one, other) in enumerate(_steps_both_ways(found), 1) if not _same(one, other)), None)
     if step is not None:
         raise OptionError(
-            f"optimizer {name}: its step {step} is not a step from a state of zeros, kept while the optimizer is built anew for "
-            "each visit of a partition (it may take a first gradient as it is, as dampening does, start from a copy "
+            f"optimizer {name}: its step {step} is not a step from a state of zeros, kept while the optimizer is built anew "
+            "for each visit of a partition (it may take a first gradient as it is, as dampening does, start from a copy "
             "of the parameter, or count in its groups), so it cannot be kept at home. Use adam, adamw or sgd."
         )
     return found

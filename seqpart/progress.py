@@ -79,7 +79,8 @@ class Progress:
                     f"--resume: {self.root} was trained with {name} {was}, and this run has "
                     f"{preparation.functions[name]}. Give the same, or start anew elsewhere."
                 )
-        cut_matters = not preparation.exact or self.position.phase >= _passes(preparation)
+        tests_between = preparation.settings.test_every is not None  # as many phases as there are partitions
+        cut_matters = not preparation.exact or tests_between or self.position.phase >= _passes(preparation)
         if cut_matters:  # `auto` must not take another method, whose phases are others
             preparation.methods = methods_named(self.plan.method)
         prepared = self._prepared(preparation, cut_matters)

@@ -70,6 +70,8 @@ class Settings:
     """What learns in recovery: left (all partitions but the last, as in the paper) or all. Default: left."""
     recovery_batch_size: int | None = None
     """Rows of one update in recovery. Default: the largest --batch-size."""
+    test_every: int | None = None
+    """Test after every so many epochs too (with sil: of the last partition, and of recovery). Default: at the end alone."""
     save_every: str = "10min"
     """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: str = "auto"
@@ -128,6 +130,7 @@ class Settings:
             _positive("--prototype-scale", self.prototype_scale),
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
+            _positive("--test-every", self.test_every),
             ""
             if self.cache_dtype in (None, *CACHE_DTYPES)
             else f"--cache-dtype: expected fp32 or bf16; found {self.cache_dtype!r}",

@@ -52,6 +52,10 @@ CASES = {
     "sil, recovery of all, statistics, clipped": (
         statistics, (12,), SIL, SGD | CLIP | LINEAR | {"recovery_epochs": 1, "objective": "mse", "recover": "all"},
     ),
+    "tested between epochs, statistics": (statistics, (12,), How(), SGD | {"partitions": "0,2,4", "test_every": 1}),
+    "sil, recovery, tested between epochs": (
+        dropping, (12,), SIL, ADAM | {"partitions": "0,2,4", "recovery_epochs": 2, "test_every": 1},
+    ),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ The three give the same bits: of every parameter, gradient, moment, buffer and l
 
 from dataclasses import replace
 
-from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases
+from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases, with_tests
 from seqpart.schedule import Phase, PhaseKind
 
 
@@ -28,7 +28,8 @@ def exact_phases(work: Workload, *, streamed: bool) -> tuple[Phase, ...]:
     """All epochs, then the test rows."""
     epochs = work.partitions[0].epochs
     train = replace(whole_network(work, streamed=streamed), epochs=epochs)
-    return (*(replace(train, epoch=e + 1) for e in range(epochs)), *test_phases(work, stays=not streamed))
+    passes = [replace(train, epoch=e + 1) for e in range(epochs)]
+    return tuple(with_tests(passes, test_phases(work, stays=not streamed), work.test_every))
 
 
 def staying_phases(work: Workload) -> tuple[Phase, ...]:
@@ -49,8 +50,8 @@ def recovery_phases(work: Workload) -> tuple[Phase, ...]:
         stage=1,
     )  # fmt: skip
     train = replace(train, frozen=train.frozen | recovery.frozen)
-    tests = (replace(phase, stage=1) for phase in test_phases(work))
-    return (*(replace(train, epoch=e + 1) for e in range(recovery.epochs)), *tests)
+    tests = [replace(phase, stage=1) for phase in test_phases(work)]
+    return tuple(with_tests([replace(train, epoch=e + 1) for e in range(recovery.epochs)], tests, work.test_every))
 
 
 def true_loss(targets: Targets) -> PartitionLoss | None:

@@ -1,6 +1,6 @@
 """What a method is: which phases a run goes through, and which loss each partition owns. Never a loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,8 @@ class Workload:
     keeps_graph_from: int | None = None
     """In a whole-network pass: partitions from this one on keep their graphs."""
     recovery: Recovery | None = None
+    test_every: int | None = None
+    """Epochs of what is trained last, between two passes over the test rows; None: at the end alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +99,15 @@ def test_phases(work: Workload, *, stays: bool = False) -> list[Phase]:
         Phase(kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch)
         for p, part in enumerate(work.partitions)
     ]
+
+
+def with_tests(passes: Sequence[Phase], tests: Sequence[Phase], every: int | None) -> Iterator[Phase]:
+    """Training passes with the `tests` behind each `every`-th of them, and behind the last."""
+    for number, phase in enumerate(passes, 1):
+        yield phase
+        if every is not None and number % every == 0 and number < len(passes):
+            yield from tests
+    yield from tests
 
 
 class TrueLoss:

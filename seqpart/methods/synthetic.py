@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from seqpart.device import keyed_seed
 from seqpart.errors import OptionError
 from seqpart.methods.exact import recovery_phases
-from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
+from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, with_tests
 from seqpart.schedule import Phase, PhaseKind
 
 OBJECTIVES = ("prototype", "mse")
@@ -36,10 +36,11 @@ def sil_phases(work: Workload) -> tuple[Phase, ...]:
         train = replace(
             test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle, epochs=part.epochs
         )
-        phases += [replace(train, epoch=e + 1) for e in range(part.epochs if part.trainable else 0)]
+        passes = [replace(train, epoch=e + 1) for e in range(part.epochs if part.trainable else 0)]
         if p < last:
-            phases.append(replace(test, kind=PhaseKind.CACHE, rows=work.train_rows))
-        phases.append(test)
+            phases += [*passes, replace(test, kind=PhaseKind.CACHE, rows=work.train_rows), test]
+        else:
+            phases += with_tests(passes, [test], work.test_every)
     return (*phases, *recovery_phases(work))
 
 
