@@ -21,7 +21,7 @@ part() { # name, seconds, command
 part tests 100 $python -m pytest -q -n0 -m gpu tests
 part verify 60 $python -m seqpart verify --device cuda --mem-limit 1.5GB --width 1024 --depth 12 --batch-size 64 --steps 2
 part grid 280 $python -m benchmarks.contract_grid --seconds 230
-part peers 60 $python -m benchmarks.peers.compare S --arms full,offload,accelerate --quick
+part peers 80 $python -m benchmarks.peers.on_gpu --network S --limit 2GB
 [ -n "${OUT:-}" ] && cp benchmarks/results/*-gpu.json "$OUT"/
 echo "failed:${failed:- nothing}"
 [ -z "$failed" ]

@@ -1,0 +1,82 @@
+"""The peers that train from a GPU, each in a fresh process, its memory watched by NVML from outside; seqpart beside them.
+
+    python -m benchmarks.peers.on_gpu [--network S] [--limit 2GB]
+
+Without a GPU it refuses. Results: benchmarks/results/peers-gpu.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import record
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from profiling.watching import Gpu, watched
+
+WARM_UP, UPDATES = 3, 12
+ARMS = {
+    "fsdp2": ["benchmarks.peers.fsdp2"],
+    "torchao": ["benchmarks.peers.gpu_only", "--way", "torchao"],
+    "accelerate": ["benchmarks.peers.gpu_only", "--way", "accelerate"],
+    "ours": ["benchmarks.peers.ours", "--device", "cuda"],
+    "ours, full": ["benchmarks.peers.ours", "--device", "cuda", "--method", "full"],
+}
+
+
+def run(name: str, data: Path, folder: Path, network: str, limit: str) -> dict[str, Any]:
+    module, *options = ARMS[name]
+    if name.startswith("ours"):
+        options += ["--limit", limit if name == "ours" else "0.5"]
+    gpu = Gpu()
+    gpu.start()
+    place = Path(tempfile.mkdtemp(dir=folder))
+    found = watched(
+        [sys.executable, "-m", module, *options, "--network", network, "--data", str(data), "--folder", str(place),
+         "--updates", str(UPDATES)],
+        environment=os.environ, folder=place, gpu=gpu,
+    )  # fmt: skip
+    lines = [line for line in found.errors.splitlines() if line.strip()]
+    printed = next((json.loads(line) for line in reversed(lines) if line.startswith('{"')), {})
+    peak = max((sample.device for sample in found.samples), default=0)
+    if "seconds" not in printed:
+        return {"refused": lines[-1] if lines else f"exit code {found.exit_code}", "peak": peak}
+    seconds = median(printed["seconds"][WARM_UP:])
+    ram = max(sample.ram for sample in found.samples)
+    return {"peak": peak, "ram": ram, "seconds": seconds, "losses": printed["losses"][-1:], "source": found.source}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=["S", "L", "T"], default="S")
+    parser.add_argument("--limit", default="2GB", help="of seqpart's streamed run")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(
+            "refused: these peers offload from a GPU, and none was found. benchmarks.peers.compare is for CPUs.",
+            file=sys.stderr,
+        )
+        return 3
+    result = record.load("peers")
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        data = Path(folder) / "rows.pt"
+        subprocess.run([sys.executable, "-m", "benchmarks.peers.data", options.network, str(data)], check=True)
+        for name in ARMS:
+            found = run(name, data, Path(folder), options.network, options.limit)
+            result.setdefault(options.network, {})[name] = found
+            told = found.get("refused") or f"{found['seconds']:.3f} s per update, peak {found['peak'] / 1e9:.2f} GB"
+            print(f"{name:12s} {told}", flush=True)
+            record.save("peers", result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
