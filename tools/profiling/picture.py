@@ -153,7 +153,7 @@ def _step_by_step(axes: Any, run: Run, steps: list[Ran], found: Sequence[Figures
         title, colour = _VERBS.get(step.label[0], ("", "#FFFFFF"))
         axes.axvspan(step.began - start, step.ended - start, color=colour, linewidth=0, label=None if title in seen else title)
         seen.add(title)
-        if step.ended - step.began > (end - start) / 45:
+        if step.ended - step.began > (end - start) / 30:
             axes.text(
                 (step.began + step.ended) / 2 - start, top * 0.965, step.label, ha="center", va="top", fontsize=7.5, color=_INK
             )

@@ -1,0 +1,179 @@
+"""The pictures of benchmarks/pnn_paper.py, and the numbers that are read off them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.pnn_arm import LEFT_MACS
+
+Named = dict[str, dict[str, Any]]
+_LEFT, _RIGHT, _RECOVERY, _INK = "#FFF3C4", "#EBD9C3", "#F6D5DF", "#222222"
+_COLOURS = {"baseline": "#0072B2", "pnn": "#D55E00"}
+_ROWS = 1e12
+
+
+def accuracies(runs: Named, begins: str) -> list[float]:
+    """Of the ends of all runs of that name, in per cent, by seed."""
+    return [
+        100 * run["accuracy"] for name, run in sorted(runs.items(), key=lambda item: _seed(item[0])) if name.startswith(begins)
+    ]
+
+
+def _seed(name: str) -> int:
+    return int(name.rpartition("seed ")[2])
+
+
+def _curves(runs: Named, begins: str) -> tuple[np.ndarray, np.ndarray]:
+    """(MACs (points,), accuracies in per cent (runs, points))."""
+    chosen = [run["curve"] for name, run in runs.items() if name.startswith(begins)]
+    return np.array([at for at, _ in chosen[0]]), np.array([[100 * accuracy for _, accuracy in curve] for curve in chosen])
+
+
+def r_squared(runs: Named) -> float:
+    """How far the mean curve of (kappa 1, lr 0.1) follows that of (kappa 10, lr 0.01): 1 - residuals / variance."""
+    _, one = _curves(runs, "kappa 10 ")
+    _, other = _curves(runs, "kappa 1 ")
+    expected, found = one.mean(axis=0), other.mean(axis=0)
+    return float(1 - ((found - expected) ** 2).sum() / ((expected - expected.mean()) ** 2).sum())
+
+
+def trained_weights(folder: Path, times: int) -> list[tuple[float, float]]:
+    """Figure 1: (least, greatest) weight of the middle layer of 784-100-50-10 after 15 epochs of MNIST, `times` times."""
+    from seqpart.ingest import as_split
+    from seqpart.zoo import datasets
+
+    train = as_split(datasets.load("mnist", data_dir=folder)[0], "training")
+    x, y = torch.cat([rows.flatten(1) for rows in train.open()]).to(torch.float32), train.labels
+    found = []
+    for seed in range(times):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(15):
+            for rows in torch.randperm(len(x)).split(256):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+        weights = model[2].weight.detach()
+        found.append((float(weights.min()), float(weights.max())))
+    return found
+
+
+def draw(found: dict[str, Any], folder: Path) -> list[Path]:
+    """One PNG for each figure whose runs are there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8A8A8A",
+             "axes.labelcolor": _INK, "figure.figsize": (7.2, 4.4), "figure.constrained_layout.use": True}  # fmt: skip
+    written = []
+    with plt.rc_context(style):
+        for name, paint in _figures(found):
+            figure, axes = plt.subplots()
+            paint(axes)
+            axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
+            axes.set_axisbelow(True)
+            path = folder / f"{name}.png"
+            figure.savefig(path, dpi=120, facecolor="white")
+            plt.close(figure)
+            written.append(path)
+    return written
+
+
+def _figures(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if "weights" in found:
+        yield "figure1", lambda axes: _randomness(axes, found["weights"])
+    yield "figure6", lambda axes: _accuracy(axes, found["curves"], recovery=False)
+    yield "figure7", lambda axes: _left_epochs(axes, found["left epochs"])
+    yield "figure8", lambda axes: _kappas(axes, found["kappa"])
+    yield "figure9", lambda axes: _alike(axes, found["kappa and rate"])
+    yield "figure10", lambda axes: _accuracy(axes, found["curves"], recovery=True)
+
+
+def _accuracy(axes: Any, runs: Named, *, recovery: bool) -> None:
+    """Mean over seeds with one standard deviation; the background says which partition is being trained."""
+    at, values = _curves(runs, "baseline")
+    axes.errorbar(
+        at / _ROWS, values.mean(0), values.std(0), color=_COLOURS["baseline"], fmt="o-", ms=3, lw=1, label="full training"
+    )
+    at, values = _curves(runs, "pnn")
+    border = next(run["recovers_at"][0] for name, run in runs.items() if name.startswith("pnn") and run["recovers_at"])
+    shown = slice(None) if recovery else slice(0, border)
+    axes.errorbar(
+        at[shown] / _ROWS, values.mean(0)[shown], values.std(0)[shown], color=_COLOURS["pnn"], fmt="o-", ms=3, lw=1, label="PNN"
+    )
+    left_ends = 5 * LEFT_MACS * _rows_of(runs) / _ROWS
+    axes.axvspan(0, left_ends, color=_LEFT, lw=0, label="left")
+    axes.axvspan(left_ends, at[border - 1] / _ROWS, color=_RIGHT, lw=0, label="right")
+    if recovery:
+        axes.axvspan(at[border - 1] / _ROWS, at[-1] / _ROWS, color=_RECOVERY, lw=0, label="recovery")
+    axes.set(xlabel="MACs of the training so far (10^12)", ylabel="test accuracy, %", ylim=(0, 90), xlim=(0, None))
+    axes.set_title(f"Figure {10 if recovery else 6}: N_L 5, N_R 160, kappa 10, {len(values)} seeds", loc="left", fontsize=10.5)
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+
+
+def _rows_of(runs: Named) -> float:
+    """Training rows, from the MACs of one epoch of the baseline."""
+    curve = next(run["curve"] for name, run in runs.items() if name.startswith("baseline"))
+    return float(curve[0][0] / (LEFT_MACS + 10_307))
+
+
+def _sweep(runs: Named, word: str) -> dict[float, list[float]]:
+    """Accuracies in per cent by the number behind `word` in a run's name."""
+    found: dict[float, list[float]] = {}
+    for name, run in runs.items():
+        parts = name.split()
+        found.setdefault(float(parts[parts.index(word) + 1]), []).append(100 * run["accuracy"])
+    return dict(sorted(found.items()))
+
+
+def _left_epochs(axes: Any, runs: Named) -> None:
+    for kappa, colour in (("2", "#009E73"), ("10", _COLOURS["pnn"])):
+        swept = _sweep({name: run for name, run in runs.items() if name.startswith(f"kappa {kappa} ")}, "left")
+        _bars(axes, swept, colour, f"kappa {kappa}")
+    axes.set(xlabel="epochs of the left partition, N_L", ylabel="test accuracy, %", xscale="log")
+    axes.set_xticks(list(swept), [f"{epochs:g}" for epochs in swept])
+    axes.set_title("Figure 7: N_R 160", loc="left", fontsize=10.5)
+    axes.legend(frameon=False)
+
+
+def _kappas(axes: Any, runs: Named) -> None:
+    swept = _sweep(runs, "kappa")
+    _bars(axes, swept, _COLOURS["pnn"], None)
+    axes.set(xlabel="kappa", ylabel="test accuracy, %", xscale="log", ylim=(0, 90))
+    axes.set_xticks(list(swept), [f"{kappa:g}" for kappa in swept])
+    axes.set_title("Figure 8: N_L 5, N_R 160", loc="left", fontsize=10.5)
+
+
+def _bars(axes: Any, swept: dict[float, list[float]], colour: str, label: str | None) -> None:
+    means, deviations = [np.mean(v) for v in swept.values()], [np.std(v) for v in swept.values()]
+    axes.errorbar(list(swept), means, deviations, fmt="o-", color=colour, ms=4, lw=1, capsize=3, label=label)
+
+
+def _alike(axes: Any, runs: Named) -> None:
+    for begins, colour in (("kappa 10 ", _COLOURS["pnn"]), ("kappa 1 ", "#009E73")):
+        at, values = _curves(runs, begins)
+        label = "kappa 10, lr 0.01" if begins == "kappa 10 " else "kappa 1, lr 0.1"
+        axes.errorbar(at / _ROWS, values.mean(0), values.std(0), color=colour, fmt="o-", ms=3, lw=1, label=label)
+    axes.set(xlabel="MACs of the training so far (10^12)", ylabel="test accuracy, %")
+    axes.set_title(f"Figure 9: left partition's kappa and learning rate, R^2 {r_squared(runs):.4f}", loc="left", fontsize=10.5)
+    axes.legend(frameon=False)
+
+
+def _randomness(axes: Any, weights: list[tuple[float, float]]) -> None:
+    least, greatest = (np.array(values) for values in zip(*weights, strict=True))
+    for values, label, colour in (
+        (greatest, "greatest", "#D55E00"), (least, "least", "#0072B2"), (greatest - least, "greatest - least", "#009E73"),
+    ):  # fmt: skip
+        axes.hist(values, bins=24, color=colour, alpha=0.75, label=label)
+    axes.set(xlabel="weight of the middle layer", ylabel="trained networks")
+    axes.set_title(f"Figure 1: 784-100-50-10 on MNIST, trained {len(weights)} times", loc="left", fontsize=10.5)
+    axes.legend(frameon=False)

@@ -1,0 +1,127 @@
+"""The figures of the PNN paper (arXiv 2403.11204) again, by the public Trainer: PNG and JSON.
+
+    python -m benchmarks.pnn_paper --data-dir DIR              ten seeds, all figures: about an hour on two cores
+    python -m benchmarks.pnn_paper --data-dir DIR --quick      two seeds, few epochs: does it run?
+
+DIR holds EMNIST's idx files (any split with 47 classes) or torchvision's EMNIST. Network, optimizer, order and batch size are
+the paper's. Figure 1 takes MNIST from --mnist-dir. What is in the JSON already is not run again, but with --again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import pnn_figures, record
+from benchmarks.pnn_arm import LEFT_MACS, RIGHT_MACS, macs
+
+SEEDS, FEW = 10, 3
+"""Seeds of figures 6 and 10, and of the sweeps."""
+LEFT_EPOCHS = (1, 2, 3, 5, 10, 20)
+KAPPAS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+Runs = dict[str, list[str]]
+
+
+def wanted(quick: bool) -> dict[str, Runs]:
+    """By figure, the runs it needs: a name, and the options of benchmarks/pnn_arm.py."""
+    seeds, few = (2, 1) if quick else (SEEDS, FEW)
+    short = ["--right-epochs", "4"] if quick else []
+    base = ["baseline", *(["--epochs", "3"] if quick else [])]
+    recovery = ["--recovery", "2" if quick else "10"]
+    curves: Runs = {}
+    for seed in range(seeds):
+        curves[f"baseline seed {seed}"] = [*base, "--seed", str(seed), "--test-every", "1"]
+        curves[f"pnn seed {seed}"] = ["pnn", *short, *recovery, "--seed", str(seed), "--test-every", "2"]
+    left = {
+        f"kappa {kappa} left {epochs} seed {seed}": [
+            "pnn", *short, "--kappa", str(kappa), "--left-epochs", str(epochs), "--seed", str(seed),
+        ]
+        for kappa in (2, 10) for epochs in (LEFT_EPOCHS[:2] if quick else LEFT_EPOCHS) for seed in range(few)
+    }  # fmt: skip
+    kappas = {
+        f"kappa {kappa} seed {seed}": ["pnn", *short, "--kappa", str(kappa), "--seed", str(seed)]
+        for kappa in (KAPPAS[:2] if quick else KAPPAS) for seed in range(few)
+    }  # fmt: skip
+    alike = {
+        f"kappa {kappa} lr {rate} seed {seed}": [
+            "pnn", *short, "--kappa", str(kappa), "--left-lr", str(rate), "--seed", str(seed), "--test-every", "2",
+        ]
+        for kappa, rate in ((10, 0.01), (1, 0.1)) for seed in range(few)
+    }  # fmt: skip
+    return {"curves": curves, "left epochs": left, "kappa": kappas, "kappa and rate": alike}
+
+
+def carried_out(
+    runs: Iterable[tuple[str, str, list[str]]], found: dict[str, dict[str, Any]], options: argparse.Namespace
+) -> None:
+    """All of them, two at a time, each saved when it is done."""
+
+    def one(figure: str, name: str, words: list[str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.pnn_arm", *words, "--data-dir", str(options.data_dir), "--folder", "."]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{name}: {done.stderr.strip().splitlines()[-1:]}")
+        found.setdefault(figure, {})[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{figure}: {name}: {100 * found[figure][name]['accuracy']:.2f} %", flush=True)
+        record.save(options.name, found)
+
+    with ThreadPoolExecutor(options.processes) as pool:
+        for work in [pool.submit(one, *run) for run in runs]:
+            work.result()
+
+
+def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The numbers that the paper prints beside its figures."""
+    of = pnn_figures.accuracies
+    curves = found["curves"]
+    pnn = [run["curve"][run["recovers_at"][0] - 1][1] for name, run in sorted(curves.items()) if name.startswith("pnn")]
+    told: dict[str, Any] = {
+        "baseline": of(curves, "baseline"), "pnn": [100 * accuracy for accuracy in pnn], "recovered": of(curves, "pnn"),
+        "macs": {"left": LEFT_MACS, "right": RIGHT_MACS}, "r_squared": pnn_figures.r_squared(found["kappa and rate"]),
+    }  # fmt: skip
+    for name in ("baseline", "pnn", "recovered"):
+        values = np.array(told[name])
+        told[f"{name} mean"], told[f"{name} deviation"] = float(values.mean()), float(values.std())
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--mnist-dir", type=Path, help="torchvision's MNIST, for figure 1")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--figures", type=Path, default=Path("docs/pnn"), help="folder of the pictures")
+    options = parser.parse_args()
+    options.name = "pnn_paper-quick" if options.quick else "pnn_paper"
+    counted = macs()
+    if counted != (LEFT_MACS, RIGHT_MACS):
+        sys.exit(f"ptflops counts {counted}; the paper has {(LEFT_MACS, RIGHT_MACS)}.")
+    found = {} if options.again else record.load(options.name)
+    runs = [
+        (figure, name, words) for figure, named in wanted(options.quick).items() for name, words in named.items()
+        if name not in found.get(figure, {})
+    ]  # fmt: skip
+    carried_out(runs, found, options)
+    if options.mnist_dir is not None and ("weights" not in found or options.again):
+        found["weights"] = pnn_figures.trained_weights(options.mnist_dir, 4 if options.quick else 300)
+    found["summary"] = summary(found)
+    path = record.save(options.name, found)
+    pictures = pnn_figures.draw(found, options.figures)
+    told = found["summary"]
+    for name in ("baseline", "pnn", "recovered"):
+        print(f"{name}: {told[f'{name} mean']:.2f} % +- {told[f'{name} deviation']:.2f} ({len(told[name])} seeds)")
+    print(f"kappa 10, lr 0.01 against kappa 1, lr 0.1: R^2 {told['r_squared']:.4f}; {path}; {', '.join(map(str, pictures))}")
+
+
+if __name__ == "__main__":
+    main()
