@@ -48,12 +48,13 @@ def run(model: str, limit: str, methods: str, facts: dict[str, dict[str, Any]], 
     )
     with tempfile.TemporaryDirectory(dir=".", prefix=".contract-") as folder:
         children = Children(question, Path(folder))
-        if model not in facts:
+        if model in facts:
+            children.knows(facts[model])
+        else:
             facts[model] = children.survey()
-        children.knows(facts[model])
         known = {**facts[model], "limit": parse_size(limit, total=None, free=None, name="--limits")}
         for way in question.ways:
-            found = Figures(way, [children.run(way, known)], known["limit"], known)
+            found = Figures(way, [children.run(way, known)], known)
             (row,) = rows_of([found])
             yield {
                 "model": model, "limit": known["limit"], **row, "status": found.first.status, "message": found.first.message,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.pnn_arm import LEFT_MACS
+from benchmarks.pnn_arm import LEFT_MACS, RIGHT_MACS
 
 Named = dict[str, dict[str, Any]]
 _LEFT, _RIGHT, _RECOVERY, _INK = "#FFF3C4", "#EBD9C3", "#F6D5DF", "#222222"
@@ -123,7 +123,7 @@ def _accuracy(axes: Any, runs: Named, *, recovery: bool) -> None:
 def _rows_of(runs: Named) -> float:
     """Training rows, from the MACs of one epoch of the baseline."""
     curve = next(run["curve"] for name, run in runs.items() if name.startswith("baseline"))
-    return float(curve[0][0] / (LEFT_MACS + 10_307))
+    return float(curve[0][0] / (LEFT_MACS + RIGHT_MACS))
 
 
 def _sweep(runs: Named, word: str) -> dict[float, list[float]]:

@@ -89,9 +89,8 @@ class _Form:
         if not self.gaps and not self.lead:
             return kept.as_strided(self.shape, self.stride)
         wide = self.empty(kept.device)
-        source = kept if self.gaps else kept.as_strided(self.shape, self.stride)
         once = _once(wide)
-        once.copy_(source.view(once.shape) if self.gaps else _once(source))
+        once.copy_(kept.view(once.shape) if self.gaps else _once(kept.as_strided(self.shape, self.stride)))
         return wide
 
     def empty(self, device: torch.device) -> torch.Tensor:

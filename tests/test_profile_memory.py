@@ -174,7 +174,7 @@ def run_of(name, status=answer.DONE, *, peak=500, exit_code=0, errors="", **said
 
 
 def rows(*runs):
-    return [figures.Figures(run.way, [run], FACTS["limit"], FACTS) for run in runs]
+    return [figures.Figures(run.way, [run], FACTS) for run in runs]
 
 
 def test_verdicts_of_all_ends():
@@ -201,7 +201,7 @@ def test_the_bound_is_the_busier_of_computation_and_disk():
 
 def test_the_peak_is_the_highest_of_all_runs_and_the_time_their_median():
     several = [run_of("full", peak=peak, training_seconds=took) for peak, took in ((500, 8.0), (700, 20.0), (600, 10.0))]
-    row = figures.Figures(several[0].way, several, FACTS["limit"], FACTS)
+    row = figures.Figures(several[0].way, several, FACTS)
     assert (row.peak, row.epoch_seconds, row.samples_per_second) == (700, 5.0, 20.0)
 
 

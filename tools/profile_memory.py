@@ -101,7 +101,7 @@ def profile(question: Question, console: Console) -> list[Figures]:
                 run = children.run(way, facts)
                 runs[way.name].append(run)
                 console.print(f"{way.name} {repeat + 1}/{question.repeats}: {run.status}, {run.seconds:.1f} s", markup=False)
-    return [Figures(way, runs[way.name], facts["limit"], facts) for way in question.ways]
+    return [Figures(way, runs[way.name], facts) for way in question.ways]
 
 
 def write(found: list[Figures], out: Path, console: Console) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers.networks import BATCHES, DEPTHS, NAMES, RATES, WIDTHS, Factory, factories, mean_loss
 
@@ -73,6 +75,27 @@ def task_of(options: argparse.Namespace) -> Task:
     return Task(options, factories(name, width, depth), options.batch or BATCHES[name], RATES[name], rows)
 
 
+def one_process() -> None:
+    """What a launcher would say to the only process there is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+class Chain(torch.nn.Module):
+    """The blocks, each recomputed in the backward pass."""
+
+    def __init__(self, blocks: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
+        return x
+
+
 def train(task: Task, update: Update, forward: Forward, began: float) -> None:
     """Run updates until there are enough, or the seconds are over; print what was found."""
     options = task.options
@@ -105,4 +128,4 @@ def show(**found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
-__all__ = ["REFUSED", "Task", "mean_loss", "parser", "refuse", "right", "show", "task_of", "train"]
+__all__ = ["REFUSED", "Chain", "Task", "mean_loss", "one_process", "parser", "refuse", "right", "show", "task_of", "train"]

@@ -5,7 +5,6 @@ setting takes away: stage 3 keeps the gradients of the whole model in memory (S:
 """
 
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from benchmarks.peers.common import Task, mean_loss, parser, refuse, task_of, train
+from benchmarks.peers.common import Chain, Task, mean_loss, one_process, parser, refuse, task_of, train
 from benchmarks.peers.networks import build
 
 SMALL = 10_000
@@ -59,14 +57,6 @@ def config(offload: str, largest: int, batch: int, folder: Path) -> dict[str, An
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,
     }
-
-
-def one_process() -> None:
-    """What a launcher would say to the only process there is."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def main() -> None:
@@ -113,19 +103,6 @@ def partitioned(task: Task, settings: dict[str, Any]) -> list[torch.nn.Module]:
         put_away = deepspeed.zero.Init(module=blocks[-1], config_dict_or_path=settings, param_swapper=swapper)
         swapper = put_away.param_swapper
     return blocks
-
-
-class Chain(torch.nn.Module):
-    """The blocks, each recomputed in the backward pass."""
-
-    def __init__(self, blocks: list[torch.nn.Module]) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
-        return x
 
 
 def largest_parameter(blocks: list[Any]) -> int:

@@ -1,39 +1,14 @@
 """PyTorch FSDP2: fully_shard around every block, CPUOffloadPolicy, one process; on a GPU where there is one, else on gloo."""
 
-import os
-import socket
 import time
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
-from benchmarks.peers.common import mean_loss, parser, refuse, task_of, train
+from benchmarks.peers.common import Chain, mean_loss, one_process, parser, refuse, task_of, train
 from benchmarks.peers.networks import build
-
-
-def one_process(kind: str) -> None:
-    """What a launcher would say to the only process there is."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-
-
-class Chain(torch.nn.Module):
-    """The blocks, each recomputed in the backward pass."""
-
-    def __init__(self, blocks: list[torch.nn.Module]) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
-        return x
 
 
 def main() -> None:
@@ -41,7 +16,8 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     task = task_of(options)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    one_process(kind)
+    one_process()
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     mesh = init_device_mesh(kind, (1,))
     policy = CPUOffloadPolicy(pin_memory=kind == "cuda")
     blocks = []

@@ -74,8 +74,11 @@ class Figures:
 
     way: Way
     runs: list[Run]
-    limit: int
     facts: dict[str, Any]
+
+    @property
+    def limit(self) -> int:
+        return int(self.facts["limit"])
 
     @property
     def first(self) -> Run:

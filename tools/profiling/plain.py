@@ -28,6 +28,7 @@ from seqpart.activations import windows
 from seqpart.blocks import as_chain
 from seqpart.device import Device, open_device
 from seqpart.errors import SeqpartError
+from seqpart.gauge import read_process
 from seqpart.ingest import Split, count_classes, pour
 from seqpart.job import Job, data_of, model_of
 from seqpart.losses import default_loss, label_dtype
@@ -156,8 +157,7 @@ def bound(cap: int | None, device: torch.device) -> int | None:
         if cap is not None:
             torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, (cap - context) / total)), device)
         return context
-    data = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
-    room = data + int(psutil.virtual_memory().available * 0.9)
+    room = read_process().data + int(psutil.virtual_memory().available * 0.9)
     resource.setrlimit(resource.RLIMIT_DATA, (room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     return None
 
@@ -171,7 +171,8 @@ def main() -> None:
         job = job_of(parsed(arguments), way)
         device = open_device(job.device).torch
         context = bound(int(cap) if cap != "none" else None, device)
-        runtime = context if context is not None else _anonymous()
+        now = read_process()
+        runtime = context if context is not None else now.anon + now.shmem
         found = Program(job, way, place, log).run()
     except SeqpartError as error:
         say(answer.REFUSED, asked=None, message=str(error))
@@ -184,11 +185,6 @@ def main() -> None:
         say(answer.DONE, runtime=runtime, **found, **_of_allocator(device))
     finally:
         log.close()
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 def _of_allocator(device: torch.device) -> dict[str, Any]:

@@ -16,25 +16,16 @@ from seqpart.units import format_size
 Value = int | float | str | None
 
 
-def _size(value: Value) -> str:
-    return format_size(int(value)) if isinstance(value, int | float) else "-"
-
-
-def _seconds(value: Value) -> str:
-    return f"{value:.2f} s" if isinstance(value, int | float) else "-"
-
-
-def _share(value: Value) -> str:
-    return f"{100 * value:.0f} %" if isinstance(value, int | float) else "-"
-
-
 def _text(value: Value) -> str:
     return str(value) if value is not None else "-"
 
 
-def _number(value: Value) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else "-"
+def _number(show: Callable[[float], str]) -> Callable[[Value], str]:
+    """`show` for numbers; a dash where there is none."""
+    return lambda value: show(value) if isinstance(value, int | float) else "-"
 
+
+_size = _number(lambda value: format_size(int(value)))
 
 COLUMNS: list[tuple[str, str, Callable[[Value], str]]] = [
     ("method", "method", _text),
@@ -47,11 +38,11 @@ COLUMNS: list[tuple[str, str, Callable[[Value], str]]] = [
     ("pinned", "pinned", _size),
     ("disk_read", "disk read", _size),
     ("disk_written", "written", _size),
-    ("epoch_seconds", "s/epoch", _seconds),
-    ("samples_per_second", "samples/s", lambda value: f"{value:,.0f}" if isinstance(value, int | float) else "-"),
-    ("share_of_bound", "of bound", _share),
-    ("train_loss", "train loss", _number),
-    ("accuracy", "accuracy", lambda value: f"{100 * value:.2f} %" if isinstance(value, int | float) else "-"),
+    ("epoch_seconds", "s/epoch", _number("{:.2f} s".format)),
+    ("samples_per_second", "samples/s", _number("{:,.0f}".format)),
+    ("share_of_bound", "of bound", _number(lambda value: f"{100 * value:.0f} %")),
+    ("train_loss", "train loss", _number("{:.4f}".format)),
+    ("accuracy", "accuracy", _number(lambda value: f"{100 * value:.2f} %")),
 ]
 """(key in JSON and CSV, title, how it is shown). The peak is seen from outside; so is the disk's traffic."""
 
