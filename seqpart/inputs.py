@@ -58,9 +58,8 @@ class Inputs:
         if not self.exact and any(block.tied for block in self.chain):
             raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
         self.classes = count_classes(train, test)
-        if not self.exact and (not self.classes or train.labels.ndim > 1):
-            found = "several labels a row" if self.classes else "floats"
-            raise DataError(f"method sil needs one class label (an integer) for each row; found {found}. Use --method auto.")
+        if not self.exact and not self.classes:
+            raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
         self._optimizer, self._reuse = optimizer, reuse
         self.input_layout = RowLayout(train.shape, train.dtype)
@@ -154,8 +153,9 @@ class Inputs:
         settings = self.settings
         return self.methods[0].loss(
             Targets(
-                partition=partition, partitions=partitions, output_shape=output_shape, classes=self.classes,
-                seed=settings.seed, device=device, final_loss=self._final_loss, objective=settings.objective_name,
+                partition=partition, partitions=partitions, output_shape=output_shape,
+                label_shape=tuple(self.train.labels.shape[1:]), classes=self.classes, seed=settings.seed,
+                most=self.limit // 10, device=device, final_loss=self._final_loss, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
                 prototype_scale=16.0 if settings.prototype_scale is None else settings.prototype_scale,
             )

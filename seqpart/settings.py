@@ -11,7 +11,7 @@ import torch
 
 from seqpart.errors import OptionError
 from seqpart.methods import methods_named
-from seqpart.methods.synthetic import OBJECTIVES
+from seqpart.methods.objectives import OBJECTIVES
 from seqpart.rateschedule import rate_schedule
 
 T = TypeVar("T", int, float, str)

@@ -16,7 +16,7 @@ FLOORS = [
     ["gauge", "blocks", "homefile", "store", "rows", "rundir", "optimizers"],
     ["meter", "costs", "activations", "ingest"],
     ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally", "graphs", "slotlayout"],
-    ["methods.method", "methods.exact", "methods.synthetic", "methods", "rateschedule"],
+    ["methods.method", "methods.exact", "methods.labels", "methods.objectives", "methods.synthetic", "methods", "rateschedule"],
     ["plan", "exactplan", "relaying", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
     ["inputs", "preparation", "progress", "report"],
     ["run", "trainer", "watch"],

@@ -9,6 +9,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.activations import windows
 from seqpart.device import Device, keyed_seed
+from seqpart.methods.labels import SyntheticLabels
 from seqpart.rows import RowLayout
 from seqpart.zoo.models import mlp
 
@@ -116,15 +117,20 @@ def test_sil_equals_the_papers_algorithm_written_plainly(objective, partitions, 
 
 
 def plain_objective(objective, seed, p):
-    generator = torch.Generator().manual_seed(keyed_seed(seed, "sil", p))
+    def labels(normal):
+        key = keyed_seed(seed, "sil", p)
+        rows = SyntheticLabels(key, CLASSES, WIDTH, normal=normal, finish=id, most=1 << 20, device=torch.device("cpu")).kept
+        return rows.clone()
+
     if objective == "mse":
-        sil = 10.0 * torch.rand(WIDTH, CLASSES, generator=generator)  # eq. 1 of the paper, kappa 10
-        return lambda h, y: (h - sil[:, y].T).square().mean()
-    directions = torch.randn(WIDTH, CLASSES, generator=generator)
-    directions = directions * (16.0 / directions.norm(dim=0) / WIDTH**0.5)  # unit length, scale 16, 1 / sqrt(width)
+        sil = 10.0 * labels(normal=False)  # eq. 1 of the paper, kappa 10
+        return lambda h, y: (h - sil[y]).square().mean()
+    directions = labels(normal=True)
+    directions /= directions.norm(dim=1, keepdim=True)
+    scale = 16.0 / WIDTH**0.5
 
     def cosine(h, y):
-        return F.cross_entropy(F.layer_norm(h, (WIDTH,)) @ directions, y)
+        return F.cross_entropy((F.layer_norm(h, (WIDTH,)) * scale) @ directions.T, y)
 
     return cosine
 

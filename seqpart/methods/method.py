@@ -17,10 +17,17 @@ class PartitionLoss(Protocol):
     """Memory that its fixed targets take on the device."""
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean loss over the rows of `output`, (rows, *boundary), with `labels`, (rows,); a scalar."""
+        """Mean loss over `output`, (rows, *boundary), with `labels`, (rows, ...); a scalar."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(scores (n, classes), labels (n,)), larger is likelier; None where the output says nothing of classes."""
+
+
+class SyntheticLoss(PartitionLoss, Protocol):
+    """The loss of an inner partition, against synthetic labels."""
+
+    def ideal(self, labels: torch.Tensor) -> torch.Tensor:
+        """The output (rows, *boundary) that it asks for, for `labels`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +74,12 @@ class Targets:
     partitions: int
     output_shape: tuple[int, ...]
     """Of one row of the partition's output boundary."""
+    label_shape: tuple[int, ...]
+    """Of one row's labels: () where a row has one, (T,) where each of T positions has its own."""
     classes: int
     seed: int
+    most: int
+    """Bytes that fixed targets may take; beyond that they are drawn whenever they are needed."""
     device: torch.device
     final_loss: LossFunction
     objective: str

@@ -1,0 +1,64 @@
+"""Synthetic intermediate labels: fixed random rows, one for each class, that can be drawn again at any moment.
+
+Row c is a function of (key, c) alone, on every device: its element j is the counter c * 2^32 + j through SplitMix64 (Steele,
+Lea and Flood 2014, "Fast splittable pseudorandom number generators"), begun at the key. So labels that would take too much
+memory are never whole: a row is drawn where its class is met, and forgotten.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+_AT_ONCE = 1 << 18
+"""Elements that are drawn in one go: temporaries of 8 bytes each are made of every one."""
+_STEP, _FIRST, _SECOND = (factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""SplitMix64's constants, as the int64 that torch has."""
+
+
+class SyntheticLabels:
+    """`classes` rows of `size` numbers from U(0, 1), or with `normal` N(0, 1); `finish` changes rows (n, size) in place.
+
+    kept: all of them, (classes, size), where that is at most `most` bytes; else None.
+    """
+
+    def __init__(
+        self, key: int, classes: int, size: int, *, normal: bool, finish: Callable[[torch.Tensor], object], most: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._key, self._size, self._normal, self._finish = key, size, normal, finish
+        self._classes = torch.arange(classes, device=device)
+        self._rows_at_once = max(1, most // (4 * size))
+        self.kept = self._drawn(self._classes) if classes <= self._rows_at_once else None
+        self.nbytes = 0 if self.kept is None else self.kept.nbytes
+
+    def of(self, classes: torch.Tensor) -> torch.Tensor:
+        """(n, size): the rows of `classes`, (n,)."""
+        return self._drawn(classes) if self.kept is None else self.kept[classes]
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """All classes in order, in pieces of which each has at most `most` bytes of rows."""
+        yield from torch.split(self._classes, self._rows_at_once)
+
+    def _drawn(self, classes: torch.Tensor) -> torch.Tensor:
+        drawn = torch.empty(len(classes), self._size, device=classes.device)
+        step = max(1, _AT_ONCE // self._size)
+        for some, rows in zip(torch.split(classes, step), torch.split(drawn, step), strict=True):
+            for start in range(0, self._size, _AT_ONCE):
+                self._draw(some, start, rows[:, start : start + _AT_ONCE])
+            self._finish(rows)
+        return drawn
+
+    def _draw(self, classes: torch.Tensor, start: int, into: torch.Tensor) -> None:
+        columns = torch.arange(start, start + into.shape[1], device=into.device)
+        bits = ((classes[:, None] << 32) + columns).mul_(_STEP).add_(self._key)
+        for shift, factor in ((30, _FIRST), (27, _SECOND)):
+            bits.bitwise_xor_(_shifted(bits, shift)).mul_(factor)
+        bits.bitwise_xor_(_shifted(bits, 31))
+        into.copy_(_shifted(bits, 41)).add_(0.5).mul_(2.0**-23)  # 23 bits and a half: exact in float32, never 0 or 1
+        if self._normal:
+            into.mul_(2).sub_(1).erfinv_().mul_(2**0.5)
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right with zeros coming in; torch's own shift brings the sign in."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)

@@ -1,0 +1,120 @@
+"""What an inner partition learns under `sil`: losses against fixed random targets, of which no gradient leaves it.
+
+Features are what is judged, (n, size) with labels (n,): of tokens, which have a label each, every position for itself; else one
+row for each sample. `prototype` averages a convolution's channels over space, (rows, C, H, W) to (rows, C); the paper's `mse`
+takes all C x H x W of them.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from seqpart.device import keyed_seed
+from seqpart.errors import DataError
+from seqpart.methods.labels import SyntheticLabels
+from seqpart.methods.method import SyntheticLoss, Targets
+
+
+class _Features:
+    """How the output of a partition becomes features and back. pooled: whether a convolution is averaged over space."""
+
+    def __init__(self, targets: Targets, *, pooled: bool) -> None:
+        shape = targets.output_shape
+        self._positions = targets.label_shape
+        if self._positions and shape[: len(self._positions)] != self._positions:
+            raise DataError(
+                f"method sil: the labels stand for {self._positions} positions, and a boundary of shape {shape} has none. "
+                "Cut elsewhere (--partitions), or use --method auto."
+            )
+        self._pools = pooled and not self._positions and len(shape) >= 3
+        self._shape = shape
+        self.size = shape[0] if self._pools else torch.Size(shape[len(self._positions) :]).numel()
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        if self._pools:
+            return output.flatten(2).mean(2)
+        return output.flatten(1 + len(self._positions)).reshape(-1, self.size)
+
+    def back(self, features: torch.Tensor, rows: int) -> torch.Tensor:
+        """An output (rows, *boundary) that has these features."""
+        if self._pools:
+            return features.view(rows, self.size, *(1 for _ in self._shape[1:])).expand(rows, *self._shape)
+        return features.view(rows, *self._shape)
+
+
+class Regression:
+    """Mean squared error to kappa * U(0, 1): the paper's objective, eq. 1."""
+
+    def __init__(self, targets: Targets) -> None:
+        self._features = _Features(targets, pooled=False)
+        kappa = targets.kappa
+        self._labels = _labels(targets, self._features.size, normal=False, finish=lambda rows: rows.mul_(kappa))
+        self.nbytes = self._labels.nbytes
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # Not F.mse_loss: on CPU its scalar keeps a buffer as large as the output alive, which no fake tensor shows.
+        return (self._features(output) - self._labels.of(labels.flatten())).square().mean()
+
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        rows = self._labels.kept
+        if rows is None:
+            return None  # all would be drawn for every micro-batch, only to be counted
+        # The nearest row wins: -|h - s|^2 without |h|^2, which is the same for every class.
+        return 2 * self._features(output) @ rows.T - rows.square().sum(1), labels.flatten()
+
+    def ideal(self, labels: torch.Tensor) -> torch.Tensor:
+        return self._features.back(self._labels.of(labels.flatten()), len(labels))
+
+
+class Prototypes:
+    """Cross-entropy to fixed random unit directions, one per class: logits = scale * cos(direction, LayerNorm(h)).
+
+    LayerNorm without learned weights keeps the logits' size independent of depth and width. Our own objective, not
+    the paper's: it reaches full training's accuracy where regression stays several points below.
+    """
+
+    def __init__(self, targets: Targets) -> None:
+        self._features = _Features(targets, pooled=True)
+        self._size = (self._features.size,)
+        self._scale = targets.prototype_scale / self._features.size**0.5
+        self._directions = _labels(targets, self._features.size, normal=True, finish=_to_unit_length)
+        self.nbytes = self._directions.nbytes
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self._logits(output), labels.flatten())
+
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self._directions.kept is None else (self._logits(output), labels.flatten())
+
+    def ideal(self, labels: torch.Tensor) -> torch.Tensor:
+        return self._features.back(self._directions.of(labels.flatten()).mul_(self._features.size**0.5), len(labels))
+
+    def _logits(self, output: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = F.layer_norm(self._features(output), self._size) * self._scale
+        if (directions := self._directions.kept) is not None:
+            return features @ directions.T
+        # Pieces are drawn once more in backward: a graph would hold each of them, and with that all.
+        pieces: list[torch.Tensor] = [
+            checkpoint(self._project, features, classes, use_reentrant=False, preserve_rng_state=False)
+            for classes in self._directions.parts()
+        ]
+        return torch.cat(pieces, dim=1)
+
+    def _project(self, features: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return features @ self._directions.of(classes).T
+
+
+def _to_unit_length(rows: torch.Tensor) -> None:
+    rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True))
+
+
+def _labels(targets: Targets, size: int, *, normal: bool, finish: Callable[[torch.Tensor], object]) -> SyntheticLabels:
+    return SyntheticLabels(
+        keyed_seed(targets.seed, "sil", targets.partition), targets.classes, size, normal=normal, finish=finish,
+        most=targets.most, device=targets.device,
+    )  # fmt: skip
+
+
+OBJECTIVES: dict[str, Callable[[Targets], SyntheticLoss]] = {"prototype": Prototypes, "mse": Regression}

@@ -1,0 +1,256 @@
+"""What an inner partition of `sil` learns: synthetic labels drawn by a key, on vectors, convolutions and tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.activations import windows
+from seqpart.costs import measure_loss
+from seqpart.device import Device
+from seqpart.errors import DataError
+from seqpart.losses import token_cross_entropy
+from seqpart.methods import labels as labels_room
+from seqpart.methods.labels import SyntheticLabels
+from seqpart.methods.method import Targets
+from seqpart.methods.objectives import OBJECTIVES
+from seqpart.rows import RowLayout
+from seqpart.zoo.models import gpt
+
+CPU = torch.device("cpu")
+LAST = 1 << 64
+
+
+def drawn(key=7, classes=6, size=5, *, normal=False, most=1 << 20, finish=id):
+    return SyntheticLabels(key, classes, size, normal=normal, finish=finish, most=most, device=CPU)
+
+
+def split_mix(state):
+    """SplitMix64's finalizer in whole numbers, from the paper."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % LAST
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % LAST
+    return state ^ (state >> 31)
+
+
+@given(key=st.integers(0, (1 << 63) - 1), chosen=st.integers(0, 70_000), size=st.integers(1, 9))
+def test_every_number_is_split_mix_of_its_class_and_place(key, chosen, size):
+    found = drawn(key, 70_001, size, most=4).of(torch.tensor([chosen]))[0]
+    for place in range(size):
+        bits = split_mix((((chosen << 32) + place) * 0x9E3779B97F4A7C15 + key) % LAST)
+        assert float(found[place]) == ((bits >> 41) + 0.5) / (1 << 23)
+
+
+@given(
+    key=st.integers(0, 1 << 62), classes=st.integers(1, 40), size=st.integers(1, 60), most=st.integers(0, 3000),
+    normal=st.booleans(),
+)  # fmt: skip
+def test_rows_that_are_drawn_when_needed_are_the_rows_that_would_be_kept(key, classes, size, most, normal):
+    kept = drawn(key, classes, size, normal=normal).kept
+    few = drawn(key, classes, size, normal=normal, most=most)
+    assert (few.kept is None) == (4 * classes * size > max(most, 4 * size * (classes == 1)))
+    assert few.nbytes <= max(most, 4 * size)
+    assert torch.equal(torch.cat([few.of(part) for part in few.parts()]), kept)
+    assert max(len(part) for part in few.parts()) * 4 * size <= max(most, 4 * size)
+
+
+def test_rows_longer_than_what_is_drawn_at_once_are_the_same_rows(monkeypatch):
+    whole = drawn(size=100).kept
+    monkeypatch.setattr(labels_room, "_AT_ONCE", 7)
+    assert torch.equal(drawn(size=100).kept, whole)
+
+
+def test_uniform_and_normal_numbers_are_spread_as_they_should_be():
+    uniform, normal = drawn(classes=50, size=4000).kept, drawn(classes=50, size=4000, normal=True).kept
+    counts = torch.histc(uniform, 20, 0, 1) / uniform.numel()
+    assert float(uniform.min()) > 0 and float(uniform.max()) < 1 and float((counts - 0.05).abs().max()) < 0.003
+    inside = [float((normal.abs() < bound).float().mean()) for bound in (1, 2, 3)]
+    assert inside == pytest.approx([0.6827, 0.9545, 0.9973], abs=0.004)
+    assert float(torch.corrcoef(normal).fill_diagonal_(0).abs().max()) < 0.09  # 5.7 deviations of chance
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def targets(objective, shape, *, label_shape=(), classes=6, most=1 << 20):
+    return Targets(
+        partition=0, partitions=2, output_shape=shape, label_shape=label_shape, classes=classes, seed=3, most=most, device=CPU,
+        final_loss=F.cross_entropy, objective=objective, kappa=10.0, prototype_scale=16.0,
+    )  # fmt: skip
+
+
+def loss(objective, shape, **others):
+    return OBJECTIVES[objective](targets(objective, shape, **others))
+
+
+def case(shape, label_shape=(), rows=9, classes=6):
+    generator = torch.Generator().manual_seed(1)
+    output = torch.randn(rows, *shape, generator=generator, requires_grad=True)
+    return output, torch.randint(0, classes, (rows, *label_shape), generator=generator)
+
+
+SHAPES = [((20,), ()), ((8, 4, 4), ()), ((5, 12), ()), ((5, 12), (5,))]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("shape", "label_shape"), SHAPES)
+def test_labels_that_are_never_whole_give_the_same_loss_and_gradient(objective, shape, label_shape):
+    values = []
+    for most in (1 << 20, 300):
+        output, labels = case(shape, label_shape)
+        value = loss(objective, shape, label_shape=label_shape, most=most)(output, labels)
+        value.backward()
+        values.append((value.detach(), output.grad))
+    torch.testing.assert_close(values[0], values[1])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("shape", "label_shape"), SHAPES)
+def test_the_ideal_output_is_what_the_loss_asks_for(objective, shape, label_shape):
+    judge = loss(objective, shape, label_shape=label_shape)
+    output, labels = case(shape, label_shape)
+    ideal = judge.ideal(labels)
+    assert ideal.shape == output.shape
+    scores, of = judge.scores(ideal, labels)
+    assert torch.equal(scores.argmax(1), of)
+    least = float(judge(ideal, labels))
+    assert least < (1e-9 if objective == "mse" else 0.2)
+    assert least + 1 < float(judge(output.detach(), labels))
+
+
+def test_prototype_judges_a_convolution_by_its_channels_averaged_over_space():
+    output, labels = case((8, 4, 4))
+    spread = output.detach() - output.detach().mean((2, 3), keepdim=True)
+    judge = loss("prototype", (8, 4, 4))
+    torch.testing.assert_close(judge(output, labels), judge(output + 5 * spread, labels))
+    torch.testing.assert_close(judge(output, labels), loss("prototype", (8,))(output.mean((2, 3)), labels))
+
+
+def test_the_papers_regression_takes_all_of_a_convolution():
+    output, labels = case((8, 4, 4))
+    assert torch.equal(loss("mse", (8, 4, 4))(output, labels), loss("mse", (128,))(output.flatten(1), labels))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_position_of_a_token_model_is_judged_as_a_row_is(objective):
+    output, labels = case((5, 12), (5,))
+    tokens = loss(objective, (5, 12), label_shape=(5,))
+    assert torch.equal(tokens(output, labels), loss(objective, (12,))(output.flatten(0, 1), labels.flatten()))
+    scores, of = tokens.scores(output, labels)
+    assert scores.shape == (45, 6) and torch.equal(of, labels.flatten())
+
+
+def test_labels_of_50000_classes_take_a_tenth_of_the_limit_and_no_more():
+    # 50,000 x 512 x 4 bytes = 102 MB whole; a tenth of a limit of 100 MB is 10 MB. Counted on fake tensors.
+    most, classes, rows = 10_000_000, 50_000, 64
+    labels = torch.zeros(rows, dtype=torch.int64)
+
+    def bytes_with(allowed, objective):
+        def judged(output):
+            return OBJECTIVES[objective](targets(objective, (512,), classes=classes, most=allowed))(output, labels)
+
+        return measure_loss(judged, (512,), rows)
+
+    logits = rows * classes * 4
+    assert bytes_with(1 << 30, "prototype") > classes * 512 * 4
+    # Beside logits, their softmax and gradients: pieces of labels, of which few are alive at once.
+    assert bytes_with(most, "prototype") < 5 * logits + 3 * most
+    assert bytes_with(most, "mse") < most
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def plainly(modules, starts, x, y, judge_of, *, lr, epochs, batch, seed):
+    """The algorithm as the paper writes it: partition after partition, the next one on stored outputs."""
+    for p, first in enumerate(starts):
+        part = nn.Sequential(*modules[first : starts[p + 1] if p + 1 < len(starts) else len(modules)]).train()
+        optimizer = torch.optim.SGD(part.parameters(), lr=lr, momentum=0.9, fused=True)
+        with torch.no_grad():
+            judge = judge_of(p, tuple(part.eval()(x[:1]).shape[1:]))
+        part.train()
+        layout = RowLayout(tuple(x.shape[1:]), x.dtype)
+        for epoch in range(1, epochs + 1):
+            order = torch.cat([torch.from_numpy(w.rows) for w in windows(len(x), layout.chunk_rows, (seed, "order", p, epoch))])
+            for rows in order.split(batch):
+                judge(part(x[rows]), y[rows]).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        part.eval()
+        with torch.no_grad():
+            x = torch.cat([part(rows) for rows in x.split(batch)])
+
+
+def convolutional():
+    return [
+        lambda: nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.ReLU()),
+        lambda: nn.Sequential(nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6)),
+    ]
+
+
+def images():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(60, 1, 8, 8, generator=generator), torch.randint(0, 6, (60,), generator=generator)
+
+
+def sentences():
+    tokens = torch.randint(0, 6, (60, 9), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    ("network", "data", "starts", "final"),
+    [
+        (convolutional, images, [0, 1, 2], F.cross_entropy),
+        (lambda: gpt(6, 8, width=12, depth=2, heads=2), sentences, [0, 2, 3], token_cross_entropy),
+    ],
+    ids=["convolution", "tokens"],
+)
+def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(objective, network, data, starts, final, tmp_path):
+    (x, y), seed = data(), 5
+    result = Trainer(
+        network(), method="sil", mem_limit="2GB", objective=objective, partitions=",".join(map(str, starts)), optimizer="sgd",
+        momentum=0.9, lr=1e-2, epochs=2, batch_size=20, shuffle="yes", seed=seed, output_dir=tmp_path / "run", quiet=True,
+    ).fit((x, y), (x[:20], y[:20]))  # fmt: skip
+    modules = []
+    for number, factory in enumerate(network()):
+        Device().seed(seed, "build", number)
+        modules.append(factory())
+
+    def judge_of(p, shape):
+        if p == len(starts) - 1:
+            return final
+        wanted = targets(objective, shape, label_shape=tuple(y.shape[1:]))
+        return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed))
+
+    plainly(modules, starts, x, y, judge_of, lr=1e-2, epochs=2, batch=20, seed=seed)
+    found = load_file(result.weights)
+    for number, module in enumerate(modules):
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(found[f"{number}.{name}"], tensor), f"{number}.{name}"
+
+
+def test_a_cut_where_positions_are_gone_is_refused_in_words(tmp_path):
+    class Merged(nn.Module):
+        def forward(self, x):
+            return x.mean(1)
+
+    class Spread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(12, 6 * 8)
+
+        def forward(self, x):
+            return self.linear(x).unflatten(1, (8, 6))
+
+    blocks = [*gpt(6, 8, width=12, depth=1, heads=2)[:-1], Merged, Spread]
+    trainer = Trainer(blocks, method="sil", mem_limit="2GB", partitions="0,3", output_dir=tmp_path / "run", quiet=True)
+    with pytest.raises(DataError, match=r"positions, and a boundary of shape \(12,\) has none. Cut elsewhere"):
+        trainer.fit(sentences(), sentences())
