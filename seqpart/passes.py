@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from seqpart.device import Device
 from seqpart.errors import ModelError, OptionError
 from seqpart.graphs import Arrival, entering
 from seqpart.losses import label_dtype
-from seqpart.methods.method import PartitionLoss
+from seqpart.methods.method import PartitionLoss, SyntheticLoss
 from seqpart.relay import Relay
 from seqpart.resident import Resident
 from seqpart.rows import RowLayout, Rows
@@ -85,6 +85,8 @@ class Passes:
         """Without a graph. Returns the bytes written."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         with torch.no_grad():
+            if phase.kind is PhaseKind.DRAW:
+                return self._write(cast(SyntheticLoss, self._loss_of(p)).ideal(labels))
             output = self._output(step, x, training=False)
             if phase.partition != phase.last:
                 self._relay.forget((p, m))
@@ -93,10 +95,13 @@ class Passes:
                     return 0
                 labels = self._labels.pop(m)
             self._judge(step, output, labels)
-            if self._sink is None:
-                return 0
-            self._sink.append(output)
-            return len(output) * self._sink.layout.nbytes
+            return self._write(output)
+
+    def _write(self, output: torch.Tensor) -> int:
+        if self._sink is None:
+            return 0
+        self._sink.append(output)
+        return len(output) * self._sink.layout.nbytes
 
     def _forward_to_train(self, step: Step, x: torch.Tensor) -> None:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
@@ -223,9 +228,7 @@ class Passes:
         return entering(x, wants_gradient=below and x.is_floating_point())
 
     def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-        if step.partition not in self._own_loss:
-            self._own_loss[step.partition] = self._losses(step.partition)
-        judge = self._own_loss[step.partition]
+        judge = self._loss_of(step.partition)
         if judge is None:
             return None
         with self.loaded[step.partition].autocast():
@@ -233,6 +236,11 @@ class Passes:
         with torch.no_grad():
             self.tally.add(loss, len(output), judge.scores(output.detach(), labels))
         return loss
+
+    def _loss_of(self, p: int) -> PartitionLoss | None:
+        if p not in self._own_loss:
+            self._own_loss[p] = self._losses(p)
+        return self._own_loss[p]
 
     def _output(self, step: Step, x: torch.Tensor, *, training: bool) -> torch.Tensor:
         phase = self._phases[step.phase]

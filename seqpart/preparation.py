@@ -186,7 +186,7 @@ class Preparation(Inputs):
         return Workload(
             train_rows=self.train.count, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             clips=self.settings.clip_grad_norm is not None, keeps_graph_from=kept.keeps_graph_from, recovery=stage,
-            test_every=self.settings.test_every,
+            test_every=self.settings.test_every, synthetic_inputs=self.settings.sil_inputs == "synthetic",
         )  # fmt: skip
 
     def _partition_costs(

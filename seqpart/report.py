@@ -26,7 +26,7 @@ from seqpart.units import format_size
 
 EVENTS = "events.jsonl"
 
-_WHAT = {PhaseKind.TRAIN: "train", PhaseKind.CACHE: "cache outputs", PhaseKind.TEST: "test"}
+_WHAT = {PhaseKind.TRAIN: "train", PhaseKind.CACHE: "cache outputs", PhaseKind.DRAW: "draw inputs", PhaseKind.TEST: "test"}
 
 
 class Reporter:

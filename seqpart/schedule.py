@@ -62,6 +62,8 @@ class PhaseKind(enum.Enum):
     """One epoch of updates over the training rows."""
     CACHE = "cache"
     """One forward pass over the training rows; the outputs become the next partition's rows."""
+    DRAW = "draw"
+    """One pass over the training labels: the next partition's rows are the synthetic labels of this one, and nothing runs."""
     TEST = "test"
     """One forward pass over the test rows."""
 
@@ -307,7 +309,7 @@ def _refuse_misspelt(step: Step) -> None:
         raise ScheduleError(f"{step}: + goes with L and D, and only with them")
 
 
-_WORD = re.compile(r"\[(?:train|cache|test) \d+(?:-\d+)?(?:\.\d+)?\]|\S+")
+_WORD = re.compile(r"\[(?:train|cache|draw|test) \d+(?:-\d+)?(?:\.\d+)?\]|\S+")
 
 
 def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:

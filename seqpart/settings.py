@@ -16,7 +16,7 @@ from seqpart.rateschedule import rate_schedule
 
 T = TypeVar("T", int, float, str)
 
-_OF_SIL = ("objective", "kappa", "prototype_scale", "cache_dtype")
+_OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -83,6 +83,9 @@ class Settings:
     """Size of the paper's synthetic labels, for objective mse. Default: 10."""
     prototype_scale: float | None = None
     """Size of the logits, for objective prototype. Default: 16."""
+    sil_inputs: str | None = None
+    """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
+    that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
     shuffle: str = "auto"
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: str | None = None
@@ -131,6 +134,9 @@ class Settings:
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
             _positive("--test-every", self.test_every),
+            ""
+            if self.sil_inputs in (None, "cached", "synthetic")
+            else f"--sil-inputs: expected cached or synthetic; found {self.sil_inputs!r}",
             ""
             if self.cache_dtype in (None, *CACHE_DTYPES)
             else f"--cache-dtype: expected fp32 or bf16; found {self.cache_dtype!r}",

@@ -24,7 +24,7 @@ FLAGS = {
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
     "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
     "--lr-schedule", "--warmup-updates", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--save-every",
-    "--test-every",    "--resume", "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
+    "--test-every", "--sil-inputs", "--resume", "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
 }  # fmt: skip
 
 

@@ -83,6 +83,8 @@ def test_python_values_of_another_type_are_refused(name, value, words):
     [
         ({"method": "boosting"}, "--method: expected one of auto, sil, streamed, checkpointed, full; found 'boosting'"),
         ({"objective": "hinge"}, "--objective: expected one of prototype, mse; found 'hinge'"),
+        ({"sil_inputs": "none"}, "--sil-inputs: expected cached or synthetic; found 'none'"),
+        ({"sil_inputs": "synthetic", "method": "full"}, "--sil-inputs goes with --method sil only"),
         ({"kappa": 3.0}, "--kappa goes with --objective mse; found --objective prototype"),
         ({"objective": "mse", "prototype_scale": 3.0}, "--prototype-scale goes with --objective prototype"),
         ({"method": "full", "objective": "mse"}, "--objective goes with --method sil only; found --method full"),

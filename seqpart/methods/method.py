@@ -62,6 +62,8 @@ class Workload:
     keeps_graph_from: int | None = None
     """In a whole-network pass: partitions from this one on keep their graphs."""
     recovery: Recovery | None = None
+    synthetic_inputs: bool = False
+    """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
     test_every: int | None = None
     """Epochs of what is trained last, between two passes over the test rows; None: at the end alone."""
 

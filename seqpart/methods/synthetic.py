@@ -8,6 +8,8 @@ section 2. Steps, as the comments below number them:
     (3) one forward pass: its outputs are the next partition's inputs
     (4) the same for each partition; the last one has the true labels
     (5) joined, the partitions are the network
+    (*) figure 5: instead of (3) the next partition's inputs are the synthetic labels themselves, so that no partition
+        waits for another                                                                                section 2
     (6) recovery: the left side once more, against the true loss through the frozen right side        section 5
 """
 
@@ -32,7 +34,8 @@ def sil_phases(work: Workload) -> tuple[Phase, ...]:
         )
         passes = [replace(train, epoch=e + 1) for e in range(part.epochs if part.trainable else 0)]
         if p < last:
-            phases += [*passes, replace(test, kind=PhaseKind.CACHE, rows=work.train_rows), test]
+            outputs = PhaseKind.DRAW if work.synthetic_inputs else PhaseKind.CACHE
+            phases += [*passes, replace(test, kind=outputs, rows=work.train_rows), test]
         else:
             phases += with_tests(passes, [test], work.test_every)
     return (*phases, *recovery_phases(work))
