@@ -1,10 +1,13 @@
 """The examples do what they print. Each runs in a process of its own, from its text with smaller numbers."""
 
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -66,6 +69,40 @@ def test_a_language_model_learns_the_same_under_the_limit_and_goes_on_from_its_w
         assert "all losses and weights equal: True" in out
         assert "violations 0" in out
     assert loss_of_epoch_1(more) < loss_of_epoch_1(first)
+
+
+def test_handwriting_is_learned_in_partitions_with_settings_of_their_own_and_recovered(tmp_path):
+    random = np.random.default_rng(0)
+    shades = random.integers(0, 255, (3, 8, 8))
+    for split, rows in (("train", 600), ("t10k", 90)):
+        labels = random.integers(0, 3, rows)
+        images = np.clip(shades[labels] + random.normal(0, 20, (rows, 8, 8)), 0, 255).astype(np.uint8)
+        header = struct.pack(">4BIII", 0, 0, 8, 3, rows, 8, 8)
+        (tmp_path / f"{split}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (tmp_path / f"{split}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">4BI", 0, 0, 8, 1, rows) + labels.astype(np.uint8).tobytes()
+        )
+    out = run(
+        "emnist_partitions.py", tmp_path, ".", "--left-epochs", 8, "--right-epochs", 30, "--epochs", 30, "--recovery-epochs", 4,
+        smaller=[('"batch_size": 1410', '"batch_size": 50')],
+    )  # fmt: skip
+    accuracies = {line[:28].strip(): float(line.split("accuracy ")[1].split()[0]) for line in out.splitlines()}
+    assert set(accuracies) == {"partitions", "partitions and recovery", "full training"}
+    assert min(accuracies.values()) > 0.9
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--method", "sil", "--partitions", "0,2", "--recovery-epochs", 1)], ids=["exact", "sil"]
+)
+def test_a_resnet_learns_images_from_an_npz_file(options, tmp_path):
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 3, 500).astype(np.uint8)
+    colours = 60 + 120 * np.eye(3)[:, :, None, None]
+    images = np.clip(colours[labels] + random.normal(0, 30, (500, 3, 16, 16)), 0, 255).astype(np.uint8)
+    np.savez(tmp_path / "train.npz", images=images, labels=labels)
+    out = run("cifar_resnet.py", tmp_path, "train.npz", "--width", 4, "--depth", 1, "--epochs", 10, *options)
+    assert "violations 0" in out
+    assert float(out.split("\naccuracy ")[1].split(",")[0]) > 0.9
 
 
 def loss_of_epoch_1(out):
