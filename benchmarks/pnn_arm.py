@@ -1,6 +1,8 @@
 """One run of benchmarks/pnn_paper.py in a process of its own, through the public Trainer: prints one JSON line."""
 
 import argparse
+import functools
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -15,20 +17,27 @@ from seqpart.report import Reporter
 from seqpart.schedule import PhaseKind
 from seqpart.zoo import datasets
 
-CLASSES, BATCH, LEFT_MACS, RIGHT_MACS = 47, 1410, 67_800, 10_307
-"""The paper's, section 3; `macs()` counts them again."""
+CLASSES, BATCH = 47, 1410
+WIDTHS = (784, 80, 60, 60, 60, CLASSES)
+"""The paper's network, section 3: 784-80-60 is the left partition, 60-60-60-47 the right one."""
+STARTS = {1: (0,), 2: (0, 2), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
+"""By number of partitions, the first layer of each."""
+MACS = (62_880, 4_920, 3_720, 3_720, 2_867)
+"""Of one row forward through each layer, as ptflops counts them (`macs`); the paper has 67,800 left and 10,307 right."""
 
 
-def left() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 80), nn.ReLU(), nn.Linear(80, 60), nn.ReLU())
+def layer(inputs: int, outputs: int) -> nn.Module:
+    linear = nn.Linear(inputs, outputs)
+    if outputs == CLASSES:
+        return linear
+    return nn.Sequential(*([nn.Flatten()] if inputs == WIDTHS[0] else []), linear, nn.ReLU())
 
 
-def right() -> nn.Module:
-    return nn.Sequential(nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, CLASSES))
+LAYERS = [functools.partial(layer, *widths) for widths in itertools.pairwise(WIDTHS)]
 
 
-def macs() -> tuple[int, int]:
-    """Of one row forward through the left and through the right, by ptflops; ReLU counted once, as the paper has it."""
+def macs() -> tuple[int, ...]:
+    """MACS counted again by ptflops; ReLU counted once, as the paper has it."""
     from ptflops import get_model_complexity_info
 
     def of(model: nn.Module, width: int) -> int:
@@ -38,7 +47,13 @@ def macs() -> tuple[int, int]:
         )  # fmt: skip
         return int(found)
 
-    return of(left(), 784), of(right(), 60)
+    return tuple(of(made(), width) for made, width in zip(LAYERS, WIDTHS, strict=False))
+
+
+def macs_of(partitions: int) -> list[int]:
+    """Of one row forward through each partition."""
+    starts = STARTS[partitions]
+    return [sum(MACS[first:last]) for first, last in zip(starts, (*starts[1:], len(MACS)), strict=True)]
 
 
 def rows(folder: Path) -> tuple[Any, Any]:
@@ -56,9 +71,9 @@ class Curve(Reporter):
     MACs are those of the forward passes over the training rows, as in the paper's figures.
     """
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, macs: list[int]) -> None:
         super().__init__(quiet=True)
-        self._last, self._recovers = last, False
+        self._macs, self._recovers = macs, False
         self.macs = 0
         self.points: list[tuple[int, float]] = []
         self.stages: list[int] = []
@@ -72,10 +87,8 @@ class Curve(Reporter):
             if phase.stage and not self._recovers:
                 self._recovers = True
                 self.stages.append(len(self.points))
-            whole = phase.through is not None or self._last == 0
-            passed = LEFT_MACS + RIGHT_MACS if whole else (LEFT_MACS, RIGHT_MACS)[phase.partition]
-            self.macs += passed * phase.rows
-        elif phase.kind is PhaseKind.TEST and phase.partition == self._last and event.accuracy is not None:
+            self.macs += sum(self._macs[p] for p in phase.partitions) * phase.rows
+        elif phase.kind is PhaseKind.TEST and phase.partition == len(self._macs) - 1 and event.accuracy is not None:
             self.points.append((self.macs, event.accuracy))
 
 
@@ -88,27 +101,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.kind == "baseline":
         options |= {"method": "full", "epochs": arguments.epochs, "lr": 0.01}
     else:
+        inner = len(STARTS[arguments.partitions]) - 1
         options |= {
-            "method": "sil", "partitions": "0,1", "objective": arguments.objective,
-            "epochs": f"{arguments.left_epochs},{arguments.right_epochs}", "lr": f"{arguments.left_lr},0.01",
-            "recovery_epochs": arguments.recovery,
+            "method": "sil", "partitions": list(STARTS[arguments.partitions]), "objective": arguments.objective,
+            "epochs": [*[arguments.left_epochs] * inner, arguments.right_epochs],
+            "lr": [*[arguments.left_lr] * inner, 0.01], "recovery_epochs": arguments.recovery,
+            "sil_inputs": arguments.inputs,
         }  # fmt: skip
         options |= {"kappa": arguments.kappa} if arguments.objective == "mse" else {}
-    curve = Curve(last=0 if arguments.kind == "baseline" else 1)
+    curve = Curve(macs_of(1 if arguments.kind == "baseline" else arguments.partitions))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        result = Trainer([left, right], output_dir=Path(folder) / "run", **options).fit(train, test, reporter=curve)
+        result = Trainer(LAYERS, output_dir=Path(folder) / "run", **options).fit(train, test, reporter=curve)
     return {
         "accuracy": result.accuracy, "curve": curve.points, "recovers_at": curve.stages, "seconds": result.seconds,
         "left_loss": result.train_losses[: arguments.left_epochs] if arguments.kind == "pnn" else [],
     }  # fmt: skip
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=["baseline", "pnn"])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--partitions", type=int, choices=sorted(STARTS)[1:], default=2)
+    parser.add_argument("--inputs", choices=["cached", "synthetic"], default="cached", help="synthetic: figure 5")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--left-epochs", type=int, default=5)
     parser.add_argument("--right-epochs", type=int, default=160)
@@ -117,8 +134,12 @@ def main() -> None:
     parser.add_argument("--left-lr", type=float, default=0.01)
     parser.add_argument("--objective", default="mse")
     parser.add_argument("--test-every", type=int)
+    return parser
+
+
+def main() -> None:
     torch.set_num_threads(1)  # the layers are too small for two; two runs go side by side instead
-    print(json.dumps(run(parser.parse_args())))
+    print(json.dumps(run(parser().parse_args())))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.pnn_arm import LEFT_MACS, RIGHT_MACS
+from benchmarks.pnn_arm import MACS, macs_of
 
 Named = dict[str, dict[str, Any]]
 _LEFT, _RIGHT, _RECOVERY, _INK = "#FFF3C4", "#EBD9C3", "#F6D5DF", "#222222"
@@ -91,6 +91,7 @@ def draw(found: dict[str, Any], folder: Path) -> list[Path]:
 def _figures(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if "weights" in found:
         yield "figure1", lambda axes: _randomness(axes, found["weights"])
+    yield "figure4-5", lambda axes: _partitions(axes, found["partitions"])
     yield "figure6", lambda axes: _accuracy(axes, found["curves"], recovery=False)
     yield "figure7", lambda axes: _left_epochs(axes, found["left epochs"])
     yield "figure8", lambda axes: _kappas(axes, found["kappa"])
@@ -110,7 +111,7 @@ def _accuracy(axes: Any, runs: Named, *, recovery: bool) -> None:
     axes.errorbar(
         at[shown] / _ROWS, values.mean(0)[shown], values.std(0)[shown], color=_COLOURS["pnn"], fmt="o-", ms=3, lw=1, label="PNN"
     )
-    left_ends = 5 * LEFT_MACS * _rows_of(runs) / _ROWS
+    left_ends = 5 * macs_of(2)[0] * _rows_of(runs) / _ROWS
     axes.axvspan(0, left_ends, color=_LEFT, lw=0, label="left")
     axes.axvspan(left_ends, at[border - 1] / _ROWS, color=_RIGHT, lw=0, label="right")
     if recovery:
@@ -123,7 +124,7 @@ def _accuracy(axes: Any, runs: Named, *, recovery: bool) -> None:
 def _rows_of(runs: Named) -> float:
     """Training rows, from the MACs of one epoch of the baseline."""
     curve = next(run["curve"] for name, run in runs.items() if name.startswith("baseline"))
-    return float(curve[0][0] / (LEFT_MACS + RIGHT_MACS))
+    return float(curve[0][0] / sum(MACS))
 
 
 def _sweep(runs: Named, word: str) -> dict[float, list[float]]:
@@ -156,6 +157,20 @@ def _kappas(axes: Any, runs: Named) -> None:
 def _bars(axes: Any, swept: dict[float, list[float]], colour: str, label: str | None) -> None:
     means, deviations = [np.mean(v) for v in swept.values()], [np.std(v) for v in swept.values()]
     axes.errorbar(list(swept), means, deviations, fmt="o-", color=colour, ms=4, lw=1, capsize=3, label=label)
+
+
+def _partitions(axes: Any, runs: Named) -> None:
+    for objective, colour in (("mse", _COLOURS["pnn"]), ("prototype", "#009E73")):
+        for inputs, line in (("cached", "o-"), ("synthetic", "s--")):
+            chosen = {name: run for name, run in runs.items() if name.startswith(f"{objective} {inputs} ")}
+            swept = _sweep(chosen, "partitions")
+            means, deviations = [np.mean(v) for v in swept.values()], [np.std(v) for v in swept.values()]
+            label = f"{objective}, {'inputs from the partition before' if inputs == 'cached' else 'synthetic inputs'}"
+            axes.errorbar(list(swept), means, deviations, fmt=line, color=colour, ms=4, lw=1, capsize=3, label=label)
+    axes.set(xlabel="partitions", ylabel="test accuracy, %", ylim=(0, 100))
+    axes.set_xticks(list(swept))
+    axes.set_title("Figures 4 and 5: inner partitions 5 epochs, the last one 160", loc="left", fontsize=10.5)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper center")
 
 
 def _alike(axes: Any, runs: Named) -> None:

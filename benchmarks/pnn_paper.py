@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pnn_figures, record
-from benchmarks.pnn_arm import LEFT_MACS, RIGHT_MACS, macs
+from benchmarks.pnn_arm import MACS, macs, macs_of
 
 SEEDS, FEW = 10, 3
 """Seeds of figures 6 and 10, and of the sweeps."""
@@ -55,7 +55,14 @@ def wanted(quick: bool) -> dict[str, Runs]:
         ]
         for kappa, rate in ((10, 0.01), (1, 0.1)) for seed in range(few)
     }  # fmt: skip
-    return {"curves": curves, "left epochs": left, "kappa": kappas, "kappa and rate": alike}
+    more = {
+        f"{objective} {inputs} partitions {count} seed {seed}": [
+            "pnn", *short, "--objective", objective, "--inputs", inputs, "--partitions", str(count), "--seed", str(seed),
+        ]
+        for objective in ("mse", "prototype") for inputs in ("cached", "synthetic") for count in (2, 3, 4)
+        for seed in range(few)
+    }  # fmt: skip
+    return {"curves": curves, "left epochs": left, "kappa": kappas, "kappa and rate": alike, "partitions": more}
 
 
 def carried_out(
@@ -85,7 +92,8 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     pnn = [run["curve"][run["recovers_at"][0] - 1][1] for name, run in sorted(curves.items()) if name.startswith("pnn")]
     told: dict[str, Any] = {
         "baseline": of(curves, "baseline"), "pnn": [100 * accuracy for accuracy in pnn], "recovered": of(curves, "pnn"),
-        "macs": {"left": LEFT_MACS, "right": RIGHT_MACS}, "r_squared": pnn_figures.r_squared(found["kappa and rate"]),
+        "macs": dict(zip(("left", "right"), macs_of(2), strict=True)),
+        "r_squared": pnn_figures.r_squared(found["kappa and rate"]),
     }  # fmt: skip
     for name in ("baseline", "pnn", "recovered"):
         values = np.array(told[name])
@@ -104,8 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     options.name = "pnn_paper-quick" if options.quick else "pnn_paper"
     counted = macs()
-    if counted != (LEFT_MACS, RIGHT_MACS):
-        sys.exit(f"ptflops counts {counted}; the paper has {(LEFT_MACS, RIGHT_MACS)}.")
+    if counted != MACS:
+        sys.exit(f"ptflops counts {counted} multiply-accumulates by layer; expected {MACS}.")
     found = {} if options.again else record.load(options.name)
     runs = [
         (figure, name, words) for figure, named in wanted(options.quick).items() for name, words in named.items()
