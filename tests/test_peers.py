@@ -1,6 +1,7 @@
 """benchmarks/peers: every arm trains the same network, sizes are found honestly, and what cannot run says so."""
 
 import json
+import mmap
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.peers import compare, networks, results
+from benchmarks.peers import cell, compare, networks, results
 from benchmarks.peers.arms import ARMS, Environments
 from benchmarks.peers.cell import NoCgroup, parse
 from seqpart.blocks import as_chain
@@ -97,6 +98,19 @@ def test_sizes_are_read_and_a_missing_environment_is_told_with_its_command(tmp_p
     why = Environments(tmp_path).missing(ARMS["deepspeed_nvme"])
     assert "environment.sh deepspeed" in why
     assert issubclass(NoCgroup, RuntimeError)
+
+
+def test_libraries_that_another_process_maps_are_waited_for_and_then_refused(tmp_path, monkeypatch):
+    library = tmp_path / "library.so"
+    library.write_bytes(bytes(32 << 20))
+    monkeypatch.setattr(cell, "PATIENCE", 0)
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[::4096]) == 0
+        if cell.make_cold([library]) == 0:
+            pytest.skip("this file system lets pages go that are mapped")
+        with pytest.raises(cell.Warm, match="34 MB of the libraries are in use by another process"):
+            cell.run(["true"], 1 << 30, cold=[library])
+    assert cell._waited_until_cold([library]) == 0
 
 
 def test_the_environment_script_refuses_in_words():

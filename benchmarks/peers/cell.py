@@ -6,7 +6,7 @@ cgroup v1 and v2, as root. Without a size the same command is only watched. Prin
 
 A file's pages are charged to the cgroup that first touched them and stay charged there, so the files named by `cold`
 (libraries, the data) are taken out of the page cache first: a machine of this size would have to hold them too. Pages that
-another process still maps cannot be taken out; `warm` says how many bytes were left.
+another process maps cannot be taken out: a command in a cgroup waits until they are no more than WARM.
 """
 
 import argparse
@@ -43,6 +43,15 @@ class Alone(dict[int, None]):
 
 class NoCgroup(RuntimeError):
     pass
+
+
+class Warm(RuntimeError):
+    """Another process maps the files that a cgroup should pay for."""
+
+
+WARM, PATIENCE = 8 << 20, 600
+"""Bytes that may be left in the page cache, and seconds that others may take to let go of them. 320 MB of libraries that a
+test run mapped meanwhile made plain PyTorch's least memory look 0.3 GB smaller."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +133,8 @@ def run(
     command: list[str], size: int | None = None, *, swap: int = 0, timeout: float | None = None,
     environment: dict[str, str] | None = None, cold: Iterable[Path] = (),
 ) -> Cell:  # fmt: skip
-    """The command, to its end or to `timeout` seconds. Raises NoCgroup where a size is given and none can be made."""
-    warm = make_cold(cold)
+    """The command, to its end or to `timeout` seconds. Raises NoCgroup or Warm where it cannot be held to `size`."""
+    warm = make_cold(cold) if size is None else _waited_until_cold(list(cold))
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(Cgroup(size, swap)) if size is not None else None
         out, err = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
@@ -184,6 +193,18 @@ def make_cold(files: Iterable[Path]) -> int:
     return left
 
 
+def _waited_until_cold(files: list[Path]) -> int:
+    deadline = time.monotonic() + PATIENCE
+    while (left := make_cold(files)) > WARM:
+        if time.monotonic() > deadline:
+            raise Warm(
+                f"{left / 1e6:.0f} MB of the libraries are in use by another process, so that this cgroup would not be charged "
+                "for them. End what runs from the same environment, or give it an environment of its own."
+            )
+        time.sleep(2)
+    return left
+
+
 def _cached(handle: int, size: int) -> int:
     """Bytes of a file that are in the page cache."""
     if not size:
@@ -237,7 +258,7 @@ def main() -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         found = asdict(run(command, options.size, swap=options.swap, timeout=options.timeout))
-    except NoCgroup as refusal:
+    except (NoCgroup, Warm) as refusal:
         print(f"refused: {refusal}", file=sys.stderr)
         return 3
     sys.stdout.write(found.pop("output"))
