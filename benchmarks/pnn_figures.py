@@ -64,6 +64,40 @@ def trained_weights(folder: Path, times: int) -> list[tuple[float, float]]:
     return found
 
 
+PAPER = {"baseline": "76.2", "pnn": "71.5", "recovered": "77.5"}
+"""Per cent of test accuracy, figures 6 and 10 of the paper: EMNIST balanced, ten runs."""
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables of docs/pnn.md."""
+    told = found["summary"]
+    names = {
+        "baseline": "full training, 40 epochs",
+        "pnn": "PNN, N_L 5, N_R 160, kappa 10",
+        "recovered": "and 10 epochs of recovery",
+    }
+    lines = ["| test accuracy | paper | here |", "|---|---|---|"]
+    for name, title in names.items():
+        mean, deviation, seeds = told[f"{name} mean"], told[f"{name} deviation"], len(told[name])
+        lines.append(f"| {title} | {PAPER[name]} % | {mean:.2f} % ± {deviation:.2f} ({seeds} seeds) |")
+    for title, runs, word in (("kappa", found["kappa"], "kappa"), *_by_kappa(found["left epochs"])):
+        swept = _sweep(runs, word)
+        lines += ["", f"| {title} | {' | '.join(f'{at:g}' for at in swept)} |", f"|---{'|---' * len(swept)}|"]
+        lines.append(f"| test accuracy, % | {' | '.join(f'{np.mean(values):.1f}' for values in swept.values())} |")
+    lines += ["", "| partitions | 2 | 3 | 4 |", "|---|---|---|---|"]
+    for objective in ("mse", "prototype"):
+        for inputs in ("cached", "synthetic"):
+            chosen = {name: run for name, run in found["partitions"].items() if name.startswith(f"{objective} {inputs} ")}
+            means = [f"{np.mean(values):.1f}" for values in _sweep(chosen, "partitions").values()]
+            lines.append(f"| {objective}, {inputs} inputs | {' | '.join(means)} |")
+    return "\n".join(lines)
+
+
+def _by_kappa(runs: Named) -> Iterator[tuple[str, Named, str]]:
+    for kappa in ("2", "10"):
+        yield f"N_L at kappa {kappa}", {name: run for name, run in runs.items() if name.startswith(f"kappa {kappa} ")}, "left"
+
+
 def draw(found: dict[str, Any], folder: Path) -> list[Path]:
     """One PNG for each figure whose runs are there."""
     import matplotlib
@@ -137,9 +171,9 @@ def _sweep(runs: Named, word: str) -> dict[float, list[float]]:
 
 
 def _left_epochs(axes: Any, runs: Named) -> None:
-    for kappa, colour in (("2", "#009E73"), ("10", _COLOURS["pnn"])):
-        swept = _sweep({name: run for name, run in runs.items() if name.startswith(f"kappa {kappa} ")}, "left")
-        _bars(axes, swept, colour, f"kappa {kappa}")
+    for (title, chosen, word), colour in zip(_by_kappa(runs), ("#009E73", _COLOURS["pnn"]), strict=True):
+        swept = _sweep(chosen, word)
+        _bars(axes, swept, colour, title.removeprefix("N_L at "))
     axes.set(xlabel="epochs of the left partition, N_L", ylabel="test accuracy, %", xscale="log")
     axes.set_xticks(list(swept), [f"{epochs:g}" for epochs in swept])
     axes.set_title("Figure 7: N_R 160", loc="left", fontsize=10.5)

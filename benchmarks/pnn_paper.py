@@ -2,6 +2,7 @@
 
     python -m benchmarks.pnn_paper --data-dir DIR              ten seeds, all figures: about an hour on two cores
     python -m benchmarks.pnn_paper --data-dir DIR --quick      two seeds, few epochs: does it run?
+    python -m benchmarks.pnn_paper --table                     what was found, as docs/pnn.md has it
 
 DIR holds EMNIST's idx files (any split with 47 classes) or torchvision's EMNIST. Network, optimizer, order and batch size are
 the paper's. Figure 1 takes MNIST from --mnist-dir. What is in the JSON already is not run again, but with --again.
@@ -103,14 +104,20 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--mnist-dir", type=Path, help="torchvision's MNIST, for figure 1")
+    parser.add_argument("--table", action="store_true", help="print what was found in Markdown")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--figures", type=Path, default=Path("docs/pnn"), help="folder of the pictures")
     options = parser.parse_args()
     options.name = "pnn_paper-quick" if options.quick else "pnn_paper"
+    if options.table:
+        print(pnn_figures.markdown(record.load(options.name)))
+        return
+    if options.data_dir is None:
+        parser.error("give --data-dir")
     counted = macs()
     if counted != MACS:
         sys.exit(f"ptflops counts {counted} multiply-accumulates by layer; expected {MACS}.")

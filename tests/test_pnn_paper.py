@@ -101,6 +101,14 @@ def test_means_are_over_seeds_and_the_partitioned_accuracy_is_that_before_recove
     assert told["r_squared"] == pytest.approx(1 - 0.01 / 0.08)
 
 
+def test_the_tables_have_the_papers_numbers_beside_ours():
+    found = record()
+    lines = pnn_figures.markdown(found | {"summary": pnn_paper.summary(found)}).splitlines()
+    assert "| full training, 40 epochs | 76.2 % | 71.00 % ± 1.00 (2 seeds) |" in lines
+    assert "| kappa | 0.5 | 10 |" in lines and "| N_L at kappa 2 | 1 | 2 |" in lines
+    assert "| prototype, synthetic inputs | 20.0 | 30.0 |" in lines
+
+
 def test_every_figure_of_the_paper_is_drawn(tmp_path):
     drawn = pnn_figures.draw(record(), tmp_path)
     assert [path.stem for path in drawn] == ["figure1", "figure4-5", "figure6", "figure7", "figure8", "figure9", "figure10"]
