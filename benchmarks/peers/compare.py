@@ -27,11 +27,11 @@ from benchmarks.peers import results
 from benchmarks.peers.arms import ARMS, Environments
 from benchmarks.peers.cell import Cell, end_by_exception, run, swap_file
 
-ALLOWED = {"S": 60, "L": 150, "T": 240}
-"""Seconds for an update, by which the smallest memory is judged: 15 to 30 times a plain loop's. --allowed says others."""
+ALLOWED = {"S": 20, "L": 80, "T": 90}
+"""Seconds for an update, by which the smallest memory is judged: 10 to 20 times a plain loop's. --allowed says others."""
 SETUP = 120
 """Seconds to begin: libraries are read again and again in little memory, and weights are written."""
-TIMED = {"S": 60, "L": 240, "T": 480}
+TIMED = {"S": 60, "L": 150, "T": 150}
 """Seconds of training for the accuracy after equal time: an update takes longer in the larger networks."""
 SWAP = {"S": 4 << 30, "L": 12 << 30, "T": 8 << 30}
 STEP = 1.08

@@ -20,7 +20,7 @@ NAMES = ("S", "L", "T")
 VOCABULARY, CONTEXT, HEADS = 65, 128, 16
 WIDTHS = streamed_networks.WIDTHS | {"T": 1024}
 DEPTHS = {"S": streamed_networks.DEPTH, "L": streamed_networks.DEPTH, "T": 12}
-BATCHES = {"S": streamed_networks.BATCH, "L": streamed_networks.BATCH, "T": 16}
+BATCHES = {"S": streamed_networks.BATCH, "L": streamed_networks.BATCH, "T": 8}
 RATES = {"S": 1e-4, "L": 1e-4, "T": 3e-4}
 
 
