@@ -218,7 +218,7 @@ def at_size(
     return None
 
 
-def measure(bench: Bench, names: list[str]) -> None:
+def measure(bench: Bench, names: list[str], *, accuracy: bool) -> None:
     """Everything behind the smallest sizes, arms in turn."""
     for number in range(bench.rounds):
         for name in bench.able(names):
@@ -239,7 +239,7 @@ def measure(bench: Bench, names: list[str]) -> None:
     for number in range(bench.rounds):
         for name in everyone:
             _round_of(bench, name, equal, number)
-    for name in everyone:
+    for name in everyone if accuracy else ():
         if "timed" not in bench.arm(name) and bench.arm(name).get("at_smallest"):
             timed(bench, name, max(equal, bench.arm(name)["smallest"]["size"]))
             bench.keep()
@@ -294,6 +294,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--allowed", type=float, help=f"seconds for an update; default: {ALLOWED}")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--no-accuracy", action="store_true", help="leave the accuracy after equal time for another call")
     parser.add_argument("--again", action="store_true", help="measure these arms again")
     parser.add_argument("--table", action="store_true", help="print what was found so far, in Markdown")
     parser.add_argument("--folder", type=Path, default=Path(), help="where files of the arms lie: a real disk")
@@ -334,7 +335,7 @@ def main() -> None:
             if "smallest" not in bench.arm(name):
                 smallest(bench, name)
                 bench.keep()
-        measure(bench, names)
+        measure(bench, names, accuracy=not options.no_accuracy)
         bench.keep()
     results.show(options.network, found)
 
