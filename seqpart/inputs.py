@@ -17,6 +17,7 @@ from seqpart.losses import LossFunction, default_loss, label_dtype, regression, 
 from seqpart.meter import measure_runtime
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, Targets
+from seqpart.methods.objectives import has_positions
 from seqpart.optimizers import Optimizer, choose
 from seqpart.plan import Plan
 from seqpart.rates import measure_rates
@@ -92,6 +93,18 @@ class Inputs:
             raise OptionError(
                 f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}."
             )
+        for start in (starts or ())[1:]:
+            cost = self.costs_at(min(self.largest_batch, self.train.count))[start - 1]
+            if not self.cuts_behind(cost):
+                raise OptionError(
+                    f"--partitions: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and labels stand for "
+                    f"{tuple(self.train.labels.shape[1:])} positions, which method sil must find there. Cut elsewhere, or use "
+                    "--method auto."
+                )
+
+    def cuts_behind(self, cost: BlockCost) -> bool:
+        """Whether a partition may end with that block: an objective of `sil` must find a place for every label."""
+        return self.exact or has_positions(cost.output_shape, tuple(self.train.labels.shape[1:]))
 
     def _refuse_endless_warmup(self) -> None:
         warmup, epochs = self.settings.warmup_updates, listed("--epochs", self.settings.epochs, int)
@@ -200,8 +213,8 @@ class Inputs:
             return max(0, peak - targets), targets
 
         def cost(block: BlockCost) -> tuple[int, int]:
-            if block is not last and not inner:
-                return 0, 0  # no loss ever stands there, and the true one may not suit that shape
+            if block is not last and not (inner and self.cuts_behind(block)):
+                return 0, 0  # no loss ever stands there, and none may suit that shape
             return measured(block.output_shape, block.output_dtype, block is last)
 
         self._refuse_few_outputs(last)

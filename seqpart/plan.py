@@ -146,6 +146,8 @@ class Request:
     """Bytes of one row's labels on the device."""
     input_row: RowLayout
     cache_row: Callable[[BlockCost], RowLayout]
+    cuts_behind: Callable[[BlockCost], bool]
+    """Whether a partition may end with a block."""
     train_rows: int
     test_rows: int
     known: dict[tuple[int, int], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
@@ -248,7 +250,7 @@ def starts_of(request: Request) -> list[int]:
         return list(request.starts)
     costs = request.costs_at(micro_batches(request)[0])  # not a small one: BatchNorm refuses a single row
     learning = [number for number, cost in enumerate(costs) if cost.trainable]
-    return [0, *learning[1:]]
+    return [0, *(number for number in learning[1:] if request.cuts_behind(costs[number - 1]))]
 
 
 def costs_from(request: Request, micro_batch: int, first: int) -> dict[int, PartitionCost]:

@@ -86,7 +86,8 @@ class Preparation(Inputs):
             relays=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
             batch_size=batch, micro_batch=micro_batch or self.settings.micro_batch_size, starts=starts or asked, count=count,
-            input_row=self.input_layout, cache_row=self.cache_row, train_rows=self.train.count, test_rows=self.test.count,
+            input_row=self.input_layout, cache_row=self.cache_row, cuts_behind=self.cuts_behind,
+            train_rows=self.train.count, test_rows=self.test.count,
         )  # fmt: skip
 
     def planned(self) -> Prepared:

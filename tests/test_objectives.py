@@ -14,7 +14,7 @@ from seqpart import Trainer
 from seqpart.activations import windows
 from seqpart.costs import measure_loss
 from seqpart.device import Device
-from seqpart.errors import DataError
+from seqpart.errors import OptionError
 from seqpart.losses import token_cross_entropy
 from seqpart.methods import labels as labels_room
 from seqpart.methods.labels import SyntheticLabels
@@ -249,20 +249,33 @@ def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(
             assert torch.equal(found[f"{number}.{name}"], tensor), f"{number}.{name}"
 
 
+class Merged(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+class Spread(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 6 * 8)
+
+    def forward(self, x):
+        return self.linear(x).unflatten(1, (8, 6))
+
+
+def without_positions(tmp_path, **options):
+    blocks = [*gpt(6, 8, width=12, depth=2, heads=2)[:-1], Merged, Spread]
+    trainer = Trainer(blocks, method="sil", mem_limit="2GB", output_dir=tmp_path / "run", quiet=True, **options)
+    return trainer.fit(sentences(), sentences())
+
+
 def test_a_cut_where_positions_are_gone_is_refused_in_words(tmp_path):
-    class Merged(nn.Module):
-        def forward(self, x):
-            return x.mean(1)
+    expected = r"block 3 \(Merged\) returns rows of shape \(12,\), and labels stand for \(8,\) positions.*Cut elsewhere"
+    with pytest.raises(OptionError, match=expected):
+        without_positions(tmp_path, partitions="0,4")
 
-    class Spread(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(12, 6 * 8)
 
-        def forward(self, x):
-            return self.linear(x).unflatten(1, (8, 6))
-
-    blocks = [*gpt(6, 8, width=12, depth=1, heads=2)[:-1], Merged, Spread]
-    trainer = Trainer(blocks, method="sil", mem_limit="2GB", partitions="0,3", output_dir=tmp_path / "run", quiet=True)
-    with pytest.raises(DataError, match=r"positions, and a boundary of shape \(12,\) has none. Cut elsewhere"):
-        trainer.fit(sentences(), sentences())
+def test_a_plan_cuts_where_positions_are(tmp_path):
+    assert without_positions(tmp_path, partitions=3).plan.starts == (0, 1, 2)
+    with pytest.raises(OptionError, match="3 blocks at which a partition can begin; it cannot be cut into 4"):
+        without_positions(tmp_path / "four", partitions=4)

@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from seqpart.device import keyed_seed
-from seqpart.errors import DataError
 from seqpart.methods.labels import SyntheticLabels
 from seqpart.methods.method import SyntheticLoss, Targets
+
+
+def has_positions(shape: tuple[int, ...], label_shape: tuple[int, ...]) -> bool:
+    """Whether an output of this shape has one place for each of a row's labels, and features there."""
+    return not label_shape or (shape[: len(label_shape)] == label_shape and len(shape) > len(label_shape))
 
 
 class _Features:
@@ -23,11 +27,7 @@ class _Features:
     def __init__(self, targets: Targets, *, pooled: bool) -> None:
         shape = targets.output_shape
         self._positions = targets.label_shape
-        if self._positions and shape[: len(self._positions)] != self._positions:
-            raise DataError(
-                f"method sil: the labels stand for {self._positions} positions, and a boundary of shape {shape} has none. "
-                "Cut elsewhere (--partitions), or use --method auto."
-            )
+        assert has_positions(shape, self._positions), f"a boundary of shape {shape} for labels of shape {self._positions}"
         self._pools = pooled and not self._positions and len(shape) >= 3
         self._shape = shape
         self.size = shape[0] if self._pools else torch.Size(shape[len(self._positions) :]).numel()
