@@ -1,0 +1,189 @@
+"""The study of objectives: every idea on every network, three seeds, at 2, 4 and 8 partitions, tuned on validation rows alone.
+
+    python -m benchmarks.objectives.study --data-dir DIR                    hours; goes on where it stopped
+    python -m benchmarks.objectives.study --data-dir DIR --tasks residual --ideas prototype,mse
+    python -m benchmarks.objectives.study --table                           what was found, as docs/objectives.md has it
+
+DIR holds EMNIST47, cifar10-subset and tinyshakespeare. Every way, full training too, tries its `candidates` once with a seed
+of its own; what is best on the validation rows is then trained with seeds 0, 1 and 2, and the table has their test rows.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks import record
+from benchmarks.objectives.ideas import IDEAS
+
+NAME = "objectives"
+SEEDS, TUNING_SEED = (0, 1, 2), 100
+BASE = {
+    "paper": ["--optimizer", "sgd", "--constant", "--in-order"],
+    "residual": [],
+    "resnet": ["--weight-decay", "0.05"],
+    "gpt": ["--weight-decay", "0.1"],
+}
+EPOCHS = {"paper": 40, "residual": 8, "resnet": 6, "gpt": 3}
+"""Of full training, and of every partition but in the paper's network, where they are uneven as in the paper."""
+UNEVEN = {"paper": {2: "20,80", 4: "20,20,20,80"}}
+PARTITIONS = {"paper": (2, 4), "residual": (2, 4, 8), "resnet": (2, 4), "gpt": (2, 4)}
+RATES = {"paper": ("0.01", "0.03"), "residual": ("1e-3", "2e-3"), "resnet": ("2e-3", "5e-3"), "gpt": ("1e-3", "2e-3")}
+FULL = "full training"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: of a task, in so many partitions (1: full training), with these words for benchmarks/objectives/run.py."""
+
+    task: str
+    partitions: int
+    way: str
+    words: tuple[str, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.way} | {self.partitions} | {' '.join(self.words)} | seed {self.seed}"
+
+    def command(self, data: Path) -> list[str]:
+        epochs = (
+            str(EPOCHS[self.task])
+            if self.way == FULL
+            else UNEVEN.get(self.task, {}).get(self.partitions, str(EPOCHS[self.task]))
+        )
+        way = ["--way", "full"] if self.way == FULL else ["--idea", self.way, "--partitions", str(self.partitions)]
+        return [
+            sys.executable, "-m", "benchmarks.objectives.run", self.task, *BASE[self.task], *way, "--epochs", epochs,
+            "--full-epochs", str(EPOCHS[self.task]), *self.words, "--seed", str(self.seed), "--data-dir", str(data),
+        ]  # fmt: skip
+
+
+def candidates(task: str, way: str) -> Iterator[tuple[str, ...]]:
+    """What is tried for a way: two learning rates, and two strengths of what it has beside."""
+    rates = [("--lr", rate) for rate in RATES[task]]
+    if way == FULL:
+        yield from rates
+        yield from ((*rate, "--mixup", "0.4") for rate in rates if task in ("residual", "resnet"))
+        yield from ((*rate, "--weight-decay", "0.2") for rate in rates if task != "paper")
+        return
+    idea = IDEAS[way]
+    others: list[dict[str, float]] = [{}]
+    if idea.kind == "directions":
+        others = [{"scale": 16.0}, {"scale": 4.0, "first_scale": 16.0}]
+    elif way == "mse":
+        others = [{"scale": 10.0}, {"scale": 2.0}]
+    for rate in rates:
+        for change in others:
+            yield (*rate, *(("--change", json.dumps(change)) if change else ()))
+
+
+def done(job: Job, data: Path, found: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = found.setdefault(job.task, {})
+    if job.name not in kept:
+        ended = subprocess.run(
+            job.command(data), capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        )
+        if ended.returncode:
+            raise RuntimeError(f"{job.task}: {job.name}: {ended.stderr.strip().splitlines()[-1:]}")
+        kept[job.name] = json.loads(ended.stdout.splitlines()[-1])
+        record.save(NAME, found)
+        print(f"{job.task}: {job.name}: validation {kept[job.name]['validation']['accuracy']:.2f} %", flush=True)
+    result: dict[str, Any] = kept[job.name]
+    return result
+
+
+def best_words(task: str, way: str, found: dict[str, Any]) -> tuple[str, ...] | None:
+    """The candidate that is best on the validation rows; None where none was tried."""
+    tuned = _tuned_at(task, way)
+    tried = {
+        words: found[task][Job(task, tuned, way, words, TUNING_SEED).name]["validation"]
+        for words in candidates(task, way)
+        if Job(task, tuned, way, words, TUNING_SEED).name in found.get(task, {})
+    }
+    if not tried:
+        return None
+    key = (lambda words: tried[words]["loss"]) if task == "gpt" else (lambda words: -tried[words]["accuracy"])
+    return min(tried, key=key)
+
+
+def _tuned_at(task: str, way: str) -> int:
+    return 1 if way == FULL else 2 if task == "paper" else 4
+
+
+def study(tasks: list[str], ways: list[str], data: Path, processes: int) -> None:
+    found = record.load(NAME)
+    with ThreadPoolExecutor(processes) as pool:
+        for task in tasks:
+            tuning = [
+                Job(task, _tuned_at(task, way), way, words, TUNING_SEED) for way in ways for words in candidates(task, way)
+            ]
+            list(pool.map(lambda job: done(job, data, found), tuning))
+            final = []
+            for way in ways:
+                words = best_words(task, way, found)
+                assert words is not None
+                counts = (1,) if way == FULL else PARTITIONS[task]
+                final += [Job(task, count, way, words, seed) for count in counts for seed in SEEDS]
+            list(pool.map(lambda job: done(job, data, found), final))
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """One table for each network."""
+    lines: list[str] = []
+    for task, kept in found.items():
+        if task not in PARTITIONS:
+            continue
+        counts = PARTITIONS[task]
+        lines += ["", f"### {task}", "", f"| objective | {' | '.join(f'P = {count}' for count in counts)} | MACs | chosen |"]
+        lines.append(f"|---|{'---|' * len(counts)}---|---|")
+        for way in (FULL, *IDEAS):
+            words = best_words(task, way, found)
+            if words is None:
+                continue
+            cells, macs = [], []
+            for count in (1,) if way == FULL else counts:
+                runs = [kept[name] for seed in SEEDS if (name := Job(task, count, way, words, seed).name) in kept]
+                cells.append(_cell(task, runs))
+                macs += [f"{run['macs']:.2f}" for run in runs[:1]]
+            cells = cells * len(counts) if way == FULL else cells
+            lines.append(f"| {way} | {' | '.join(cells)} | {', '.join(macs)} | {' '.join(words).replace('|', '')} |")
+    return "\n".join(lines)
+
+
+def _cell(task: str, runs: list[dict[str, Any]]) -> str:
+    key = "loss" if task == "gpt" else "accuracy"
+    values = [run["test"][key] for run in runs]
+    if len(values) < 2:
+        return "-"
+    return f"{mean(values):.3f} ± {stdev(values):.3f}" if task == "gpt" else f"{mean(values):.1f} ± {stdev(values):.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--tasks", default=",".join(PARTITIONS))
+    parser.add_argument("--ideas", default=",".join(IDEAS))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(markdown(record.load(NAME)))
+        return
+    if options.data_dir is None:
+        parser.error("give --data-dir")
+    ways = [FULL, *options.ideas.split(",")]
+    if unknown := set(ways[1:]) - set(IDEAS):
+        parser.error(f"unknown ideas {', '.join(sorted(unknown))}; expected some of: {', '.join(IDEAS)}")
+    study(options.tasks.split(","), ways, options.data_dir, options.processes)
+
+
+if __name__ == "__main__":
+    main()
