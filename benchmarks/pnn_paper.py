@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,7 +73,8 @@ def carried_out(
     """All of them, two at a time, each saved when it is done."""
 
     def one(figure: str, name: str, words: list[str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.pnn_arm", *words, "--data-dir", str(options.data_dir), "--folder", "."]
+        places = ["--data-dir", str(options.data_dir), "--folder", tempfile.gettempdir()]
+        command = [sys.executable, "-m", "benchmarks.pnn_arm", *words, *places]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
