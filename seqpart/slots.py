@@ -64,7 +64,4 @@ class Slots:
             self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:
-        storage = slot.buffer.untyped_storage()
-        if storage.resizable():  # a thread that has just used it may hold it for a moment
-            storage.resize_(0)
         slot.buffer, slot.free = torch.empty(0, dtype=torch.uint8), at_once

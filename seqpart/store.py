@@ -155,7 +155,7 @@ class Store:
         for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
             self._place(name, layout)
         nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
-        parts = [self._pool.submit(self._move, after, self._put, (*item, self._epoch, sealed)) for item in work]
+        parts = [self._pool.submit(self._move, after, self._put, [*item, self._epoch, sealed]) for item in work]
         self._puts = [put for put in self._puts if not put.done()] + parts
         return Transfer(parts, nbytes)
 
@@ -163,12 +163,16 @@ class Store:
         """Start to `get` each of `items` in the I/O threads, once `after` has returned there."""
         work = list(items)
         nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
-        return Transfer([self._pool.submit(self._move, after, self.get, item) for item in work], nbytes)
+        return Transfer([self._pool.submit(self._move, after, self.get, [*item]) for item in work], nbytes)
 
-    def _move(self, after: Callable[[], object], work: Callable[..., None], arguments: Sequence[Any]) -> None:
+    def _move(self, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> None:
+        """Takes the arguments out of their list: a thread of the pool lets go of a job, and of the memory that it was given,
+        only some time after it has said that the job is over."""
         after()
+        taken = tuple(arguments)
+        arguments.clear()
         with self._device.copying():
-            work(*arguments)
+            work(*taken)
 
     def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         self.begin_put(items, _at_once).wait()

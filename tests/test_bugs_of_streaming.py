@@ -1,7 +1,10 @@
 """Past bugs of runs that bring one partition after the other, one test and one story each."""
 
 import json
+import threading
 import time
+import weakref
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -10,12 +13,16 @@ from torch import nn
 
 from seqpart import Trainer, exactplan, manifest
 from seqpart.arguments import gathered
+from seqpart.device import Device
+from seqpart.direct import aligned
 from seqpart.errors import CorruptFile
 from seqpart.homefile import HomeFiles
 from seqpart.job import Job
+from seqpart.layout import Layout, TensorSpec
 from seqpart.rundir import RunDirectory, write_text
 from seqpart.schedule import Verb
 from seqpart.slots import Slot, at_once
+from seqpart.store import Store
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Killed, Stopping, ended, flip, interrupt, kill
 from tests.test_bugs import at_home, drop, load
@@ -158,3 +165,29 @@ def test_a_damaged_home_of_a_live_model_is_told_with_its_cure(tmp_path):
     flip(tmp_path / "homes" / entry["file"])
     with pytest.raises(CorruptFile, match=r"--resume .*checkpoint\.previous\.json"):
         Trainer(model, **options).fit(rows(), rows(9), resume=tmp_path)
+
+
+@pytest.mark.parametrize("way", ["home", "back"])
+def test_a_thread_that_has_moved_a_partition_holds_none_of_it_any_more(way, tmp_path, monkeypatch):
+    """A pool's thread forgets a job only after it has said that it is over. On a busy machine the next partition's slot was
+    allocated in between, beside the previous one's, and the limit refused it: memory ran out in L1+, in one run of hundreds."""
+    real, going_on = Future.set_result, threading.Event()
+
+    def slow_to_forget(future, value):
+        real(future, value)
+        if threading.current_thread() is not threading.main_thread():
+            going_on.wait()
+
+    layout = Layout.of([TensorSpec(name="w", shape=(1 << 18,), dtype=torch.float32)])
+    store, flat = Store(tmp_path, Device()), aligned(1 << 20).zero_()
+    held = weakref.ref(flat)
+    store.put("w", layout, flat)
+    monkeypatch.setattr(Future, "set_result", slow_to_forget)
+    items = [("w", layout, flat)] if way == "home" else [("w", flat)]
+    move = store.begin_put if way == "home" else store.begin_get
+    move(items, at_once).wait()
+    del flat, items
+    gone = held() is None
+    going_on.set()
+    store.close()
+    assert gone
