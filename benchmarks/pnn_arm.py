@@ -73,7 +73,7 @@ class Curve(Reporter):
 
     def __init__(self, macs: list[int]) -> None:
         super().__init__(quiet=True)
-        self._macs, self._recovers = macs, False
+        self._macs = macs
         self.macs = 0
         self.points: list[tuple[int, float]] = []
         self.stages: list[int] = []
@@ -84,8 +84,7 @@ class Curve(Reporter):
             return
         phase = event.phase
         if phase.kind is PhaseKind.TRAIN:
-            if phase.stage and not self._recovers:
-                self._recovers = True
+            if phase.stage and not self.stages:
                 self.stages.append(len(self.points))
             self.macs += sum(self._macs[p] for p in phase.partitions) * phase.rows
         elif phase.kind is PhaseKind.TEST and phase.partition == len(self._macs) - 1 and event.accuracy is not None:
@@ -101,7 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.kind == "baseline":
         options |= {"method": "full", "epochs": arguments.epochs, "lr": 0.01}
     else:
-        inner = len(STARTS[arguments.partitions]) - 1
+        inner = arguments.partitions - 1
         options |= {
             "method": "sil", "partitions": list(STARTS[arguments.partitions]), "objective": arguments.objective,
             "epochs": [*[arguments.left_epochs] * inner, arguments.right_epochs],

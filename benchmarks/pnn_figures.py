@@ -85,17 +85,23 @@ def markdown(found: dict[str, Any]) -> str:
         lines += ["", f"| {title} | {' | '.join(f'{at:g}' for at in swept)} |", f"|---{'|---' * len(swept)}|"]
         lines.append(f"| test accuracy, % | {' | '.join(f'{np.mean(values):.1f}' for values in swept.values())} |")
     lines += ["", "| partitions | 2 | 3 | 4 |", "|---|---|---|---|"]
-    for objective in ("mse", "prototype"):
-        for inputs in ("cached", "synthetic"):
-            chosen = {name: run for name, run in found["partitions"].items() if name.startswith(f"{objective} {inputs} ")}
-            means = [f"{np.mean(values):.1f}" for values in _sweep(chosen, "partitions").values()]
-            lines.append(f"| {objective}, {inputs} inputs | {' | '.join(means)} |")
+    for objective, inputs, swept in _by_objective(found["partitions"]):
+        means = [f"{np.mean(values):.1f}" for values in swept.values()]
+        lines.append(f"| {objective}, {inputs} inputs | {' | '.join(means)} |")
     return "\n".join(lines)
 
 
 def _by_kappa(runs: Named) -> Iterator[tuple[str, Named, str]]:
     for kappa in ("2", "10"):
         yield f"N_L at kappa {kappa}", {name: run for name, run in runs.items() if name.startswith(f"kappa {kappa} ")}, "left"
+
+
+def _by_objective(runs: Named) -> Iterator[tuple[str, str, dict[float, list[float]]]]:
+    """(objective, inputs, accuracies by number of partitions)"""
+    for objective in ("mse", "prototype"):
+        for inputs in ("cached", "synthetic"):
+            chosen = {name: run for name, run in runs.items() if name.startswith(f"{objective} {inputs} ")}
+            yield objective, inputs, _sweep(chosen, "partitions")
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[Path]:
@@ -188,19 +194,16 @@ def _kappas(axes: Any, runs: Named) -> None:
     axes.set_title("Figure 8: N_L 5, N_R 160", loc="left", fontsize=10.5)
 
 
-def _bars(axes: Any, swept: dict[float, list[float]], colour: str, label: str | None) -> None:
+def _bars(axes: Any, swept: dict[float, list[float]], colour: str, label: str | None, line: str = "o-") -> None:
     means, deviations = [np.mean(v) for v in swept.values()], [np.std(v) for v in swept.values()]
-    axes.errorbar(list(swept), means, deviations, fmt="o-", color=colour, ms=4, lw=1, capsize=3, label=label)
+    axes.errorbar(list(swept), means, deviations, fmt=line, color=colour, ms=4, lw=1, capsize=3, label=label)
 
 
 def _partitions(axes: Any, runs: Named) -> None:
-    for objective, colour in (("mse", _COLOURS["pnn"]), ("prototype", "#009E73")):
-        for inputs, line in (("cached", "o-"), ("synthetic", "s--")):
-            chosen = {name: run for name, run in runs.items() if name.startswith(f"{objective} {inputs} ")}
-            swept = _sweep(chosen, "partitions")
-            means, deviations = [np.mean(v) for v in swept.values()], [np.std(v) for v in swept.values()]
-            label = f"{objective}, {'inputs from the partition before' if inputs == 'cached' else 'synthetic inputs'}"
-            axes.errorbar(list(swept), means, deviations, fmt=line, color=colour, ms=4, lw=1, capsize=3, label=label)
+    for objective, inputs, swept in _by_objective(runs):
+        label = f"{objective}, {'inputs from the partition before' if inputs == 'cached' else 'synthetic inputs'}"
+        colour = _COLOURS["pnn"] if objective == "mse" else "#009E73"
+        _bars(axes, swept, colour, label, "o-" if inputs == "cached" else "s--")
     axes.set(xlabel="partitions", ylabel="test accuracy, %", ylim=(0, 100))
     axes.set_xticks(list(swept))
     axes.set_title("Figures 4 and 5: inner partitions 5 epochs, the last one 160", loc="left", fontsize=10.5)

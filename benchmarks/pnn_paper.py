@@ -9,9 +9,6 @@ the paper's. Figure 1 takes MNIST from --mnist-dir. What is in the JSON already 
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -21,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import pnn_figures, record
+from benchmarks import apart, pnn_figures, record
 from benchmarks.pnn_arm import MACS, macs, macs_of
 
 SEEDS, FEW = 10, 3
@@ -74,12 +71,7 @@ def carried_out(
 
     def one(figure: str, name: str, words: list[str]) -> None:
         places = ["--data-dir", str(options.data_dir), "--folder", tempfile.gettempdir()]
-        command = [sys.executable, "-m", "benchmarks.pnn_arm", *words, *places]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{name}: {done.stderr.strip().splitlines()[-1:]}")
-        found.setdefault(figure, {})[name] = json.loads(done.stdout.splitlines()[-1])
+        found.setdefault(figure, {})[name] = apart.printed("benchmarks.pnn_arm", [*words, *places], name=name)
         print(f"{figure}: {name}: {100 * found[figure][name]['accuracy']:.2f} %", flush=True)
         record.save(options.name, found)
 

@@ -9,6 +9,7 @@ block is one block of the chain: what passes from block to block is one tensor.
 
 import argparse
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,9 +55,9 @@ def head(width: int, classes: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
 
 
-def resnet(channels: int, classes: int, width: int, depth: int) -> list[object]:
+def resnet(channels: int, classes: int, width: int, depth: int) -> list[Callable[[], nn.Module]]:
     """A stem, three stages of `depth` blocks, each half as large and twice as wide as the one before, and a head."""
-    blocks: list[object] = [functools.partial(Stem, channels, width)]
+    blocks: list[Callable[[], nn.Module]] = [functools.partial(Stem, channels, width)]
     inputs = width
     for stage in range(3):
         for number in range(depth):

@@ -10,6 +10,7 @@ the left one gives. Recovery then trains the left one on by exact back-propagati
 import argparse
 import functools
 import itertools
+import math
 from pathlib import Path
 
 from torch import nn
@@ -48,10 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     train, test = (as_split(part, "rows") for part in datasets.load(f"idx:{arguments.data}"))
-    inputs = 1
-    for size in train.shape:
-        inputs *= size
-    blocks = network(inputs, count_classes(train, test))
+    blocks = network(math.prod(train.shape), count_classes(train, test))
     left, right = (5, 160) if arguments.objective == "mse" else (20, 80)
     common = {"mem_limit": arguments.mem_limit, "optimizer": "sgd", "momentum": 0.9, "lr": 0.01, "batch_size": 1410,
               "overwrite": True, "quiet": True, "shuffle": "no"}  # fmt: skip

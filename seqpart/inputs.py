@@ -63,6 +63,7 @@ class Inputs:
             raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
         self._optimizer, self._reuse = optimizer, reuse
+        self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
         self.costs_at = cache(self._measure)
         self._check_partitions()
@@ -98,13 +99,13 @@ class Inputs:
             if not self.cuts_behind(cost):
                 raise OptionError(
                     f"--partitions: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and labels stand for "
-                    f"{tuple(self.train.labels.shape[1:])} positions, which method sil must find there. Cut elsewhere, or use "
+                    f"{self._label_shape} positions, which method sil must find there. Cut elsewhere, or use "
                     "--method auto."
                 )
 
     def cuts_behind(self, cost: BlockCost) -> bool:
         """Whether a partition may end with that block: an objective of `sil` must find a place for every label."""
-        return self.exact or has_positions(cost.output_shape, tuple(self.train.labels.shape[1:]))
+        return self.exact or has_positions(cost.output_shape, self._label_shape)
 
     def _refuse_endless_warmup(self) -> None:
         warmup, epochs = self.settings.warmup_updates, listed("--epochs", self.settings.epochs, int)
@@ -167,7 +168,7 @@ class Inputs:
         return self.methods[0].loss(
             Targets(
                 partition=partition, partitions=partitions, output_shape=output_shape,
-                label_shape=tuple(self.train.labels.shape[1:]), classes=self.classes, seed=settings.seed,
+                label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
                 most=self.limit // 10, device=device, final_loss=self._final_loss, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
                 prototype_scale=16.0 if settings.prototype_scale is None else settings.prototype_scale,

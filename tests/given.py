@@ -86,16 +86,18 @@ def write_own(folder, name="own"):
     (folder / f"{name}.py").write_text(textwrap.dedent(OWN))
 
 
+def idx(data):
+    """An array of bytes as an idx file."""
+    return struct.pack(">4B", 0, 0, 8, data.ndim) + struct.pack(f">{data.ndim}i", *data.shape) + data.tobytes()
+
+
 def write_idx(folder, *, rows=40, labels=None, damage=lambda name, data: data):
     folder.mkdir(exist_ok=True)
     for part, count in (("train", rows), ("t10k", 10)):
         images = np.random.default_rng(0).integers(0, 256, (count, 8, 8), np.uint8)
         y = np.arange(labels if labels is not None and part == "train" else count) % 10
-        for name, head, data in (
-            (f"{part}-images-idx3-ubyte", struct.pack(">4B3i", 0, 0, 8, 3, count, 8, 8), images.tobytes()),
-            (f"{part}-labels-idx1-ubyte", struct.pack(">4Bi", 0, 0, 8, 1, len(y)), y.astype(np.uint8).tobytes()),
-        ):
-            (folder / name).write_bytes(damage(name, head + data))
+        for name, data in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", y.astype(np.uint8))):
+            (folder / name).write_bytes(damage(name, idx(data)))
     return folder
 
 

@@ -1,7 +1,6 @@
 """Every way to name a data set, on tiny files made here; the real ones too where they lie beside the repository."""
 
 import gzip
-import struct
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from seqpart.errors import DataError, OptionError
 from seqpart.ingest import ROWS_AT_ONCE, as_split, count_classes
 from seqpart.zoo import datasets
+from tests.given import idx
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -19,10 +19,6 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 def rows_of(split):
     split = as_split(split, "some")
     return torch.cat(list(split.open()))
-
-
-def idx(data):
-    return struct.pack(">4B", 0, 0, 8, data.ndim) + struct.pack(f">{data.ndim}i", *data.shape) + data.tobytes()
 
 
 def write(path, data):

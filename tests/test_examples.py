@@ -1,7 +1,6 @@
 """The examples do what they print. Each runs in a process of its own, from its text with smaller numbers."""
 
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+
+from tests.given import idx
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -77,11 +78,8 @@ def test_handwriting_is_learned_in_partitions_with_settings_of_their_own_and_rec
     for split, rows in (("train", 600), ("t10k", 90)):
         labels = random.integers(0, 3, rows)
         images = np.clip(shades[labels] + random.normal(0, 20, (rows, 8, 8)), 0, 255).astype(np.uint8)
-        header = struct.pack(">4BIII", 0, 0, 8, 3, rows, 8, 8)
-        (tmp_path / f"{split}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        (tmp_path / f"{split}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">4BI", 0, 0, 8, 1, rows) + labels.astype(np.uint8).tobytes()
-        )
+        (tmp_path / f"{split}-images-idx3-ubyte").write_bytes(idx(images))
+        (tmp_path / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels.astype(np.uint8)))
     out = run(
         "emnist_partitions.py", tmp_path, ".", "--left-epochs", 8, "--right-epochs", 30, "--epochs", 30, "--recovery-epochs", 4,
         smaller=[('"batch_size": 1410', '"batch_size": 50')],

@@ -111,5 +111,5 @@ def test_every_job_is_one_that_the_program_takes():
         for way in (study.FULL, *IDEAS):
             for words in study.candidates(task, way):
                 job = study.Job(task, study._tuned_at(task, way), way, words, 0)
-                parsed = run.parser().parse_args([str(word) for word in job.command("DIR")[3:]])
+                parsed = run.parser().parse_args([str(word) for word in job.command("DIR")])
                 assert isinstance(parsed, argparse.Namespace) and json.loads(parsed.change or "{}") is not None

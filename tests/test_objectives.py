@@ -1,5 +1,6 @@
 """What an inner partition of `sil` learns: synthetic labels drawn by a key, on vectors, convolutions and tokens."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,21 +8,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.activations import windows
 from seqpart.costs import measure_loss
-from seqpart.device import Device
 from seqpart.errors import OptionError
 from seqpart.losses import token_cross_entropy
 from seqpart.methods import labels as labels_room
 from seqpart.methods.labels import SyntheticLabels
 from seqpart.methods.method import Targets
 from seqpart.methods.objectives import OBJECTIVES
-from seqpart.rows import RowLayout
 from seqpart.zoo.models import gpt
+from tests.test_same_as_plain import assert_equal, plain_modules, row_order, train_plainly
 
 CPU = torch.device("cpu")
 LAST = 1 << 64
@@ -166,34 +164,19 @@ def test_labels_of_50000_classes_take_a_tenth_of_the_limit_and_no_more():
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def modules_of(network, seed):
-    """With the initial weights of a run."""
-    made = []
-    for number, factory in enumerate(network()):
-        Device().seed(seed, "build", number)
-        made.append(factory())
-    return made
-
-
 def plainly(modules, starts, x, y, judge_of, *, seed, synthetic=False):
     """The algorithm as the paper writes it, partition after partition: 2 epochs at 0.01, in batches of 20."""
-    for p, first in enumerate(starts):
-        part = nn.Sequential(*modules[first : starts[p + 1] if p + 1 < len(starts) else len(modules)])
-        optimizer = torch.optim.SGD(part.parameters(), lr=1e-2, momentum=0.9, fused=True)
+    for p, (first, last) in enumerate(itertools.pairwise([*starts, len(modules)])):
+        part = modules[first:last]
         with torch.no_grad():
-            judge = judge_of(p, tuple(part.eval()(x[:1]).shape[1:]))
-        chunk = RowLayout(tuple(x.shape[1:]), x.dtype).chunk_rows
-        part.train()
-        for epoch in (1, 2):
-            order = torch.cat([torch.from_numpy(w.rows) for w in windows(len(x), chunk, (seed, "order", p, epoch))])
-            for rows in order.split(20):
-                judge(part(x[rows]), y[rows]).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-        part.eval()
-        if p < len(starts) - 1:
+            judge = judge_of(p, tuple(nn.Sequential(*part).eval()(x[:1]).shape[1:]))
+        order = row_order(x, True, seed, p)
+        chain = train_plainly(
+            part, x, y, judge, optimizer="sgd", lr=1e-2, epochs=2, batch=20, micro_batch=20, order=order
+        )  # fmt: skip
+        if last < len(modules):
             with torch.no_grad():
-                x = judge.ideal(y) if synthetic else torch.cat([part(rows) for rows in x.split(20)])
+                x = judge.ideal(y) if synthetic else torch.cat([chain(rows) for rows in x.split(20)])
 
 
 def convolutional():
@@ -241,12 +224,9 @@ def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(
         wanted = targets(objective, shape, label_shape=tuple(y.shape[1:]))
         return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed))
 
-    modules = modules_of(network, seed)
+    modules = plain_modules(network(), seed)
     plainly(modules, starts, x, y, judge_of, seed=seed, synthetic=inputs == "synthetic")
-    found = load_file(result.weights)
-    for number, module in enumerate(modules):
-        for name, tensor in module.state_dict().items():
-            assert torch.equal(found[f"{number}.{name}"], tensor), f"{number}.{name}"
+    assert_equal(result.weights, modules)
 
 
 class Merged(nn.Module):

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import pnn_arm, pnn_figures, pnn_paper
+from tests.given import idx
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,9 +29,8 @@ def handwriting(folder, rows):
     for split in ("train", "t10k"):
         labels = np.arange(rows) % 47
         images = np.clip(pictures[labels] + random.normal(0, 30, (rows, 28, 28)), 0, 255).astype(np.uint8)
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4BIII", 0, 0, 8, 3, rows, 28, 28) + images.tobytes())
-        labels = labels.astype(np.uint8)
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">4BI", 0, 0, 8, 1, rows) + labels.tobytes())
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(idx(images))
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels.astype(np.uint8)))
 
 
 def arm(folder, *options):

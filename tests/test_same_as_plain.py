@@ -56,7 +56,7 @@ def train_plainly(modules, x, y, loss, *, optimizer, lr, epochs, batch, micro_ba
 
 
 def row_order(x, shuffle, seed, partition):
-    layout = RowLayout(tuple(x.shape[1:]), torch.float32)
+    layout = RowLayout(tuple(x.shape[1:]), x.dtype)
 
     def order(epoch):
         key = (seed, "order", partition, epoch) if shuffle else None

@@ -17,17 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.objectives.ideas import IDEAS, Idea, Objective
 from benchmarks.objectives.tasks import TASKS, Rows, Task, true_loss
+from benchmarks.peers.networks import build_all
 from seqpart.device import keyed_seed
 
 EVAL = 500
-
-
-def build(task: Task, seed: int) -> list[nn.Module]:
-    made = []
-    for number, factory in enumerate(task.blocks):
-        torch.manual_seed(keyed_seed(seed, "build", number))
-        made.append(factory())
-    return made
 
 
 def optimizer_of(parameters: list[nn.Parameter], options: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
@@ -40,7 +33,7 @@ def train(
     module: nn.Module, loss: Any, rows: Rows, epochs: int, lr: float, options: argparse.Namespace, task: Task, *,
     key: object, idea: Idea | None = None, first: bool = True, behind: Any = None,
 ) -> None:  # fmt: skip
-    """`epochs` passes; cosine learning rate unless it is to be constant. behind(epoch) is called after each."""
+    """`epochs` passes; cosine learning rate unless it is to be constant. `behind` is called after each."""
     x, y = rows
     parameters = [
         p for p in [*module.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else [])] if p.requires_grad
@@ -55,7 +48,7 @@ def train(
     )
     generator = torch.Generator().manual_seed(keyed_seed(options.seed, "order", str(key)))
     deviation = x.std(0, keepdim=True) if idea and idea.noise and x.is_floating_point() else None
-    for epoch in range(epochs):
+    for _ in range(epochs):
         module.train()
         order = torch.arange(len(x)) if options.in_order else torch.randperm(len(x), generator=generator)
         for chosen in order.split(task.batch):
@@ -68,8 +61,8 @@ def train(
             value.backward()
             optimizer.step()
             cosine.step()
-        if behind is not None and behind(epoch):
-            return
+        if behind is not None:
+            behind()
 
 
 def _changed(idea: Idea, x: torch.Tensor, y: torch.Tensor, deviation: Any, task: Task, generator: torch.Generator) -> Rows:
@@ -97,25 +90,36 @@ def judged(output: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     }
 
 
-def sil(task: Task, options: argparse.Namespace, idea: Idea, told: dict[str, Any]) -> nn.Module:
-    starts = task.starts[options.partitions]
-    blocks = build(task, options.seed)
+def scored(model: nn.Module, task: Task) -> dict[str, dict[str, float]]:
+    return {name: judged(forward(model, x), y) for name, (x, y) in (("validation", task.validation), ("test", task.test))}
+
+
+def parts_of(task: Task, options: argparse.Namespace, idea: Idea) -> list[tuple[int, int, int, int]]:
+    """Of each partition: first block, last (not included), last that is trained along (not included), epochs."""
+    starts, count = task.starts[options.partitions], len(task.blocks)
     epochs = [int(n) for n in options.epochs.split(",")]
+    return [
+        (start, stop, count if stop == count else min(stop + idea.overlap, count - 1), epochs[min(p, len(epochs) - 1)])
+        for p, (start, stop) in enumerate(zip(starts, [*starts[1:], count], strict=True))
+    ]
+
+
+def sil(task: Task, options: argparse.Namespace, idea: Idea, told: dict[str, Any]) -> nn.Module:
+    blocks = build_all(task.blocks, options.seed)
     rates = [float(n) for n in options.lr.split(",")]
     x, held = task.train[0], task.validation[0]
     parts = []
     told["local"], told["local_train"] = [], []
-    for p, (start, stop) in enumerate(zip(starts, [*starts[1:], len(blocks)], strict=True)):
-        part = nn.Sequential(*blocks[start:stop])
-        final = p == len(starts) - 1
-        learns = part if final else nn.Sequential(*blocks[start : min(stop + idea.overlap, len(blocks) - 1)])
+    for p, (start, stop, trained, epochs) in enumerate(parts_of(task, options, idea)):
+        part, learns = nn.Sequential(*blocks[start:stop]), nn.Sequential(*blocks[start:trained])
+        final = stop == len(blocks)
         with torch.no_grad():
             learns.eval()
             shape = tuple(learns(x[:2]).shape[1:])
         inputs = x.shape[-1] if task.tokens else x[0].numel()
         torch.manual_seed(keyed_seed(options.seed, "head", p))
         loss = true_loss if final else Objective(idea, shape, task.classes, options.seed, p, tokens=task.tokens, inputs=inputs)
-        train(learns, loss, (x, task.train[1]), epochs[min(p, len(epochs) - 1)], rates[min(p, len(rates) - 1)], options, task,
+        train(learns, loss, (x, task.train[1]), epochs, rates[min(p, len(rates) - 1)], options, task,
               key=p, idea=idea, first=p == 0)  # fmt: skip
         if not final:
             loss.eval()
@@ -134,17 +138,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     told: dict[str, Any] = {}
     began = time.perf_counter()
     if options.way == "full":
-        model = nn.Sequential(*build(task, options.seed))
+        model = nn.Sequential(*build_all(task.blocks, options.seed))
         _curve(model, task, options, int(options.epochs), float(options.lr), told)
     else:
         model = sil(task, options, idea_of(options), told)
         if options.recovery:
-            told["before"] = {"validation": judged(forward(model, task.validation[0]), task.validation[1]),
-                              "test": judged(forward(model, task.test[0]), task.test[1])}  # fmt: skip
+            told["before"] = scored(model, task)
             _curve(model, task, options, options.recovery, options.recovery_lr, told)
-    told["macs"] = round(_work(task, options) / (3 * sum(macs(task)) * options.full_epochs), 3)
-    told["validation"] = judged(forward(model, task.validation[0]), task.validation[1])
-    told["test"] = judged(forward(model, task.test[0]), task.test[1])
+    each = macs(task)
+    told["macs"] = round(_work(task, options, each) / (3 * sum(each) * options.full_epochs), 3)
+    told |= scored(model, task)
     told["seconds"] = round(time.perf_counter() - began, 1)
     return told
 
@@ -152,7 +155,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def macs(task: Task) -> list[int]:
     """Multiply-accumulates of one row forward through each block."""
     x, counted = task.train[0][:2], []
-    for block in build(task, 0):
+    for block in build_all(task.blocks, 0):
         block.eval()
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             x = block(x)
@@ -160,15 +163,13 @@ def macs(task: Task) -> list[int]:
     return counted
 
 
-def _work(task: Task, options: argparse.Namespace) -> float:
+def _work(task: Task, options: argparse.Namespace, each: list[int]) -> float:
     """Multiply-accumulates of the training, for a row: three forward passes an epoch, and one to cache each boundary."""
-    each, epochs = macs(task), [int(n) for n in options.epochs.split(",")]
     if options.way == "full":
-        return 3 * sum(each) * epochs[0]
-    starts, idea, work = task.starts[options.partitions], idea_of(options), 3.0 * sum(each) * options.recovery
-    for p, (start, stop) in enumerate(zip(starts, [*starts[1:], len(each)], strict=True)):
-        trained = sum(each[start : stop if p == len(starts) - 1 else min(stop + idea.overlap, len(each) - 1)])
-        work += 3 * trained * epochs[min(p, len(epochs) - 1)] + (sum(each[start:stop]) if p < len(starts) - 1 else 0)
+        return 3 * sum(each) * int(options.epochs)
+    work = 3.0 * sum(each) * options.recovery
+    for start, stop, trained, epochs in parts_of(task, options, idea_of(options)):
+        work += 3 * sum(each[start:trained]) * epochs + (sum(each[start:stop]) if stop < len(each) else 0)
     return work
 
 
@@ -180,9 +181,8 @@ def _curve(model: nn.Module, task: Task, options: argparse.Namespace, epochs: in
     idea = Idea(mixup=options.mixup, first_too=True) if options.mixup else None
     told["curve"] = []
 
-    def note(epoch: int) -> bool:
+    def note() -> None:
         told["curve"].append(judged(forward(model, task.validation[0]), task.validation[1]))
-        return False
 
     train(model, true_loss, task.train, epochs, lr, options, task, key="full", behind=note, idea=idea)
 

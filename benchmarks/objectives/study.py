@@ -10,9 +10,6 @@ of its own; what is best on the validation rows is then trained with seeds 0, 1 
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks import record
+from benchmarks import apart, record
 from benchmarks.objectives.ideas import IDEAS
 
 NAME = "objectives"
@@ -54,15 +51,11 @@ class Job:
         return f"{self.way} | {self.partitions} | {' '.join(self.words)} | seed {self.seed}"
 
     def command(self, data: Path) -> list[str]:
-        epochs = (
-            str(EPOCHS[self.task])
-            if self.way == FULL
-            else UNEVEN.get(self.task, {}).get(self.partitions, str(EPOCHS[self.task]))
-        )
+        epochs = UNEVEN.get(self.task, {}).get(self.partitions, str(EPOCHS[self.task]))
         way = ["--way", "full"] if self.way == FULL else ["--idea", self.way, "--partitions", str(self.partitions)]
         return [
-            sys.executable, "-m", "benchmarks.objectives.run", self.task, *BASE[self.task], *way, "--epochs", epochs,
-            "--full-epochs", str(EPOCHS[self.task]), *self.words, "--seed", str(self.seed), "--data-dir", str(data),
+            self.task, *BASE[self.task], *way, "--epochs", epochs, "--full-epochs", str(EPOCHS[self.task]), *self.words,
+            "--seed", str(self.seed), "--data-dir", str(data),
         ]  # fmt: skip
 
 
@@ -85,29 +78,22 @@ def candidates(task: str, way: str) -> Iterator[tuple[str, ...]]:
             yield (*rate, *(("--change", json.dumps(change)) if change else ()))
 
 
-def done(job: Job, data: Path, found: dict[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = found.setdefault(job.task, {})
+def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
+    kept = found.setdefault(job.task, {})
     if job.name not in kept:
-        ended = subprocess.run(
-            job.command(data), capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-        )
-        if ended.returncode:
-            raise RuntimeError(f"{job.task}: {job.name}: {ended.stderr.strip().splitlines()[-1:]}")
-        kept[job.name] = json.loads(ended.stdout.splitlines()[-1])
+        kept[job.name] = apart.printed("benchmarks.objectives.run", job.command(data), name=f"{job.task}: {job.name}")
         record.save(NAME, found)
         print(f"{job.task}: {job.name}: validation {kept[job.name]['validation']['accuracy']:.2f} %", flush=True)
-    result: dict[str, Any] = kept[job.name]
-    return result
+
+
+def tuning_jobs(task: str, way: str) -> list[Job]:
+    return [Job(task, _tuned_at(task, way), way, words, TUNING_SEED) for words in candidates(task, way)]
 
 
 def best_words(task: str, way: str, found: dict[str, Any]) -> tuple[str, ...] | None:
     """The candidate that is best on the validation rows; None where none was tried."""
-    tuned = _tuned_at(task, way)
-    tried = {
-        words: found[task][Job(task, tuned, way, words, TUNING_SEED).name]["validation"]
-        for words in candidates(task, way)
-        if Job(task, tuned, way, words, TUNING_SEED).name in found.get(task, {})
-    }
+    kept = found.get(task, {})
+    tried = {job.words: kept[job.name]["validation"] for job in tuning_jobs(task, way) if job.name in kept}
     if not tried:
         return None
     key = (lambda words: tried[words]["loss"]) if task == "gpt" else (lambda words: -tried[words]["accuracy"])
@@ -122,17 +108,15 @@ def study(tasks: list[str], ways: list[str], data: Path, processes: int) -> None
     found = record.load(NAME)
     with ThreadPoolExecutor(processes) as pool:
         for task in tasks:
-            tuning = [
-                Job(task, _tuned_at(task, way), way, words, TUNING_SEED) for way in ways for words in candidates(task, way)
-            ]
-            list(pool.map(lambda job: done(job, data, found), tuning))
+            tuning = [job for way in ways for job in tuning_jobs(task, way)]
+            list(pool.map(lambda job: carry_out(job, data, found), tuning))
             final = []
             for way in ways:
                 words = best_words(task, way, found)
                 assert words is not None
                 counts = (1,) if way == FULL else PARTITIONS[task]
                 final += [Job(task, count, way, words, seed) for count in counts for seed in SEEDS]
-            list(pool.map(lambda job: done(job, data, found), final))
+            list(pool.map(lambda job: carry_out(job, data, found), final))
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -154,7 +138,7 @@ def markdown(found: dict[str, Any]) -> str:
                 cells.append(_cell(task, runs))
                 macs += [f"{run['macs']:.2f}" for run in runs[:1]]
             cells = cells * len(counts) if way == FULL else cells
-            lines.append(f"| {way} | {' | '.join(cells)} | {', '.join(macs)} | {' '.join(words).replace('|', '')} |")
+            lines.append(f"| {way} | {' | '.join(cells)} | {', '.join(macs)} | {' '.join(words)} |")
     return "\n".join(lines)
 
 

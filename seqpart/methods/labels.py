@@ -5,7 +5,7 @@ Lea and Flood 2014, "Fast splittable pseudorandom number generators"), begun at 
 memory are never whole: a row is drawn where its class is met, and forgotten.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -35,9 +35,9 @@ class SyntheticLabels:
         """(n, size): the rows of `classes`, (n,)."""
         return self._drawn(classes) if self.kept is None else self.kept[classes]
 
-    def parts(self) -> Iterator[torch.Tensor]:
+    def parts(self) -> tuple[torch.Tensor, ...]:
         """All classes in order, in pieces of which each has at most `most` bytes of rows."""
-        yield from torch.split(self._classes, self._rows_at_once)
+        return torch.split(self._classes, self._rows_at_once)
 
     def _drawn(self, classes: torch.Tensor) -> torch.Tensor:
         drawn = torch.empty(len(classes), self._size, device=classes.device)
