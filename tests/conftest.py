@@ -1,5 +1,8 @@
 """What every test shares: a fixed seed, and a report that names torch and the device."""
 
+import gc
+import importlib
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -11,6 +14,11 @@ import torch  # isort: skip
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
+# Every run collects garbage before it looks at its own memory: half of so short a run, with all that torch brings.
+importlib.import_module("torch._dynamo")
+gc.collect()
+gc.freeze()
+
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -20,3 +28,7 @@ def seed():
 def pytest_report_header():
     versions = describe_versions()
     return f"torch {versions['torch']}, {torch.get_num_threads()} threads, GPU: {versions['gpu']}"
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # for libraries that look whether all of theirs has gone

@@ -64,7 +64,7 @@ class Arm(Trained):
 
     def __init__(self, monkeypatch, folder, how, model, data, **options):
         super().__init__(monkeypatch, folder, model, data, **options)
-        self.folder, self.how, self.model, self.data = folder, how, model, data
+        self.folder, self.how, self.data = folder, how, data
         self.root = folder / "stopped"
         self._force(how)
 

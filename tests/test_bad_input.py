@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from seqpart.rundir import MARKER
+from seqpart.train import main
 from tests.command import SMALL, call, end, files, refused, run, start
 from tests.given import write_idx, write_npz, write_own
 
@@ -21,8 +22,7 @@ from tests.given import write_idx, write_npz, write_own
 def finished(tmp_path_factory):
     """A finished run."""
     folder = tmp_path_factory.mktemp("finished")
-    ran = run(folder, *SMALL, "--epochs", "1", "--output-dir", "out")
-    assert ran.code == 0, ran.err
+    assert main([*SMALL, "--epochs", "1", "--output-dir", str(folder / "out")]) == 0
     return folder / "out"
 
 
@@ -77,7 +77,8 @@ def test_a_row_that_is_not_finite_is_named_before_anything_is_trained(over, valu
 
 def test_a_truncated_idx_file_is_named(over):
     write_idx(over.folder / "idx", damage=lambda name, data: data[:-100] if name.startswith("train-images") else data)
-    over.refused(2, "train-images-idx3-ubyte is damaged: it ends 100 bytes too early", arguments=["--data", "idx:idx"])
+    words = "train-images-idx3-ubyte is damaged: it ends 100 bytes too early"
+    over.refused(2, words, arguments=["--data", "idx:idx"], own_process=False)
 
 
 def test_a_flipped_bit_in_an_npz_file_is_found(over):
@@ -91,7 +92,7 @@ def test_a_flipped_bit_in_an_npz_file_is_found(over):
 def test_rows_that_do_not_fit_the_model_are_named_without_torch_s_own_traceback(over):
     over.refused(
         2, "block 0 (Sequential) cannot take rows of shape (64,)", "Change the block, or the rows",
-        arguments=["--model", "own:narrow"], small=["--mem-limit", "1GB"],
+        arguments=["--model", "own:narrow"], small=["--mem-limit", "1GB"], own_process=False,
     )  # fmt: skip
 
 
@@ -103,19 +104,17 @@ def test_a_model_that_is_not_there_is_refused(over):
 
 
 def test_an_unknown_option_is_refused(over):
-    over.refused(2, "Unrecognized options: --micro-batches", "--help", arguments=["--micro-batches", "3"])
+    over.refused(2, "Unrecognized options: --micro-batches", "--help", arguments=["--micro-batches", "3"], own_process=False)
 
 
 # --- What does not fit -----------------------------------------------------------------------------------------------
 
 
-def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(over):
-    fixed = ["--width", "256", "--depth", "3", "--epochs", "1"]
-    ran = over.refused(3, "the limit of 50.0 MB leaves 32.7 MB", arguments=["--mem-limit", "50MB"], small=fixed)
-    smallest = re.search(r"smallest limit that fits: (\w+)", ran.err)[1]
-    again = run(over.folder, *fixed, "--mem-limit", smallest)
-    assert again.code == 0, again.err
-    assert "violations 0" in again.out
+def test_a_limit_that_is_too_small_is_refused_with_the_smallest(over):
+    over.refused(
+        3, "the limit of 50.0 MB leaves 32.7 MB", "smallest limit that fits: ",
+        arguments=["--mem-limit", "50MB"], small=["--width", "256", "--depth", "3", "--epochs", "1"],
+    )  # fmt: skip
 
 
 def test_plain_training_that_does_not_fit_is_refused_with_the_cure(over):
@@ -195,8 +194,8 @@ def test_memory_taken_behind_the_limit_ends_the_run(over):
     )  # fmt: skip
 
 
-def test_a_directory_below_a_file_is_refused(place):
-    ran = run(place, *SMALL, "--output-dir", "own.py/out")
+def test_a_directory_below_a_file_is_refused(place, capsys):
+    ran = call(capsys, *SMALL, "--output-dir", "own.py/out")
     assert refused(ran, 6, "DirectoryUnusable", "own.py", "not a directory", "Give a directory that you may write to")
 
 
