@@ -131,19 +131,21 @@ class Inputs:
         at_least_one("--batch-size", sizes)
         return max(sizes)
 
-    def optimizers(self, count: int) -> list[Optimizer]:
-        """One for each of `count` partitions."""
+    def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
+        """One for each of `count` partitions; in recovery the learning rate may be another."""
         if self._optimizer is not None:
-            return [self._optimizer] * count
+            return (self._optimizer,) * count
         settings = self.settings
         names = self.values("--optimizer", settings.optimizer, str, count)
         rates = self.values("--lr", settings.lr, float, count)
+        if recovery and settings.recovery_lr is not None:
+            rates = [settings.recovery_lr] * count
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
-        return [
+        return tuple(
             choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
             for n, lr in zip(names, rates, strict=True)
-        ]
+        )
 
     def values(self, name: str, text: str, kind: Callable[[str], T], count: int) -> list[T]:
         """One value for each partition; an exact method trains the network as one, with one value."""

@@ -36,6 +36,8 @@ class Stage:
     end: int
     means: Means
     micro_batch: int
+    optimizers: tuple[Optimizer, ...]
+    """Of each partition. Those of two stages have the same kinds of state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,6 @@ class Prepared:
     chain: Chain
     method: Method
     costs: tuple[BlockCost, ...]
-    optimizers: tuple[Optimizer, ...]
     phases: tuple[Phase, ...]
     stages: tuple[Stage, ...]
     cache_layouts: tuple[RowLayout, ...]
@@ -63,7 +64,7 @@ class Prepared:
         """Bytes of the homes that are planned to be in host memory: weights and optimizer state, partition by partition."""
         homes: dict[str, int] = {}
         for p in sorted(self.at_host):
-            part, optimizer = self.plan.partitions[p], self.optimizers[p]
+            part, optimizer = self.plan.partitions[p], self.stages[0].optimizers[p]
             costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
             for block, cost, state in zip(blocks, costs, state_layouts(costs, optimizer), strict=True):
                 homes |= {block.home: cost.layout.nbytes} | ({block.state_home: state.nbytes} if state.specs else {})
@@ -129,8 +130,8 @@ class Preparation(Inputs):
         )
         shapes = [block_costs[last - 1].output_shape for _, last, _ in candidate.parts]
         return Prepared(
-            plan=plan, chain=self.chain, method=method, costs=block_costs, optimizers=tuple(optimizers), phases=phases,
-            stages=_stages(phases, candidate, recovery),
+            plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
+            stages=self._stages(phases, candidate, recovery),
             cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, rates=self.rates,
             loss=lambda p: self.loss_for(p, count, shapes[p], self.device.torch), at_host=at_host, arena_bytes=arena_bytes,
             relay_bytes=relay_bytes,
@@ -168,10 +169,24 @@ class Preparation(Inputs):
     def _recovery_reasons(self, recovery: Foretold) -> list[str]:
         candidate, settings = recovery.candidate, self.settings
         learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
+        rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
         return [
             f"recovery: {settings.recovery_epochs} epoch(s) of streamed back-propagation, {learns} learn, micro-batch "
-            f"{candidate.micro_batch}, {candidate.means.slots} slot(s), peak {format_size(recovery.peak)}"
+            f"{candidate.micro_batch}, {candidate.means.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
         ]
+
+    def _stages(self, phases: Sequence[Phase], candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:
+        count = len(candidate.parts)
+        first = next((number for number, phase in enumerate(phases) if phase.stage == 1), len(phases))
+        begun = Stage(
+            end=first, means=candidate.means, micro_batch=candidate.micro_batch, optimizers=self.optimizers(count)
+        )  # fmt: skip
+        if recovery is None:
+            return (begun,)
+        return begun, Stage(
+            end=len(phases), means=recovery.candidate.means, micro_batch=recovery.candidate.micro_batch,
+            optimizers=self.optimizers(count, recovery=True),
+        )  # fmt: skip
 
     def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Foretold | None) -> Workload:
         stage = None
@@ -299,14 +314,6 @@ class Preparation(Inputs):
         rows = self.input_layout.home_bytes(count)
         rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
         return versions * (weights + state) + weights + rows
-
-
-def _stages(phases: Sequence[Phase], candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:
-    first = next((number for number, phase in enumerate(phases) if phase.stage == 1), len(phases))
-    stages = [Stage(end=first, means=candidate.means, micro_batch=candidate.micro_batch)]
-    if recovery is not None:
-        stages.append(Stage(end=len(phases), means=recovery.candidate.means, micro_batch=recovery.candidate.micro_batch))
-    return tuple(stages)
 
 
 def refuse_small_disk(plan: Plan, folder: Path) -> None:

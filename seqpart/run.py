@@ -267,7 +267,7 @@ class Run:
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self._store, self._device,
                 optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.means.borrows,
             )
-            for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, prepared.optimizers, strict=True))
+            for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
         ]  # fmt: skip
         for resident in residents if stage.means.borrows else ():
             owners = {tie.owner for _, tie in resident.tied}

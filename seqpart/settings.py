@@ -70,6 +70,8 @@ class Settings:
     """What learns in recovery: left (all partitions but the last, as in the paper) or all. Default: left."""
     recovery_batch_size: int | None = None
     """Rows of one update in recovery. Default: the largest --batch-size."""
+    recovery_lr: float | None = None
+    """Learning rate of all partitions in recovery. Default: each one's own --lr."""
     test_every: int | None = None
     """Test after every so many epochs too (with sil: of the last partition, and of recovery). Default: at the end alone."""
     save_every: str = "10min"
@@ -121,11 +123,12 @@ class Settings:
             "" if sil or not self.recovery_epochs else f"--recovery-epochs goes with --method sil only; found {self.method}",
             *(
                 f"--{name.replace('_', '-')} goes with --recovery-epochs only. Leave it out"
-                for name in ("recover", "recovery_batch_size")
+                for name in ("recover", "recovery_batch_size", "recovery_lr")
                 if getattr(self, name) is not None and not self.recovery_epochs
             ),
             "" if self.recovery_epochs >= 0 else f"--recovery-epochs: expected 0 or more; found {self.recovery_epochs}",
             _positive("--recovery-batch-size", self.recovery_batch_size),
+            _positive("--recovery-lr", self.recovery_lr),
             "" if self.recover in (None, "left", "all") else f"--recover: expected left or all; found {self.recover!r}",
             "" if self.dtype in AUTOCAST else f"--dtype: expected {' or '.join(AUTOCAST)}; found {self.dtype!r}",
             "" if self.shuffle in ("auto", "yes", "no") else f"--shuffle: expected yes, no or auto; found {self.shuffle!r}",

@@ -41,7 +41,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self._optimizer = None
         if callable(optimizer):
-            clash = sorted({"lr", "weight_decay", "momentum"} & set(options))
+            clash = sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(options))
             if clash:
                 raise OptionError(f"{', '.join(clash)}: the optimizer function sets these itself; leave them out here.")
             self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)

@@ -137,10 +137,13 @@ def test_a_job_that_cannot_be_trained_ends_before_any_method_is_started(tmp_path
 
 
 def test_options_of_sil_reach_sil_alone():
-    asked = question.asked(["--mem-limit", "1GB", "--kappa", "3", "--objective", "mse", "--partitions", "3"], "")
+    asked = question.asked(
+        ["--mem-limit", "1GB", "--kappa", "3", "--objective", "mse", "--partitions", "3", "--sil-inputs", "cached"], ""
+    )
     jobs = {way.name: question.job_of(asked.job, way) for way in asked.ways}
     assert (jobs["sil"].kappa, jobs["sil"].method, jobs["sil"].partitions) == (3.0, "sil", "3")
     assert (jobs["streamed"].kappa, jobs["streamed"].method, jobs["streamed"].partitions) == (None, "streamed", "3")
+    assert [jobs[name].sil_inputs for name in ("sil", "streamed", "full")] == ["cached", None, None]
     assert (jobs["full"].kappa, jobs["full"].partitions, jobs["full"].shuffles) == (None, "auto", True)
 
 

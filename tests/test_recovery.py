@@ -31,16 +31,16 @@ def loaded(result, modules):
 
 
 @pytest.mark.parametrize("recover", ["left", "all"])
-@pytest.mark.parametrize("micro_batch", [25, 10])
-def test_recovery_equals_a_plain_loop_from_the_weights_that_sil_left(recover, micro_batch, tmp_path):
+@pytest.mark.parametrize(("micro_batch", "rate"), [(25, None), (10, 3e-3)])
+def test_recovery_equals_a_plain_loop_from_the_weights_that_sil_left(recover, micro_batch, rate, tmp_path):
     x, y = data()
     before = trained(tmp_path / "before", micro_batch_size=micro_batch)
-    after = trained(tmp_path / "after", micro_batch_size=micro_batch, recovery_epochs=2, recover=recover)
+    after = trained(tmp_path / "after", micro_batch_size=micro_batch, recovery_epochs=2, recover=recover, recovery_lr=rate)
     modules = loaded(before, plain_modules(network(), 5))
     for frozen in modules[4:] if recover == "left" else []:
         frozen.requires_grad_(False)
     chain = nn.Sequential(*modules).train()
-    optimizer = OPTIMIZERS["sgd"]([p for p in chain.parameters() if p.requires_grad], 1e-2)
+    optimizer = OPTIMIZERS["sgd"]([p for p in chain.parameters() if p.requires_grad], rate or 1e-2)
     for epoch in (1, 2):
         rows = row_order(x, True, 5, 0)(epoch)
         for picked in rows.split(25):
@@ -97,6 +97,8 @@ def test_recovery_keeps_the_limit_and_is_in_the_plan(tmp_path):
         ({"recovery_epochs": 1, "method": "full", "partitions": None}, "recovery"),
         ({"recovery_epochs": 1, "partitions": 1}, "nothing to recover"),
         ({"recovery_epochs": 1, "recovery_batch_size": 0}, "recovery-batch-size"),
+        ({"recovery_epochs": 1, "recovery_lr": 0}, "recovery-lr"),
+        ({"recovery_lr": 1e-3}, "--recovery-lr goes with --recovery-epochs only"),
     ],
 )
 def test_what_cannot_be_recovered_is_refused_in_words(options, words, tmp_path):

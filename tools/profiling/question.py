@@ -19,7 +19,10 @@ DEFAULT = "full,checkpointed,save_on_cpu,streamed,sil"
 
 _OWN = ("method", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "quiet", "debug")
 """Options of a single run, which mean nothing here."""
-_SIL_ONLY = ("objective", "kappa", "prototype_scale", "cache_dtype", "recovery_epochs", "recover", "recovery_batch_size")
+_SIL_ONLY = (
+    "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover", "recovery_batch_size",
+    "recovery_lr",
+)  # fmt: skip
 _PER_PARTITION = ("epochs", "batch_size", "lr", "optimizer")
 
 
