@@ -4,6 +4,7 @@ As a program it imports once and then forks the command for each line of its inp
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -147,6 +148,8 @@ class Processes:
 
 def serve():
     importlib.import_module("torch._dynamo")  # torch brings it when the first optimizer is made: half of so short a run
+    gc.collect()
+    gc.freeze()  # as in conftest
     for line in sys.stdin:
         order = json.loads(line)
         counts = Path(order["folder"]) / "counts"
