@@ -1,7 +1,7 @@
 """A small ResNet on CIFAR images in an npz file, block by block under a limit.
 
     python examples/cifar_resnet.py train.npz                           # exact, the fastest way that fits
-    python examples/cifar_resnet.py train.npz --method sil --recovery-epochs 2      # partitions one after the other
+    python examples/cifar_resnet.py train.npz --method sil --partitions 3 --recovery-epochs 2   # one after the other
 
 The file has images (n, 3, 32, 32) as bytes and labels; test.npz beside it is the test set, or every fifth image is. A residual
 block is one block of the chain: what passes from block to block is one tensor.

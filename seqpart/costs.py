@@ -356,7 +356,7 @@ def measure_loss(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         y = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True)
-    with mode, LiveBytes(granule) as live:
+    with mode, _SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
         live.ignore([y])
         loss(y).backward()  # type: ignore[no-untyped-call]
         return int(live.peak)

@@ -17,7 +17,7 @@ from seqpart.losses import LossFunction, default_loss, label_dtype, regression, 
 from seqpart.meter import measure_runtime
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, Targets
-from seqpart.methods.objectives import has_positions
+from seqpart.methods.objectives import lack_of
 from seqpart.optimizers import Optimizer, choose
 from seqpart.plan import Plan
 from seqpart.rates import measure_rates
@@ -76,6 +76,9 @@ class Inputs:
         self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
         self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
         self.limit = limit_of(settings, device)
+        self.label_bytes = self.limit // 10
+        """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
+        since products with pieces round otherwise."""
         self.folder = folder
         # Looked at once: a second plan, after a failed allocation, is made when the arena has taken its share.
         self.host_free = host_memory_free()
@@ -97,24 +100,36 @@ class Inputs:
         for start in (starts or ())[1:]:
             cost = self.costs_at(min(self.largest_batch, self.train.count))[start - 1]
             if not self.cuts_behind(cost):
+                lack = lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
                 raise OptionError(
-                    f"--partitions: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and labels stand for "
-                    f"{self._label_shape} positions, which method sil must find there. Cut elsewhere, or use "
-                    "--method auto."
+                    f"--partitions: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
+                    "elsewhere, or use --method auto."
                 )
 
     def cuts_behind(self, cost: BlockCost) -> bool:
-        """Whether a partition may end with that block: an objective of `sil` must find a place for every label."""
-        return self.exact or has_positions(cost.output_shape, self._label_shape)
+        """Whether a partition may end with that block: an objective of `sil` must have something to judge there."""
+        return self.exact or not lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
 
     def _refuse_endless_warmup(self) -> None:
-        warmup, epochs = self.settings.warmup_updates, listed("--epochs", self.settings.epochs, int)
-        updates = max(epochs) * -(-self.train.count // min(self.largest_batch, self.train.count))
-        if warmup >= updates > 0:
-            raise OptionError(
-                f"--warmup-updates {warmup}: the run has {updates} updates, so the learning rate would never be reached. "
-                "Give fewer."
-            )
+        """Every partition, and recovery, warms up anew."""
+        settings, warmup = self.settings, self.settings.warmup_updates
+        epochs = listed("--epochs", settings.epochs, int)
+        batches = listed("--batch-size", settings.batch_size, int)
+        if len(epochs) != len(batches):
+            epochs, batches = epochs * len(batches), [batch for batch in batches for _ in epochs]
+        runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
+        if settings.recovery_epochs:
+            batch = settings.recovery_batch_size or self.largest_batch
+            runs["recovery"] = self._updates(settings.recovery_epochs, batch)
+        for what, updates in runs.items():
+            if warmup >= updates > 0:
+                raise OptionError(
+                    f"--warmup-updates {warmup}: {what} has {updates} updates, so the learning rate would never be reached. "
+                    "Give fewer."
+                )
+
+    def _updates(self, epochs: int, batch: int) -> int:
+        return epochs * -(-self.train.count // min(batch, self.train.count))
 
     @property
     def functions(self) -> dict[str, str]:
@@ -171,7 +186,7 @@ class Inputs:
             Targets(
                 partition=partition, partitions=partitions, output_shape=output_shape,
                 label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
-                most=self.limit // 10, device=device, final_loss=self._final_loss, objective=settings.objective_name,
+                most=self.label_bytes, device=device, final_loss=self._final_loss, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
                 prototype_scale=16.0 if settings.prototype_scale is None else settings.prototype_scale,
             )

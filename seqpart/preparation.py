@@ -23,7 +23,7 @@ from seqpart.rates import existing
 from seqpart.relaying import relay_room
 from seqpart.rows import RowLayout
 from seqpart.schedule import Phase
-from seqpart.settings import at_least_one
+from seqpart.settings import OF_SIL, at_least_one
 from seqpart.simulate import Means, PartitionCost, Rates, foretell, growing
 from seqpart.slotlayout import state_layouts
 from seqpart.units import format_size, parse_size
@@ -113,6 +113,7 @@ class Preparation(Inputs):
         else:
             method = self.methods[0]
             candidate, reasons = planning.choose_cut(request)
+            reasons = (*reasons, *self._idle_options(len(candidate.parts)))
         count = len(candidate.parts)
         training = self._training(count, candidate)
         recovery = self._recovery(request, candidate)
@@ -165,6 +166,10 @@ class Preparation(Inputs):
         if found is None:
             choose_exact(asked, (STREAMED,))  # says in words what is missing
         return found
+
+    def _idle_options(self, count: int) -> list[str]:
+        given = [f"--{name.replace('_', '-')}" for name in OF_SIL if getattr(self.settings, name) is not None]
+        return [f"without effect on one partition, which has the true loss: {', '.join(given)}"] if given and count == 1 else []
 
     def _recovery_reasons(self, recovery: Foretold) -> list[str]:
         candidate, settings = recovery.candidate, self.settings

@@ -45,6 +45,8 @@ class Progress:
     data: str = ""
     functions: dict[str, str] | None = None
     """What tells one loss or optimizer that was given as a function from another."""
+    label_bytes: int | None = None
+    """Of synthetic labels that are kept whole: the limit may be another now."""
 
     def words(self, phases: Sequence[Phase]) -> str:
         if self.manifest is None:
@@ -70,6 +72,7 @@ class Progress:
         """
         if self.plan is None:
             return preparation.planned()
+        preparation.label_bytes = self.label_bytes or preparation.label_bytes
         found = data_digest(preparation.train, preparation.test)
         if found != self.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
@@ -143,7 +146,7 @@ def progress_of(path: Path, settings: Settings) -> Progress:
         root=root, manifest=manifest, position=Position(*state["position"]), tally=state["tally"], losses=state["losses"],
         test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
         micro_batches=tuple(state["micro_batches"]), changed=frozenset(different), data=state["data"],
-        functions=state.get("functions"),
+        functions=state.get("functions"), label_bytes=state.get("label_bytes"),
     )  # fmt: skip
 
 
@@ -168,7 +171,7 @@ def state_of(
         "settings": settings_of(preparation.settings), "plan": prepared.plan.to_json(),
         "position": [position.phase, position.updates],
         "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": tally.to_json(), "losses": losses,
-        "test": test, "data": data, "functions": preparation.functions,
+        "test": test, "data": data, "functions": preparation.functions, "label_bytes": preparation.label_bytes,
     }  # fmt: skip
 
 

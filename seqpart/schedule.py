@@ -63,7 +63,8 @@ class PhaseKind(enum.Enum):
     CACHE = "cache"
     """One forward pass over the training rows; the outputs become the next partition's rows."""
     DRAW = "draw"
-    """One pass over the training labels: the next partition's rows are the synthetic labels of this one, and nothing runs."""
+    """One pass over the training rows for their labels: the next partition's rows are the synthetic labels of this one, which
+    does not run."""
     TEST = "test"
     """One forward pass over the test rows."""
 

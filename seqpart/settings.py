@@ -16,7 +16,7 @@ from seqpart.rateschedule import rate_schedule
 
 T = TypeVar("T", int, float, str)
 
-_OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
+OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -106,7 +106,7 @@ class Settings:
         method = methods_named(self.method)[-1]
         sil = method.name == "sil"
         kind = self.objective or "prototype"
-        asked = [(name, getattr(self, name) is not None) for name in _OF_SIL]
+        asked = [(name, getattr(self, name) is not None) for name in OF_SIL]
         return [
             *(
                 f"--{name.replace('_', '-')} goes with --method sil only; found --method {self.method}. Leave it out"

@@ -50,7 +50,8 @@ def recovery_phases(work: Workload) -> tuple[Phase, ...]:
         stage=1,
     )  # fmt: skip
     train = replace(train, frozen=train.frozen | recovery.frozen)
-    tests = [replace(phase, stage=1) for phase in test_phases(work)]
+    size = recovery.micro_batch
+    tests = [replace(phase, stage=1, batch=size, micro_batch=size) for phase in test_phases(work)]
     return tuple(with_tests([replace(train, epoch=e + 1) for e in range(recovery.epochs)], tests, work.test_every))
 
 

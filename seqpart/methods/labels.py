@@ -1,8 +1,9 @@
 """Synthetic intermediate labels: fixed random rows, one for each class, that can be drawn again at any moment.
 
-Row c is a function of (key, c) alone, on every device: its element j is the counter c * 2^32 + j through SplitMix64 (Steele,
-Lea and Flood 2014, "Fast splittable pseudorandom number generators"), begun at the key. So labels that would take too much
-memory are never whole: a row is drawn where its class is met, and forgotten.
+Row c is a function of (key, c) alone: its element j is the counter c * 2^32 + j through SplitMix64 (Steele, Lea and Flood
+2014, "Fast splittable pseudorandom number generators"), begun at the key. The bits are the same on every device; what is
+computed of them (a normal distribution, a norm) is rounded as the device rounds. So labels that would take too much memory are
+never whole: a row is drawn where its class is met, and forgotten.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """What an inner partition learns under `sil`: losses against fixed random targets, of which no gradient leaves it.
 
-Features are what is judged, (n, size) with labels (n,): of tokens, which have a label each, every position for itself; else one
-row for each sample. `prototype` averages a convolution's channels over space, (rows, C, H, W) to (rows, C); the paper's `mse`
-takes all C x H x W of them.
+Features are what is judged, (n, size) in float32 with labels (n,): of tokens, which have a label each, every position for
+itself; else one row for each sample. `prototype` averages a convolution's channels over space, (rows, C, H, W) to (rows, C);
+the paper's `mse` takes all C x H x W of them.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,25 @@ def has_positions(shape: tuple[int, ...], label_shape: tuple[int, ...]) -> bool:
     return not label_shape or (shape[: len(label_shape)] == label_shape and len(shape) > len(label_shape))
 
 
+def lack_of(objective: str, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
+    """What an output of this shape lacks to be judged, in words; "" where it has all."""
+    if not has_positions(shape, label_shape):
+        return f"labels stand for {label_shape} positions, which method sil must find there"
+    if objective == "prototype" and _feature_count(shape, label_shape, pooled=True) < 2:
+        return "objective prototype tells classes apart by directions, which one feature has none of"
+    return ""
+
+
+def _feature_count(shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: bool) -> int:
+    if _is_pooled(shape, label_shape, pooled=pooled):
+        return shape[0]
+    return torch.Size(shape[len(label_shape) :]).numel()
+
+
+def _is_pooled(shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: bool) -> bool:
+    return pooled and not label_shape and len(shape) >= 3
+
+
 class _Features:
     """How the output of a partition becomes features and back. pooled: whether a convolution is averaged over space."""
 
@@ -28,14 +47,14 @@ class _Features:
         shape = targets.output_shape
         self._positions = targets.label_shape
         assert has_positions(shape, self._positions), f"a boundary of shape {shape} for labels of shape {self._positions}"
-        self._pools = pooled and not self._positions and len(shape) >= 3
+        self._pools = _is_pooled(shape, self._positions, pooled=pooled)
         self._shape = shape
-        self.size = shape[0] if self._pools else torch.Size(shape[len(self._positions) :]).numel()
+        self.size = _feature_count(shape, self._positions, pooled=pooled)
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
         if self._pools:
-            return output.flatten(2).mean(2)
-        return output.flatten(1 + len(self._positions)).reshape(-1, self.size)
+            return output.flatten(2).mean(2).float()
+        return output.flatten(1 + len(self._positions)).reshape(-1, self.size).float()
 
     def back(self, features: torch.Tensor, rows: int) -> torch.Tensor:
         """An output (rows, *boundary) that has these features."""
@@ -51,18 +70,20 @@ class Regression:
         self._features = _Features(targets, pooled=False)
         kappa = targets.kappa
         self._labels = _labels(targets, self._features.size, normal=False, finish=lambda rows: rows.mul_(kappa))
-        self.nbytes = self._labels.nbytes
+        rows = self._labels.kept
+        self._squares = None if rows is None else torch.linalg.vector_norm(rows, dim=1).square()
+        self.nbytes = self._labels.nbytes + (0 if self._squares is None else self._squares.nbytes)
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         # Not F.mse_loss: on CPU its scalar keeps a buffer as large as the output alive, which no fake tensor shows.
         return (self._features(output) - self._labels.of(labels.flatten())).square().mean()
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        rows = self._labels.kept
-        if rows is None:
+        rows, squares = self._labels.kept, self._squares
+        if rows is None or squares is None:
             return None  # all would be drawn for every micro-batch, only to be counted
         # The nearest row wins: -|h - s|^2 without |h|^2, which is the same for every class.
-        return 2 * self._features(output) @ rows.T - rows.square().sum(1), labels.flatten()
+        return 2 * self._features(output) @ rows.T - squares, labels.flatten()
 
     def ideal(self, labels: torch.Tensor) -> torch.Tensor:
         return self._features.back(self._labels.of(labels.flatten()), len(labels))

@@ -34,7 +34,8 @@ def sil_phases(work: Workload) -> tuple[Phase, ...]:
         )
         passes = [replace(train, epoch=e + 1) for e in range(part.epochs if part.trainable else 0)]
         if p < last:
-            outputs = PhaseKind.DRAW if work.synthetic_inputs else PhaseKind.CACHE
+            # A frozen partition never learned its labels: what comes behind it is to see what it really gives.
+            outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
             phases += [*passes, replace(test, kind=outputs, rows=work.train_rows), test]
         else:
             phases += with_tests(passes, [test], work.test_every)

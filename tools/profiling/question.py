@@ -11,6 +11,7 @@ from seqpart.arguments import gathered
 from seqpart.errors import OptionError
 from seqpart.job import Job
 from seqpart.methods import methods_named
+from seqpart.settings import OF_SIL
 
 PLAIN = ("full", "checkpointed", "save_on_cpu")
 OURS = ("streamed", "sil", "auto", "seqpart:checkpointed", "seqpart:full")
@@ -19,10 +20,7 @@ DEFAULT = "full,checkpointed,save_on_cpu,streamed,sil"
 
 _OWN = ("method", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "quiet", "debug")
 """Options of a single run, which mean nothing here."""
-_SIL_ONLY = (
-    "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover", "recovery_batch_size",
-    "recovery_lr",
-)  # fmt: skip
+_SIL_ONLY = (*OF_SIL, "recovery_epochs", "recover", "recovery_batch_size", "recovery_lr")
 _PER_PARTITION = ("epochs", "batch_size", "lr", "optimizer")
 
 
