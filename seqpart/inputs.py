@@ -115,6 +115,7 @@ class Inputs:
         settings, warmup = self.settings, self.settings.warmup_updates
         epochs = listed("--epochs", settings.epochs, int)
         batches = listed("--batch-size", settings.batch_size, int)
+        at_least_one("--batch-size", batches)
         if len(epochs) != len(batches):
             epochs, batches = epochs * len(batches), [batch for batch in batches for _ in epochs]
         runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
