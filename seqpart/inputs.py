@@ -99,8 +99,7 @@ class Inputs:
             )
         for start in (starts or ())[1:]:
             cost = self.costs_at(min(self.largest_batch, self.train.count))[start - 1]
-            if not self.cuts_behind(cost):
-                lack = lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
+            if lack := self._lack_behind(cost):
                 raise OptionError(
                     f"--partitions: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
                     "elsewhere, or use --method auto."
@@ -108,7 +107,11 @@ class Inputs:
 
     def cuts_behind(self, cost: BlockCost) -> bool:
         """Whether a partition may end with that block: an objective of `sil` must have something to judge there."""
-        return self.exact or not lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
+        return not self._lack_behind(cost)
+
+    def _lack_behind(self, cost: BlockCost) -> str:
+        """Why not, in words; "" where it may."""
+        return "" if self.exact else lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
 
     def _refuse_endless_warmup(self) -> None:
         """Every partition, and recovery, warms up anew."""
@@ -120,8 +123,7 @@ class Inputs:
             epochs, batches = epochs * len(batches), [batch for batch in batches for _ in epochs]
         runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
         if settings.recovery_epochs:
-            batch = settings.recovery_batch_size or self.largest_batch
-            runs["recovery"] = self._updates(settings.recovery_epochs, batch)
+            runs["recovery"] = self._updates(settings.recovery_epochs, self.recovery_batch)
         for what, updates in runs.items():
             if warmup >= updates > 0:
                 raise OptionError(
@@ -146,6 +148,11 @@ class Inputs:
         sizes = listed("--batch-size", self.settings.batch_size, int)
         at_least_one("--batch-size", sizes)
         return max(sizes)
+
+    @property
+    def recovery_batch(self) -> int:
+        """Rows of one update in recovery."""
+        return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
 
     def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
         """One for each of `count` partitions; in recovery the learning rate may be another."""

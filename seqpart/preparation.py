@@ -157,9 +157,8 @@ class Preparation(Inputs):
                 "--recovery-epochs: the network fits as one partition, which is trained against the true loss already; there "
                 "is nothing to recover. Leave it out, or cut with --partitions."
             )
-        batch = min(self.settings.recovery_batch_size or request.batch_size, self.train.count)
         asked = replace(
-            request, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=batch,
+            request, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
             loss_of=self.true_loss_cost, known={},
         )  # fmt: skip
         found = fastest_of(asked, STREAMED, self.limit - margin_of(self.limit))
@@ -196,10 +195,9 @@ class Preparation(Inputs):
     def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Foretold | None) -> Workload:
         stage = None
         if recovery is not None:
-            batch = self.settings.recovery_batch_size or max(part.batch_size for part in training)
             stage = Recovery(
                 epochs=self.settings.recovery_epochs,
-                batch_size=min(batch, self.train.count),
+                batch_size=self.recovery_batch,
                 micro_batch=recovery.candidate.micro_batch,
                 frozen=frozenset() if self.settings.recover == "all" else frozenset({len(training) - 1}),
             )
@@ -288,8 +286,7 @@ class Preparation(Inputs):
                 )
             )  # fmt: skip
         if recovery is not None:
-            updates = -(-self.train.count // min(self.settings.recovery_batch_size or request.batch_size, self.train.count))
-            seconds += recovery.seconds * updates * self.settings.recovery_epochs
+            seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
         used = recovery.candidate if recovery is not None else candidate
         return Plan(
             method=method.name, device=self.device.name, limit=self.limit, margin=margin_of(self.limit),
