@@ -4,7 +4,9 @@ On CPU the figure is RssAnon + RssShmem of the process tree: memory that only th
 add file pages, which the kernel drops at will. On CUDA it is NVML's figure for this process, context included.
 """
 
+import ctypes
 import os
+import platform
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,7 +47,8 @@ def read_tree(pid: int | None = None) -> Reading:
     pid = pid or os.getpid()
     total = read_process(pid)
     for child in _children(pid):
-        total += read_tree(child)
+        if not _same_memory(pid, child):
+            total += read_tree(child)
     return total
 
 
@@ -56,6 +59,18 @@ def _children(pid: int) -> Iterator[int]:
                 yield from map(int, file.read().split())
     except (FileNotFoundError, ProcessLookupError):
         return
+
+
+_KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
+_KCMP_VM = 1
+
+
+def _same_memory(parent: int, child: int) -> bool:
+    """Whether the child still runs in its parent's address space, as between vfork and exec: nothing of it is its own.
+
+    Where the kernel does not tell, it is counted.
+    """
+    return _KCMP is not None and ctypes.CDLL(None).syscall(_KCMP, parent, child, _KCMP_VM, 0, 0) == 0
 
 
 class Gauge:
@@ -96,7 +111,7 @@ class _TreeGauge:
         text = os.pread(self._status, 8192, 0)
         used = _field(text, b"RssAnon:") + max(0, _field(text, b"RssShmem:") - self.granted)
         if self._parents or self._looks % self.every == 0:
-            readings = [read_tree(child) for child in _children(self._pid)]
+            readings = [read_tree(child) for child in _children(self._pid) if not _same_memory(self._pid, child)]
             self._parents = bool(readings)
             used += sum(reading.anon + reading.shmem for reading in readings)
         self._looks += 1
