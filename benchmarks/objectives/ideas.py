@@ -55,6 +55,10 @@ class Idea:
     """A convolution is averaged over so many by so many fields of its space, and not over all of it."""
     overlap: int = 0
     """So many blocks of the next partition are trained along as a head, and trained on in their own."""
+    several: int = 1
+    """Directions for each class: a row is as near to it as to all of them together (logsumexp)."""
+    beside: float = 0.0
+    """Weight of the supervised contrastive loss beside the directions."""
     sample_scale: float = 0.0
     """Down-weights rows that are right already: (1 - p) ** sample_scale, as focal loss does."""
 
@@ -80,7 +84,9 @@ IDEAS = {
     "mixup": Idea(mixup=0.4),
     "grid": Idea(grid=2),
     "overlap": Idea(overlap=1),
+    "several": Idea(several=4),
     "contrast": Idea(kind="contrast"),
+    "contrast beside": Idea(beside=0.5),
     "learned head": Idea(kind="learned"),
 }
 
@@ -106,7 +112,7 @@ class Objective(nn.Module):
         self.scale = idea.scale * idea.scale_per_depth**partition
         if idea.first_scale and not partition:
             self.scale = idea.first_scale
-        drawn = [_drawn(idea.drawn, width, classes, generator) for _ in range(idea.groups)]
+        drawn = [_drawn(idea.drawn, width, classes * idea.several, generator) for _ in range(idea.groups)]
         self.targets = torch.stack(drawn)  # (groups, width, classes)
         if idea.kind == "directions":
             self.targets = F.normalize(self.targets, dim=1) * self.scale
@@ -127,7 +133,13 @@ class Objective(nn.Module):
             return self._regress(h, labels, x)
         if idea.kind == "contrast":
             return _contrast(h, labels)
-        logits = self.logits(h)
+        if idea.beside:
+            return self._judge(self.logits(h), labels) + idea.beside * _contrast(h, labels)
+        return self._judge(self.logits(h), labels)
+
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """logits: (n, groups, classes)"""
+        idea = self.idea
         if self.learned is None and idea.groups > 1:
             wanted = labels if labels.is_floating_point() else labels.repeat_interleave(idea.groups)
             return F.cross_entropy(logits.flatten(0, 1), wanted, label_smoothing=idea.smoothing)
@@ -158,7 +170,8 @@ class Objective(nn.Module):
             h = F.normalize(h, dim=2)
         else:
             h = h / self.width**0.5
-        return torch.einsum("ngw,gwc->ngc", h, self.targets)
+        logits = torch.einsum("ngw,gwc->ngc", h, self.targets)
+        return logits.unflatten(2, (-1, self.idea.several)).logsumexp(3) if self.idea.several > 1 else logits
 
     def scores(self, output: torch.Tensor) -> torch.Tensor | None:
         h = self.features(output)
