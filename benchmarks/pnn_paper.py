@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import apart, pnn_figures, record
+from benchmarks import apart, pnn_arm, pnn_figures, record
 from benchmarks.pnn_arm import MACS, macs, macs_of
 
 SEEDS, FEW = 10, 3
@@ -67,16 +67,22 @@ def wanted(quick: bool) -> dict[str, Runs]:
 def carried_out(
     runs: Iterable[tuple[str, str, list[str]]], found: dict[str, dict[str, Any]], options: argparse.Namespace
 ) -> None:
-    """All of them, two at a time, each saved when it is done."""
+    """All of them, two at a time, each saved when it is done; what two figures need is trained once."""
+    alike: dict[str, list[tuple[str, str, list[str]]]] = {}
+    for run in runs:
+        asked = vars(pnn_arm.parser().parse_args([*run[2], "--data-dir", ""])) | {"test_every": None}
+        alike.setdefault(str(asked), []).append(run)
 
-    def one(figure: str, name: str, words: list[str]) -> None:
+    def one(group: list[tuple[str, str, list[str]]]) -> None:
+        words = max((words for _, _, words in group), key=lambda words: "--test-every" in words)
         places = ["--data-dir", str(options.data_dir), "--folder", tempfile.gettempdir()]
-        found.setdefault(figure, {})[name] = apart.printed("benchmarks.pnn_arm", [*words, *places], name=name)
-        print(f"{figure}: {name}: {100 * found[figure][name]['accuracy']:.2f} %", flush=True)
-        record.save(options.name, found)
+        told = apart.printed("benchmarks.pnn_arm", [*words, *places], name=group[0][1])
+        for figure, name, _ in group:
+            record.note(options.name, found, figure, {name: told})
+            print(f"{figure}: {name}: {100 * told['accuracy']:.2f} %", flush=True)
 
     with ThreadPoolExecutor(options.processes) as pool:
-        for work in [pool.submit(one, *run) for run in runs]:
+        for work in [pool.submit(one, group) for group in alike.values()]:
             work.result()
 
 

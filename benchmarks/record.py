@@ -2,6 +2,7 @@
 
 import json
 import platform
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from seqpart.device import describe_versions
 
 FOLDER = Path(__file__).parent / "results"
+_NOTING = threading.Lock()
 
 
 def load(name: str) -> dict[str, Any]:
@@ -24,6 +26,13 @@ def save(name: str, result: object) -> Path:
     document = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), **describe_versions(), "cpu": _cpu(), "result": result}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def note(name: str, found: dict[str, Any], group: str, named: dict[str, Any]) -> None:
+    """Add results to found[group] and save all; for runs that end side by side."""
+    with _NOTING:
+        found.setdefault(group, {}).update(named)
+        save(name, found)
 
 
 def _path(name: str) -> Path:

@@ -97,11 +97,15 @@ class Inputs:
             raise OptionError(
                 f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}."
             )
-        for start in (starts or ())[1:]:
+        self.refuse_cuts("--partitions", starts or ())
+
+    def refuse_cuts(self, option: str, starts: tuple[int, ...]) -> None:
+        """Raises OptionError where a partition may not begin there, for what ends before it."""
+        for start in starts[1:]:
             cost = self.costs_at(min(self.largest_batch, self.train.count))[start - 1]
             if lack := self._lack_behind(cost):
                 raise OptionError(
-                    f"--partitions: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
+                    f"{option}: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
                     "elsewhere, or use --method auto."
                 )
 

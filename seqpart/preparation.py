@@ -103,6 +103,7 @@ class Preparation(Inputs):
                 f"--plan: that plan is for another model or method ({reuse.method}, {reuse.fingerprint}); this run is "
                 f"{' or '.join(names)}, {now}. Make a new one with --plan-out."
             )
+        self.refuse_cuts("--plan", reuse.starts)
         return self.prepare(micro_batch=max(part.micro_batch for part in reuse.partitions), starts=reuse.starts)
 
     def prepare(self, *, micro_batch: int | None = None, starts: tuple[int, ...] | None = None) -> Prepared:

@@ -154,3 +154,12 @@ def test_a_warm_up_that_outlasts_a_partition_or_recovery_is_refused(options, wor
     """Each warms up anew, and only the longest was looked at: the others trained at a fraction of their rate."""
     with pytest.raises(OptionError, match=words):
         trained(tmp_path, **options)
+
+
+def test_a_plan_of_another_objective_is_not_used_where_this_one_finds_nothing_to_judge(tmp_path):
+    """Only cuts that --partitions asked for were looked at: those of a plan met an assertion, or left a partition untaught."""
+    blocks = [lambda: nn.Linear(8, 12), lambda: nn.Linear(12, 1), lambda: nn.Linear(1, 12), lambda: nn.Linear(12, 3)]
+    options = {"mem_limit": "2GB", "batch_size": 20, "quiet": True}
+    plan = Trainer(blocks, objective="mse", partitions="0,2", **options).plan(rows(), rows(20))
+    with pytest.raises(OptionError, match=r"--plan: .* rows of shape \(1,\), and objective prototype"):
+        Trainer(blocks, output_dir=tmp_path / "run", **options).fit(rows(), rows(20), reuse=plan)

@@ -79,11 +79,10 @@ def candidates(task: str, way: str) -> Iterator[tuple[str, ...]]:
 
 
 def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
-    kept = found.setdefault(job.task, {})
-    if job.name not in kept:
-        kept[job.name] = apart.printed("benchmarks.objectives.run", job.command(data), name=f"{job.task}: {job.name}")
-        record.save(NAME, found)
-        print(f"{job.task}: {job.name}: validation {kept[job.name]['validation']['accuracy']:.2f} %", flush=True)
+    if job.name not in found.get(job.task, {}):
+        told = apart.printed("benchmarks.objectives.run", job.command(data), name=f"{job.task}: {job.name}")
+        record.note(NAME, found, job.task, {job.name: told})
+        print(f"{job.task}: {job.name}: validation {told['validation']['accuracy']:.2f} %", flush=True)
 
 
 def tuning_jobs(task: str, way: str) -> list[Job]:
