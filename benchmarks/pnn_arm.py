@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         options |= {
             "method": "sil", "partitions": list(STARTS[arguments.partitions]), "objective": arguments.objective,
             "epochs": [*[arguments.left_epochs] * inner, arguments.right_epochs],
-            "lr": [*[arguments.left_lr] * inner, 0.01], "recovery_epochs": arguments.recovery,
+            "lr": [*[arguments.left_lr] * inner, arguments.right_lr], "recovery_epochs": arguments.recovery,
             "sil_inputs": arguments.inputs,
         }  # fmt: skip
         options |= {"kappa": arguments.kappa} if arguments.objective == "mse" else {}
@@ -131,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--recovery", type=int, default=0)
     parser.add_argument("--kappa", type=float, default=10.0)
     parser.add_argument("--left-lr", type=float, default=0.01)
+    parser.add_argument("--right-lr", type=float, default=0.01)
     parser.add_argument("--objective", default="mse")
     parser.add_argument("--test-every", type=int)
     return parser
