@@ -108,7 +108,7 @@ def test_what_is_chosen_is_best_on_the_validation_rows_and_the_table_shows_three
 
 def test_every_job_is_one_that_the_program_takes():
     for task in study.PARTITIONS:
-        for way in (study.FULL, *IDEAS):
+        for way in (study.FULL, *IDEAS, *study.BESIDE):
             for words in study.candidates(task, way):
                 job = study.Job(task, study._tuned_at(task, way), way, words, 0)
                 parsed = run.parser().parse_args([str(word) for word in job.command("DIR")])

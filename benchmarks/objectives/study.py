@@ -33,7 +33,13 @@ EPOCHS = {"paper": 40, "residual": 8, "resnet": 6, "gpt": 3}
 UNEVEN = {"paper": {2: "20,80", 4: "20,20,20,80"}}
 PARTITIONS = {"paper": (2, 4), "residual": (2, 4, 8), "resnet": (2, 4), "gpt": (2, 4)}
 RATES = {"paper": ("0.01", "0.03"), "residual": ("1e-3", "2e-3"), "resnet": ("2e-3", "5e-3"), "gpt": ("1e-3", "2e-3")}
-FULL = "full training"
+FULL, LESS, RECOVERY = "full training", "full training, fewer epochs", "prototype, then recovery"
+FEWER = {"paper": "30", "residual": "7", "resnet": "5", "gpt": "2"}
+"""Epochs of LESS: about the multiply-accumulates of RECOVERY."""
+RECOVERED = {"paper": ("5", "20"), "residual": ("1", "6"), "resnet": ("1", "4"), "gpt": ("1", "1")}
+"""Epochs of RECOVERY: of each partition, and of the whole network behind."""
+BESIDE = (LESS, RECOVERY)
+"""Trained with every choice of ideas; full training as well."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,13 @@ class Job:
 
     def command(self, data: Path) -> list[str]:
         epochs = UNEVEN.get(self.task, {}).get(self.partitions, str(EPOCHS[self.task]))
-        way = ["--way", "full"] if self.way == FULL else ["--idea", self.way, "--partitions", str(self.partitions)]
+        if self.way in (FULL, LESS):
+            way, epochs = ["--way", "full"], str(EPOCHS[self.task]) if self.way == FULL else FEWER[self.task]
+        elif self.way == RECOVERY:
+            epochs, recovery = RECOVERED[self.task]
+            way = ["--idea", "prototype", "--partitions", str(self.partitions), "--recovery", recovery]
+        else:
+            way = ["--idea", self.way, "--partitions", str(self.partitions)]
         return [
             self.task, *BASE[self.task], *way, "--epochs", epochs, "--full-epochs", str(EPOCHS[self.task]), *self.words,
             "--seed", str(self.seed), "--data-dir", str(data),
@@ -62,7 +74,10 @@ class Job:
 def candidates(task: str, way: str) -> Iterator[tuple[str, ...]]:
     """What is tried for a way: two learning rates, and two strengths of what it has beside."""
     rates = [("--lr", rate) for rate in RATES[task]]
-    if way == FULL:
+    if way == RECOVERY:
+        yield from ((*rate, "--recovery-lr", other) for rate in rates for other in RATES[task])
+        return
+    if way in (FULL, LESS):
         yield from rates
         yield from ((*rate, "--mixup", "0.4") for rate in rates if task in ("residual", "resnet"))
         yield from ((*rate, "--weight-decay", "0.2") for rate in rates if task != "paper")
@@ -100,7 +115,7 @@ def best_words(task: str, way: str, found: dict[str, Any]) -> tuple[str, ...] | 
 
 
 def _tuned_at(task: str, way: str) -> int:
-    return 1 if way == FULL else 2 if task == "paper" else 4
+    return 1 if way in (FULL, LESS) else 2 if task == "paper" else 4
 
 
 def study(tasks: list[str], ways: list[str], data: Path, processes: int) -> None:
@@ -113,7 +128,7 @@ def study(tasks: list[str], ways: list[str], data: Path, processes: int) -> None
             for way in ways:
                 words = best_words(task, way, found)
                 assert words is not None
-                counts = (1,) if way == FULL else PARTITIONS[task]
+                counts = (1,) if way in (FULL, LESS) else PARTITIONS[task]
                 final += [Job(task, count, way, words, seed) for count in counts for seed in SEEDS]
             list(pool.map(lambda job: carry_out(job, data, found), final))
 
@@ -127,16 +142,16 @@ def markdown(found: dict[str, Any]) -> str:
         counts = PARTITIONS[task]
         lines += ["", f"### {task}", "", f"| objective | {' | '.join(f'P = {count}' for count in counts)} | MACs | chosen |"]
         lines.append(f"|---|{'---|' * len(counts)}---|---|")
-        for way in (FULL, *IDEAS):
+        for way in (FULL, *IDEAS, *BESIDE):
             words = best_words(task, way, found)
             if words is None:
                 continue
             cells, macs = [], []
-            for count in (1,) if way == FULL else counts:
+            for count in (1,) if way in (FULL, LESS) else counts:
                 runs = [kept[name] for seed in SEEDS if (name := Job(task, count, way, words, seed).name) in kept]
                 cells.append(_cell(task, runs))
                 macs += [f"{run['macs']:.2f}" for run in runs[:1]]
-            cells = cells * len(counts) if way == FULL else cells
+            cells = cells * len(counts) if way in (FULL, LESS) else cells
             lines.append(f"| {way} | {' | '.join(cells)} | {', '.join(macs)} | {' '.join(words)} |")
     return "\n".join(lines)
 
@@ -162,8 +177,9 @@ def main() -> None:
         return
     if options.data_dir is None:
         parser.error("give --data-dir")
-    ways = [FULL, *options.ideas.split(",")]
-    if unknown := set(ways[1:]) - set(IDEAS):
+    ideas = options.ideas.split(",")
+    ways = [FULL, *ideas, *BESIDE]
+    if unknown := set(ideas) - set(IDEAS):
         parser.error(f"unknown ideas {', '.join(sorted(unknown))}; expected some of: {', '.join(IDEAS)}")
     study(options.tasks.split(","), ways, options.data_dir, options.processes)
 
