@@ -1,4 +1,6 @@
-"""One run of benchmarks/pnn_paper.py in a process of its own, through the public Trainer: prints one JSON line."""
+"""One run of benchmarks/pnn_paper.py in a process of its own, through the public Trainer: prints one JSON line.
+
+baseline: full training; pnn: in partitions; weights: figure 1's small network, again and again."""
 
 import argparse
 import functools
@@ -9,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.ingest import as_split
 from seqpart.passes import PhaseDone
 from seqpart.report import Reporter
 from seqpart.schedule import PhaseKind
@@ -91,7 +95,33 @@ class Curve(Reporter):
             self.points.append((self.macs, event.accuracy))
 
 
+def trained_weights(folder: Path, seeds: range) -> dict[str, Any]:
+    """Figure 1: (least, greatest) weight of the middle layer of 784-100-50-10 after 15 epochs of MNIST, for each seed.
+
+    A plain loop: the figure is about initial weights, and not about partitions.
+    """
+    train = as_split(datasets.load("mnist", data_dir=folder)[0], "training")
+    x, y = torch.cat([rows.flatten(1) for rows in train.open()]).to(torch.float32), train.labels
+    extremes, right = [], 0
+    for seed in seeds:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(15):
+            for rows in torch.randperm(len(x)).split(256):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+        with torch.no_grad():
+            right += int((model(x).argmax(1) == y).sum())
+        weights = model[2].weight.detach()
+        extremes.append((float(weights.min()), float(weights.max())))
+    return {"extremes": extremes, "accuracy": right / len(x) / len(seeds)}
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.kind == "weights":
+        return trained_weights(arguments.data_dir, range(arguments.seed, arguments.seed + arguments.times))
     train, test = rows(arguments.data_dir)
     options: dict[str, Any] = {
         "mem_limit": "2GB", "batch_size": BATCH, "optimizer": "sgd", "momentum": 0.9, "seed": arguments.seed, "shuffle": "no",
@@ -119,10 +149,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["baseline", "pnn"])
+    parser.add_argument("kind", choices=["baseline", "pnn", "weights"])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--times", type=int, default=10, help="of weights: so many seeds from --seed on")
     parser.add_argument("--partitions", type=int, choices=sorted(STARTS)[1:], default=2)
     parser.add_argument("--inputs", choices=["cached", "synthetic"], default="cached", help="synthetic: figure 5")
     parser.add_argument("--epochs", type=int, default=40)

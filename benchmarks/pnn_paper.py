@@ -65,7 +65,15 @@ def wanted(quick: bool) -> dict[str, Runs]:
         for objective in ("mse", "prototype") for inputs in ("cached", "synthetic") for count in (2, 3, 4)
         for seed in range(few)
     }  # fmt: skip
-    return {"curves": curves, "left epochs": left, "kappa": kappas, "kappa and rate": alike, "partitions": more}
+    weights = {f"from seed {seed}": ["weights", "--seed", str(seed)] for seed in range(0, 10 if quick else 300, 10)}
+    return {
+        "weights": weights,
+        "curves": curves,
+        "left epochs": left,
+        "kappa": kappas,
+        "kappa and rate": alike,
+        "partitions": more,
+    }
 
 
 def carried_out(
@@ -79,7 +87,8 @@ def carried_out(
 
     def one(group: list[tuple[str, str, list[str]]]) -> None:
         words = max((words for _, _, words in group), key=lambda words: "--test-every" in words)
-        places = ["--data-dir", str(options.data_dir), "--folder", tempfile.gettempdir()]
+        data = options.mnist_dir if words[0] == "weights" else options.data_dir
+        places = ["--data-dir", str(data), "--folder", tempfile.gettempdir()]
         told = apart.printed("benchmarks.pnn_arm", [*words, *places], name=group[0][1])
         for figure, name, _ in group:
             record.note(options.name, found, figure, {name: told})
@@ -128,19 +137,17 @@ def main() -> None:
     found = {} if options.again else record.load(options.name)
     runs = [
         (figure, name, words) for figure, named in wanted(options.quick).items() for name, words in named.items()
-        if name not in found.get(figure, {})
+        if name not in found.get(figure, {}) and (figure != "weights" or options.mnist_dir is not None)
     ]  # fmt: skip
     carried_out(runs, found, options)
-    if options.mnist_dir is not None and ("weights" not in found or options.again):
-        found["weights"] = pnn_figures.trained_weights(options.mnist_dir, 4 if options.quick else 300)
     found["summary"] = summary(found)
     path = record.save(options.name, found)
     pictures = pnn_figures.draw(found, options.figures)
     told = found["summary"]
     for name in ("baseline", "pnn", "recovered"):
         print(f"{name}: {told[f'{name} mean']:.2f} % +- {told[f'{name} deviation']:.2f} ({len(told[name])} seeds)")
-    for other, r_squared in told["r_squared"].items():
-        print(f"kappa 10, lr 0.01 against {other}: R^2 {r_squared:.4f}")
+    for other, (whole, right) in told["r_squared"].items():
+        print(f"kappa 10, lr 0.01 against {other}: R^2 {whole:.3f}, over the right partition's epochs {right:.3f}")
     print(f"{path}; {', '.join(map(str, pictures))}")
 
 

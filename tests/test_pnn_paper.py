@@ -88,7 +88,7 @@ def record():
             f"{objective} {inputs} partitions {count} seed 0": {"accuracy": 0.1 * count}
             for objective in ("mse", "prototype") for inputs in ("cached", "synthetic") for count in (2, 3)
         },
-        "weights": [(-0.2, 0.3), (-0.25, 0.35)],
+        "weights": {"from seed 0": {"extremes": [(-0.2, 0.3), (-0.25, 0.35)]}},
     }  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def test_means_are_over_seeds_and_the_partitioned_accuracy_is_that_before_recove
     assert told["pnn"] == pytest.approx([60, 70]) and told["pnn deviation"] == pytest.approx(5)
     assert told["recovered mean"] == pytest.approx(80)
     # Residual 0.1 in one of three points; 0.2, 0.4 and 0.6 vary by 0.08 in all.
-    assert list(told["r_squared"].values()) == pytest.approx([1 - 0.01 / 0.08, 1])
+    assert [right for _, right in told["r_squared"].values()] == pytest.approx([1 - 0.01 / 0.08, 1])
+    # From 0 to 1000 MACs nothing is known but chance, where both are alike: that explains some more.
+    assert 1 - 0.01 / 0.08 < told["r_squared"]["kappa 1, lr 0.1"][0] < 1
 
 
 def test_the_tables_have_the_papers_numbers_beside_ours():
@@ -107,7 +109,7 @@ def test_the_tables_have_the_papers_numbers_beside_ours():
     assert "| full training, 40 epochs | 76.2 % | 71.00 % ± 1.00 (2 seeds) |" in lines
     assert "| kappa | 0.5 | 10 |" in lines and "| N_L at kappa 2 | 1 | 2 |" in lines
     assert "| prototype, synthetic inputs | 20.0 | 30.0 |" in lines
-    assert "| kappa 1, lr 0.1 left alone | 1.0000 |" in lines
+    assert "| kappa 1, lr 0.1 left alone | 1.000 | 1.000 |" in lines
 
 
 def test_every_figure_of_the_paper_is_drawn(tmp_path):
