@@ -169,7 +169,10 @@ class Preparation(Inputs):
 
     def _idle_options(self, count: int) -> list[str]:
         given = [f"--{name.replace('_', '-')}" for name in OF_SIL if getattr(self.settings, name) is not None]
-        return [f"without effect on one partition, which has the true loss: {', '.join(given)}"] if given and count == 1 else []
+        if given and count == 1:
+            return [f"without effect on one partition, which has the true loss: {', '.join(given)}"]
+        spare = len(self.settings.prototype_scales) - max(1, count - 1)
+        return [f"--prototype-scale: the last {spare} without effect on {count - 1} inner partition(s)"] if spare > 0 else []
 
     def _recovery_reasons(self, recovery: Foretold) -> list[str]:
         candidate, settings = recovery.candidate, self.settings

@@ -83,8 +83,9 @@ class Settings:
     paper: mean squared error to kappa * U(0,1)). Default: prototype."""
     kappa: float | None = None
     """Size of the paper's synthetic labels, for objective mse. Default: 10."""
-    prototype_scale: float | None = None
-    """Size of the logits, for objective prototype. Default: 16."""
+    prototype_scale: str | None = None
+    """Size of the logits, for objective prototype: one number, or several for the partitions in turn, the last of them for
+    all that follow (16,4). Default: 16."""
     sil_inputs: str | None = None
     """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
     that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
@@ -133,7 +134,7 @@ class Settings:
             "" if self.dtype in AUTOCAST else f"--dtype: expected {' or '.join(AUTOCAST)}; found {self.dtype!r}",
             "" if self.shuffle in ("auto", "yes", "no") else f"--shuffle: expected yes, no or auto; found {self.shuffle!r}",
             _positive("--kappa", self.kappa),
-            _positive("--prototype-scale", self.prototype_scale),
+            *(_positive("--prototype-scale", scale) for scale in self.prototype_scales),
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
             _positive("--test-every", self.test_every),
@@ -165,6 +166,15 @@ class Settings:
     @property
     def objective_name(self) -> str:
         return self.objective or "prototype"
+
+    @property
+    def prototype_scales(self) -> list[float]:
+        """Of the first partitions in turn; the last one holds for all that follow."""
+        return listed("--prototype-scale", self.prototype_scale or "16", float)
+
+    def prototype_scale_of(self, partition: int) -> float:
+        scales = self.prototype_scales
+        return scales[min(partition, len(scales) - 1)]
 
     @property
     def cache_type(self) -> torch.dtype:

@@ -259,3 +259,20 @@ def test_a_plan_cuts_where_positions_are(tmp_path):
     assert without_positions(tmp_path, partitions=3).plan.starts == (0, 1, 2)
     with pytest.raises(OptionError, match="3 blocks at which a partition can begin; it cannot be cut into 4"):
         without_positions(tmp_path / "four", partitions=4)
+
+
+def test_partitions_have_prototype_scales_of_their_own(tmp_path):
+    """Those of the plan's losses are what was asked for, in turn; what no inner partition uses is said."""
+    rows = torch.randn(60, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    blocks = [lambda: nn.Linear(8, 12), lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 3)]
+    options = {"mem_limit": "2GB", "method": "sil", "quiet": True, "batch_size": 20}
+
+    def losses(first, second, **more):
+        made = Trainer(blocks, partitions=4, prototype_scale=[first, second], **options, **more).prepare(rows, rows).planned()
+        output = torch.randn(20, 12, generator=torch.Generator().manual_seed(1))
+        return [float(made.loss(p)(output, rows[1][:20])) for p in range(3)]
+
+    other, same = losses(16, 4), losses(4, 4)
+    assert other[0] != same[0] and other[1:] == same[1:]
+    plan = Trainer(blocks, partitions=2, prototype_scale="16,4,2", **options).plan(rows, rows)
+    assert "--prototype-scale: the last 2 without effect on 1 inner partition(s)" in plan.reasons

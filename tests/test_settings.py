@@ -87,6 +87,8 @@ def test_python_values_of_another_type_are_refused(name, value, words):
         ({"sil_inputs": "synthetic", "method": "full"}, "--sil-inputs goes with --method sil only"),
         ({"kappa": 3.0}, "--kappa goes with --objective mse; found --objective prototype"),
         ({"objective": "mse", "prototype_scale": 3.0}, "--prototype-scale goes with --objective prototype"),
+        ({"prototype_scale": [16, 0]}, "--prototype-scale: expected a number above zero; found 0.0"),
+        ({"prototype_scale": "large"}, "--prototype-scale: expected a number, or numbers with commas; found 'large'"),
         ({"method": "full", "objective": "mse"}, "--objective goes with --method sil only; found --method full"),
         ({"method": "full", "kappa": 3.0}, "--kappa goes with --method sil only"),
         ({"method": "full", "cache_dtype": "bf16"}, "--cache-dtype goes with --method sil only"),
@@ -100,6 +102,14 @@ def test_python_values_of_another_type_are_refused(name, value, words):
 def test_settings_that_cannot_be_honoured_are_refused(options, words):
     with pytest.raises(OptionError, match=words):
         Settings.of(mem_limit="2GB", **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "scales"), [(None, [16, 16, 16]), (8, [8, 8, 8]), ("16,4", [16, 4, 4]), ([9, 3, 1], [9, 3, 1])]
+)
+def test_the_last_prototype_scale_holds_for_all_that_follow(given, scales):
+    settings = Settings.of(mem_limit="2GB", method="sil", prototype_scale=given)
+    assert [settings.prototype_scale_of(partition) for partition in range(3)] == scales
 
 
 def test_all_contradictions_are_reported_at_once():
