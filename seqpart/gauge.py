@@ -4,9 +4,7 @@ On CPU the figure is RssAnon + RssShmem of the process tree: memory that only th
 add file pages, which the kernel drops at will. On CUDA it is NVML's figure for this process, context included.
 """
 
-import ctypes
 import os
-import platform
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,16 +59,22 @@ def _children(pid: int) -> Iterator[int]:
         return
 
 
-_KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
-_KCMP_VM = 1
-
-
 def _same_memory(parent: int, child: int) -> bool:
     """Whether the child still runs in its parent's address space, as between vfork and exec: nothing of it is its own.
 
-    Where the kernel does not tell, it is counted.
+    Then all that /proc says of the one's memory it says of the other's. A forked copy differs: it begins without file pages.
     """
-    return _KCMP is not None and ctypes.CDLL(None).syscall(_KCMP, parent, child, _KCMP_VM, 0, 0) == 0
+    one, other = _address_space(parent), _address_space(child)
+    return one == other and bool(one)
+
+
+def _address_space(pid: int) -> list[bytes]:
+    """Its size, what of it is in memory, that one's limit, where code begins and ends, and where the stack begins."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[20:26]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 class Gauge:
