@@ -72,15 +72,15 @@ class Job:
 
 
 def candidates(task: str, way: str) -> Iterator[tuple[str, ...]]:
-    """What is tried for a way: two learning rates, and two strengths of what it has beside."""
+    """What is tried for a way: two learning rates, two weight decays, and two strengths of what it has beside."""
     rates = [("--lr", rate) for rate in RATES[task]]
+    decay = [("--weight-decay", "0.2")] if task != "paper" else []
     if way == RECOVERY:
-        yield from ((*rate, "--recovery-lr", other) for rate in rates for other in RATES[task])
+        yield from ((*rate, "--recovery-lr", other, *more) for rate in rates for other in RATES[task] for more in ((), *decay))
         return
     if way in (FULL, LESS):
-        yield from rates
+        yield from ((*rate, *more) for rate in rates for more in ((), *decay))
         yield from ((*rate, "--mixup", "0.4") for rate in rates if task in ("residual", "resnet"))
-        yield from ((*rate, "--weight-decay", "0.2") for rate in rates if task != "paper")
         return
     idea = IDEAS[way]
     others: list[dict[str, float]] = [{}]
@@ -90,7 +90,8 @@ def candidates(task: str, way: str) -> Iterator[tuple[str, ...]]:
         others = [{"scale": 10.0}, {"scale": 2.0}]
     for rate in rates:
         for change in others:
-            yield (*rate, *(("--change", json.dumps(change)) if change else ()))
+            words = (*rate, *(("--change", json.dumps(change)) if change else ()))
+            yield from ((*words, *more) for more in ((), *decay))
 
 
 def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ def main() -> None:
     if options.data_dir is None:
         parser.error("give --data-dir")
     ideas = options.ideas.split(",")
-    ways = [FULL, *ideas, *BESIDE]
+    ways = [FULL, *BESIDE, *ideas]
     if unknown := set(ideas) - set(IDEAS):
         parser.error(f"unknown ideas {', '.join(sorted(unknown))}; expected some of: {', '.join(IDEAS)}")
     study(options.tasks.split(","), ways, options.data_dir, options.processes)
