@@ -170,7 +170,7 @@ class Settings:
     @property
     def prototype_scales(self) -> list[float]:
         """Of the first partitions in turn; the last one holds for all that follow."""
-        return listed("--prototype-scale", self.prototype_scale or "16", float)
+        return listed("--prototype-scale", "16" if self.prototype_scale is None else self.prototype_scale, float)
 
     def prototype_scale_of(self, partition: int) -> float:
         scales = self.prototype_scales
