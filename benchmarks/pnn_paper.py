@@ -26,7 +26,7 @@ SEEDS, FEW = 10, 3
 LEFT_EPOCHS = (1, 2, 3, 5, 10, 20)
 KAPPAS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 ALIKE = {
-    "kappa 10, lr 0.01": ["--kappa", "10"],
+    pnn_figures.REFERENCE: ["--kappa", "10"],
     "kappa 1, lr 0.1": ["--kappa", "1", "--left-lr", "0.1", "--right-lr", "0.1"],
     "kappa 1, lr 0.1 left alone": ["--kappa", "1", "--left-lr", "0.1"],
 }
@@ -147,7 +147,7 @@ def main() -> None:
     for name in ("baseline", "pnn", "recovered"):
         print(f"{name}: {told[f'{name} mean']:.2f} % +- {told[f'{name} deviation']:.2f} ({len(told[name])} seeds)")
     for other, (whole, right) in told["r_squared"].items():
-        print(f"kappa 10, lr 0.01 against {other}: R^2 {whole:.3f}, over the right partition's epochs {right:.3f}")
+        print(f"{pnn_figures.REFERENCE} against {other}: R^2 {whole:.3f}, over the right partition's epochs {right:.3f}")
     print(f"{path}; {', '.join(map(str, pictures))}")
 
 

@@ -45,16 +45,17 @@ def read_tree(pid: int | None = None) -> Reading:
     pid = pid or os.getpid()
     total = read_process(pid)
     for child in _children(pid):
-        if not _same_memory(pid, child):
-            total += read_tree(child)
+        total += read_tree(child)
     return total
 
 
 def _children(pid: int) -> Iterator[int]:
+    """Those with memory of their own."""
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with open(thread / "children", "rb") as file:
-                yield from map(int, file.read().split())
+                numbers = [int(number) for number in file.read().split()]
+            yield from (child for child in numbers if not _same_memory(pid, child))
     except (FileNotFoundError, ProcessLookupError):
         return
 
@@ -64,8 +65,7 @@ def _same_memory(parent: int, child: int) -> bool:
 
     Then all that /proc says of the one's memory it says of the other's. A forked copy differs: it begins without file pages.
     """
-    one, other = _address_space(parent), _address_space(child)
-    return one == other and bool(one)
+    return _address_space(parent) == _address_space(child)
 
 
 def _address_space(pid: int) -> list[bytes]:
@@ -115,7 +115,7 @@ class _TreeGauge:
         text = os.pread(self._status, 8192, 0)
         used = _field(text, b"RssAnon:") + max(0, _field(text, b"RssShmem:") - self.granted)
         if self._parents or self._looks % self.every == 0:
-            readings = [read_tree(child) for child in _children(self._pid) if not _same_memory(self._pid, child)]
+            readings = [read_tree(child) for child in _children(self._pid)]
             self._parents = bool(readings)
             used += sum(reading.anon + reading.shmem for reading in readings)
         self._looks += 1

@@ -119,6 +119,11 @@ def _tuned_at(task: str, way: str) -> int:
     return 1 if way in (FULL, LESS) else 2 if task == "paper" else 4
 
 
+def _counts(task: str, way: str) -> tuple[int, ...]:
+    """Numbers of partitions that a way is trained with."""
+    return (1,) if way in (FULL, LESS) else PARTITIONS[task]
+
+
 def study(tasks: list[str], ways: list[str], data: Path, processes: int) -> None:
     found = record.load(NAME)
     with ThreadPoolExecutor(processes) as pool:
@@ -129,8 +134,7 @@ def study(tasks: list[str], ways: list[str], data: Path, processes: int) -> None
             for way in ways:
                 words = best_words(task, way, found)
                 assert words is not None
-                counts = (1,) if way in (FULL, LESS) else PARTITIONS[task]
-                final += [Job(task, count, way, words, seed) for count in counts for seed in SEEDS]
+                final += [Job(task, count, way, words, seed) for count in _counts(task, way) for seed in SEEDS]
             list(pool.map(lambda job: carry_out(job, data, found), final))
 
 
@@ -148,11 +152,11 @@ def markdown(found: dict[str, Any]) -> str:
             if words is None:
                 continue
             cells, macs = [], []
-            for count in (1,) if way in (FULL, LESS) else counts:
+            for count in _counts(task, way):
                 runs = [kept[name] for seed in SEEDS if (name := Job(task, count, way, words, seed).name) in kept]
                 cells.append(_cell(task, runs))
                 macs += [f"{run['macs']:.2f}" for run in runs[:1]]
-            cells = cells * len(counts) if way in (FULL, LESS) else cells
+            cells *= len(counts) // len(cells)
             lines.append(f"| {way} | {' | '.join(cells)} | {', '.join(macs)} | {' '.join(words)} |")
     return "\n".join(lines)
 
