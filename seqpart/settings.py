@@ -11,7 +11,7 @@ import torch
 
 from seqpart.errors import OptionError
 from seqpart.methods import methods_named
-from seqpart.methods.objectives import OBJECTIVES
+from seqpart.methods.objectives import OBJECTIVES, WITH_DIRECTIONS
 from seqpart.rateschedule import rate_schedule
 
 T = TypeVar("T", int, float, str)
@@ -79,13 +79,13 @@ class Settings:
     partitions: str = "auto"
     """auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
     objective: str | None = None
-    """What an inner partition learns (sil only): prototype (cross-entropy to fixed random directions) or mse (the
-    paper: mean squared error to kappa * U(0,1)). Default: prototype."""
+    """What an inner partition learns (sil only): prototype (cross-entropy to fixed random directions), orthogonal (the same
+    with directions that are orthogonal) or mse (the paper: mean squared error to kappa * U(0,1)). Default: prototype."""
     kappa: float | None = None
     """Size of the paper's synthetic labels, for objective mse. Default: 10."""
     prototype_scale: str | None = None
-    """Size of the logits, for objective prototype: one number, or several for the partitions in turn, the last of them for
-    all that follow (16,4). Default: 16."""
+    """Size of the logits, for objectives prototype and orthogonal: one number, or several for the partitions in turn, the
+    last of them for all that follow (16,4). Default: 16."""
     sil_inputs: str | None = None
     """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
     that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
@@ -118,8 +118,8 @@ class Settings:
             f"--kappa goes with --objective mse; found --objective {kind}"
             if sil and self.kappa is not None and kind != "mse"
             else "",
-            f"--prototype-scale goes with --objective prototype; found --objective {kind}"
-            if sil and self.prototype_scale is not None and kind != "prototype"
+            f"--prototype-scale goes with --objective {' or '.join(WITH_DIRECTIONS)}; found --objective {kind}"
+            if sil and self.prototype_scale is not None and kind not in WITH_DIRECTIONS
             else "",
             "" if sil or not self.recovery_epochs else f"--recovery-epochs goes with --method sil only; found {self.method}",
             *(

@@ -90,13 +90,13 @@ def test_partitions_are_trained_apart_and_later_ones_on_what_earlier_ones_give()
 
 def test_what_is_chosen_is_best_on_the_validation_rows_and_the_table_shows_three_seeds():
     found = {"residual": {}}
-    for number, words in enumerate(study.candidates("residual", "prototype")):
+    for number, words in enumerate(study.candidates("residual", "prototype", {})):
         job = study.Job("residual", 4, "prototype", words, study.TUNING_SEED)
         found["residual"][job.name] = {
             "validation": {"accuracy": 80 + (number == 2), "loss": 1},
             "test": {"accuracy": 99 - number},
         }
-    chosen = list(study.candidates("residual", "prototype"))[2]
+    chosen = list(study.candidates("residual", "prototype", {}))[2]
     assert study.best_words("residual", "prototype", found) == chosen
     assert study.best_words("residual", "mse", found) is None
     for seed in study.SEEDS:
@@ -106,10 +106,27 @@ def test_what_is_chosen_is_best_on_the_validation_rows_and_the_table_shows_three
     assert "| prototype | - | 81.0 ± 1.0 | - | 1.04 |" in study.markdown(found)
 
 
+def of_first_candidates(task, ways):
+    """What would be known if the first candidate of each of `ways` had been tried."""
+    jobs = [study.tuning_jobs(task, way, {})[0] for way in ways]
+    return {task: {job.name: {"validation": {"accuracy": 80, "loss": 1}} for job in jobs}}
+
+
+def test_a_change_of_prototype_is_tried_as_is_best_for_prototype_and_fewer_epochs_as_full_training():
+    found = of_first_candidates("resnet", (study.FULL, "prototype"))
+    best = study.best_words("resnet", "prototype", found)
+    assert list(study.candidates("resnet", "orthogonal", found)) == [best]
+    assert list(study.candidates("resnet", "mse of LayerNorm", found)) == [best[: best.index("--change")]]
+    assert list(study.candidates("resnet", study.LESS, found)) == [study.best_words("resnet", study.FULL, found)]
+    assert not list(study.candidates("resnet", "orthogonal", {}))
+
+
 def test_every_job_is_one_that_the_program_takes():
     for task in study.PARTITIONS:
-        for way in (study.FULL, *IDEAS, *study.BESIDE):
-            for words in study.candidates(task, way):
-                job = study.Job(task, study._tuned_at(task, way), way, words, 0)
+        found = of_first_candidates(task, (study.FULL, "prototype"))
+        for way in (study.FULL, *IDEAS, study.LESS, study.RECOVERY, *([study.LONGER] if task in study.LONGER_EPOCHS else [])):
+            jobs = study.tuning_jobs(task, way, found)
+            assert jobs
+            for job in jobs:
                 parsed = run.parser().parse_args([str(word) for word in job.command("DIR")])
                 assert isinstance(parsed, argparse.Namespace) and json.loads(parsed.change or "{}") is not None

@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 LAST = 1 << 64
 
 
-def drawn(key=7, classes=6, size=5, *, normal=False, most=1 << 20, finish=id):
-    return SyntheticLabels(key, classes, size, normal=normal, finish=finish, most=most, device=CPU)
+def drawn(key=7, classes=6, size=5, *, normal=False, orthogonal=False, most=1 << 20, finish=id):
+    return SyntheticLabels(key, classes, size, normal=normal, orthogonal=orthogonal, finish=finish, most=most, device=CPU)
 
 
 def split_mix(state):
@@ -70,6 +70,27 @@ def test_uniform_and_normal_numbers_are_spread_as_they_should_be():
     inside = [float((normal.abs() < bound).float().mean()) for bound in (1, 2, 3)]
     assert inside == pytest.approx([0.6827, 0.9545, 0.9973], abs=0.004)
     assert float(torch.corrcoef(normal).fill_diagonal_(0).abs().max()) < 0.09  # 5.7 deviations of chance
+
+
+@pytest.mark.parametrize(("classes", "size"), [(6, 20), (47, 60), (60, 60), (256, 256), (90, 64)])
+def test_orthogonal_directions_are_orthogonal_or_a_tight_frame_and_near_what_was_drawn(classes, size):
+    made, plain = (drawn(classes=classes, size=size, normal=True, orthogonal=way).kept for way in (True, False))
+    least = min(classes, size)
+    product = made @ made.T if classes <= size else made.T @ made
+    torch.testing.assert_close(product, torch.eye(least), atol=1e-5, rtol=0)
+    assert torch.equal(made, drawn(classes=classes, size=size, normal=True, orthogonal=True, most=0).kept)  # whatever the limit
+    assert (F.cosine_similarity(made, plain) > 0).all()
+
+
+def test_directions_too_many_to_be_made_orthogonal_stay_as_they_are_drawn():
+    plain = drawn(classes=20, size=4000, normal=True).kept
+    assert torch.equal(drawn(classes=20, size=4000, normal=True, orthogonal=True).kept, plain)
+    assert drawn(classes=20, size=4000, normal=True, orthogonal=True, most=0).kept is None
+
+
+def test_orthogonal_directions_have_length_one_where_classes_are_more_than_dimensions():
+    directions = loss("orthogonal", (8,), classes=30)._directions.kept
+    torch.testing.assert_close(torch.linalg.vector_norm(directions, dim=1), torch.ones(30))
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------

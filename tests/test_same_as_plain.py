@@ -10,6 +10,7 @@ from seqpart import Trainer
 from seqpart.activations import windows
 from seqpart.device import Device, keyed_seed
 from seqpart.methods.labels import SyntheticLabels
+from seqpart.methods.objectives import OBJECTIVES
 from seqpart.rows import RowLayout
 from seqpart.zoo.models import mlp
 
@@ -91,7 +92,7 @@ def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_pa
     assert_equal(result.weights, modules)
 
 
-@pytest.mark.parametrize("objective", ["mse", "prototype"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("partitions", ["0,3", "0,2,4"])
 def test_sil_equals_the_papers_algorithm_written_plainly(objective, partitions, tmp_path):
     (x, y), (x_test, y_test), seed = data(), data(30, 1), 5
@@ -127,6 +128,9 @@ def plain_objective(objective, seed, p):
         return lambda h, y: (h - sil[y]).square().mean()
     directions = labels(normal=True)
     directions /= directions.norm(dim=1, keepdim=True)
+    if objective == "orthogonal":
+        left, _, right = torch.linalg.svd(directions.double(), full_matrices=False)
+        directions = F.normalize((left @ right).float(), dim=1)
     scale = 16.0 / WIDTH**0.5
 
     def cosine(h, y):

@@ -82,11 +82,11 @@ def test_python_values_of_another_type_are_refused(name, value, words):
     ("options", "words"),
     [
         ({"method": "boosting"}, "--method: expected one of auto, sil, streamed, checkpointed, full; found 'boosting'"),
-        ({"objective": "hinge"}, "--objective: expected one of prototype, mse; found 'hinge'"),
+        ({"objective": "hinge"}, "--objective: expected one of orthogonal, prototype, mse; found 'hinge'"),
         ({"sil_inputs": "none"}, "--sil-inputs: expected cached or synthetic; found 'none'"),
         ({"sil_inputs": "synthetic", "method": "full"}, "--sil-inputs goes with --method sil only"),
         ({"kappa": 3.0}, "--kappa goes with --objective mse; found --objective prototype"),
-        ({"objective": "mse", "prototype_scale": 3.0}, "--prototype-scale goes with --objective prototype"),
+        ({"objective": "mse", "prototype_scale": 3.0}, "--prototype-scale goes with --objective orthogonal or prototype"),
         ({"prototype_scale": [16, 0]}, "--prototype-scale: expected a number above zero; found 0.0"),
         ({"prototype_scale": "large"}, "--prototype-scale: expected a number, or numbers with commas; found 'large'"),
         ({"method": "full", "objective": "mse"}, "--objective goes with --method sil only; found --method full"),

@@ -23,7 +23,8 @@ class Idea:
     normed: str = "layer"
     """What is made of the features first: layer, batch, unit (length), none (divided by sqrt(size) alone)."""
     drawn: str = "normal"
-    """Of what kind the fixed targets are: normal, uniform (times kappa), orthogonal, simplex."""
+    """Of what kind the fixed targets are: normal, uniform (times kappa), orthogonal (a tight frame where classes are more than
+    dimensions), simplex."""
     scale: float = 16.0
     """Of logits: at most so large. For a regression the kappa."""
     scale_per_depth: float = 1.0
@@ -81,7 +82,7 @@ IDEAS = {
     "random head": Idea(head=4),
     "drop": Idea(drop=0.3),
     "noise": Idea(noise=0.3),
-    "mixup": Idea(mixup=0.4),
+    "mixup": Idea(mixup=0.4, first_too=True),
     "grid": Idea(grid=2),
     "overlap": Idea(overlap=1),
     "several": Idea(several=4),
@@ -207,8 +208,8 @@ def _drawn(kind: str, size: int, classes: int, generator: torch.Generator) -> to
     drawn = torch.randn(size, classes, generator=generator)
     if kind == "normal":
         return drawn
-    if classes <= size:
-        drawn = torch.linalg.qr(drawn)[0]
+    left, _, right = torch.linalg.svd(drawn.double(), full_matrices=False)
+    drawn = (left @ right).float()  # the nearest with orthonormal columns, or of more classes than dimensions rows
     if kind == "simplex":
         drawn = drawn - drawn.mean(1, keepdim=True)
     return drawn
@@ -217,6 +218,7 @@ def _drawn(kind: str, size: int, classes: int, generator: torch.Generator) -> to
 def _contrast(h: torch.Tensor, labels: torch.Tensor, temperature: float = 0.1) -> torch.Tensor:
     """Supervised contrastive loss (Khosla et al. 2020, eq. 2) without augmented views."""
     h = F.normalize(h, dim=1)
+    labels = labels.argmax(1) if labels.is_floating_point() else labels  # of mixed rows: what they are most of
     if len(h) > 512:  # positions of tokens: some of them
         chosen = torch.randperm(len(h))[:512]
         h, labels = h[chosen], labels[chosen]

@@ -56,7 +56,9 @@ def train(
             if idea is not None and (idea.first_too or not first):
                 rows_, labels = _changed(idea, rows_, labels, deviation, task, generator)
             optimizer.zero_grad()
-            output = module(rows_)
+            with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+                output = module(rows_)
+            output = output.float()
             value = loss(output, labels, rows_) if isinstance(loss, Objective) else loss(output, labels)
             value.backward()
             optimizer.step()
@@ -200,6 +202,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--constant", action="store_true", help="the learning rate stays as it is")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in it by autocast; weights stay float32")
     parser.add_argument("--in-order", action="store_true")
     parser.add_argument("--recovery", type=int, default=0)
     parser.add_argument("--recovery-lr", type=float, default=1e-3)

@@ -25,20 +25,32 @@ SEEDS, TUNING_SEED = (0, 1, 2), 100
 BASE = {
     "paper": ["--optimizer", "sgd", "--constant", "--in-order"],
     "residual": [],
-    "resnet": ["--weight-decay", "0.05"],
+    "resnet": ["--weight-decay", "0.05", "--bfloat16"],
     "gpt": ["--weight-decay", "0.1"],
 }
-EPOCHS = {"paper": 40, "residual": 8, "resnet": 6, "gpt": 3}
+EPOCHS = {"paper": 40, "residual": 8, "resnet": 5, "gpt": 9}
 """Of full training, and of every partition but in the paper's network, where they are uneven as in the paper."""
 UNEVEN = {"paper": {2: "20,80", 4: "20,20,20,80"}}
 PARTITIONS = {"paper": (2, 4), "residual": (2, 4, 8), "resnet": (2, 4), "gpt": (2, 4)}
-RATES = {"paper": ("0.01", "0.03"), "residual": ("1e-3", "2e-3"), "resnet": ("2e-3", "5e-3"), "gpt": ("1e-3", "2e-3")}
+RATES = {"paper": ("0.01", "0.03", "0.1"), "residual": ("1e-3", "2e-3"), "resnet": ("1e-3", "2e-3"), "gpt": ("1e-3", "2e-3")}
 FULL, LESS, RECOVERY = "full training", "full training, fewer epochs", "prototype, then recovery"
-FEWER = {"paper": "30", "residual": "7", "resnet": "5", "gpt": "2"}
+FEWER = {"paper": "30", "residual": "7", "resnet": "4", "gpt": "6"}
 """Epochs of LESS: about the multiply-accumulates of RECOVERY."""
-RECOVERED = {"paper": ("5", "20"), "residual": ("1", "6"), "resnet": ("1", "4"), "gpt": ("1", "1")}
+RECOVERED = {"paper": ("5", "20"), "residual": ("1", "6"), "resnet": ("1", "3"), "gpt": ("1", "5")}
 """Epochs of RECOVERY: of each partition, and of the whole network behind."""
-BESIDE = (LESS, RECOVERY)
+TUNED: dict[str, list[dict[str, float]]] = {
+    "prototype": [{"scale": 16.0}, {"scale": 4.0, "first_scale": 16.0}],
+    "mse": [{"scale": 10.0}, {"scale": 2.0}],
+    "learned head": [{}],
+}
+"""Ideas with candidates of their own."""
+LONGER = "mixup, longer first partition"
+LONGER_EPOCHS = {
+    "residual": {2: "10,6", 4: "12,2,2,8", 8: "16,2,2,2,2,2,2,8"},
+    "resnet": {2: "6,4", 4: "8,2,2,5"},
+}
+"""Epochs of LONGER, in networks whose rows can be mixed: about the multiply-accumulates of full training, or fewer."""
+BESIDE = (LESS, RECOVERY, LONGER)
 """Trained with every choice of ideas; full training as well."""
 
 
@@ -63,6 +75,9 @@ class Job:
         elif self.way == RECOVERY:
             epochs, recovery = RECOVERED[self.task]
             way = ["--idea", "prototype", "--partitions", str(self.partitions), "--recovery", recovery]
+        elif self.way == LONGER:
+            epochs = LONGER_EPOCHS[self.task][self.partitions]
+            way = ["--idea", "mixup", "--partitions", str(self.partitions)]
         else:
             way = ["--idea", self.way, "--partitions", str(self.partitions)]
         return [
@@ -71,27 +86,27 @@ class Job:
         ]  # fmt: skip
 
 
-def candidates(task: str, way: str) -> Iterator[tuple[str, ...]]:
-    """What is tried for a way: two learning rates, two weight decays, and two strengths of what it has beside."""
+def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """What is tried for a way. TUNED: learning rates, weight decays, and strengths of what each has beside.
+
+    Fewer epochs of full training are trained as full training is, and a change of `prototype` as is best for `prototype`."""
     rates = [("--lr", rate) for rate in RATES[task]]
-    decay = [("--weight-decay", "0.2")] if task != "paper" else []
-    if way == RECOVERY:
+    decay = [("--weight-decay", "0.2")] if task == "residual" else []
+    if way == LESS:
+        yield from [words] if (words := best_words(task, FULL, found)) else []
+    elif way == RECOVERY:
         yield from ((*rate, "--recovery-lr", other, *more) for rate in rates for other in RATES[task] for more in ((), *decay))
-        return
-    if way in (FULL, LESS):
+    elif way == FULL:
         yield from ((*rate, *more) for rate in rates for more in ((), *decay))
         yield from ((*rate, "--mixup", "0.4") for rate in rates if task in ("residual", "resnet"))
-        return
-    idea = IDEAS[way]
-    others: list[dict[str, float]] = [{}]
-    if idea.kind == "directions":
-        others = [{"scale": 16.0}, {"scale": 4.0, "first_scale": 16.0}]
-    elif way == "mse":
-        others = [{"scale": 10.0}, {"scale": 2.0}]
-    for rate in rates:
-        for change in others:
-            words = (*rate, *(("--change", json.dumps(change)) if change else ()))
-            yield from ((*words, *more) for more in ((), *decay))
+    elif way in TUNED:
+        for rate in rates:
+            for change in TUNED[way]:
+                words = (*rate, *(("--change", json.dumps(change)) if change else ()))
+                yield from ((*words, *more) for more in ((), *decay))
+    elif words := best_words(task, "prototype", found):
+        changed = words.index("--change")
+        yield words if way == LONGER or IDEAS[way].kind == "directions" else words[:changed] + words[changed + 2 :]
 
 
 def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
@@ -101,14 +116,14 @@ def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
         print(f"{job.task}: {job.name}: validation {told['validation']['accuracy']:.2f} %", flush=True)
 
 
-def tuning_jobs(task: str, way: str) -> list[Job]:
-    return [Job(task, _tuned_at(task, way), way, words, TUNING_SEED) for words in candidates(task, way)]
+def tuning_jobs(task: str, way: str, found: dict[str, Any]) -> list[Job]:
+    return [Job(task, _tuned_at(task, way), way, words, TUNING_SEED) for words in candidates(task, way, found)]
 
 
 def best_words(task: str, way: str, found: dict[str, Any]) -> tuple[str, ...] | None:
     """The candidate that is best on the validation rows; None where none was tried."""
     kept = found.get(task, {})
-    tried = {job.words: kept[job.name]["validation"] for job in tuning_jobs(task, way) if job.name in kept}
+    tried = {job.words: kept[job.name]["validation"] for job in tuning_jobs(task, way, found) if job.name in kept}
     if not tried:
         return None
     key = (lambda words: tried[words]["loss"]) if task == "gpt" else (lambda words: -tried[words]["accuracy"])
@@ -124,18 +139,24 @@ def _counts(task: str, way: str) -> tuple[int, ...]:
     return (1,) if way in (FULL, LESS) else PARTITIONS[task]
 
 
-def study(tasks: list[str], ways: list[str], data: Path, processes: int) -> None:
+def study(tasks: list[str], ways: list[str], data: Path, processes: int, *, finals: bool) -> None:
     found = record.load(NAME)
+    known = [way for way in ways if way in (FULL, RECOVERY, *TUNED)]
     with ThreadPoolExecutor(processes) as pool:
         for task in tasks:
-            tuning = [job for way in ways for job in tuning_jobs(task, way)]
-            list(pool.map(lambda job: carry_out(job, data, found), tuning))
-            final = []
-            for way in ways:
-                words = best_words(task, way, found)
-                assert words is not None
-                final += [Job(task, count, way, words, seed) for count in _counts(task, way) for seed in SEEDS]
-            list(pool.map(lambda job: carry_out(job, data, found), final))
+            others = [way for way in ways if way not in known and (way != LONGER or task in LONGER_EPOCHS)]
+            for some in (known, others):
+                jobs = [job for way in some for job in tuning_jobs(task, way, found)]
+                list(pool.map(lambda job: carry_out(job, data, found), jobs))
+            if finals:
+                jobs = [job for way in (*known, *others) for job in final_jobs(task, way, found)]
+                list(pool.map(lambda job: carry_out(job, data, found), jobs))
+
+
+def final_jobs(task: str, way: str, found: dict[str, Any]) -> Iterator[Job]:
+    words = best_words(task, way, found)
+    assert words is not None
+    yield from (Job(task, count, way, words, seed) for count in _counts(task, way) for seed in SEEDS)
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -175,6 +196,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(PARTITIONS))
     parser.add_argument("--ideas", default=",".join(IDEAS))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tune-only", action="store_true", help="no seeds 0, 1 and 2 yet")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -186,7 +208,7 @@ def main() -> None:
     ways = [FULL, *BESIDE, *ideas]
     if unknown := set(ideas) - set(IDEAS):
         parser.error(f"unknown ideas {', '.join(sorted(unknown))}; expected some of: {', '.join(IDEAS)}")
-    study(options.tasks.split(","), ways, options.data_dir, options.processes)
+    study(options.tasks.split(","), ways, options.data_dir, options.processes, finals=not options.tune_only)
 
 
 if __name__ == "__main__":

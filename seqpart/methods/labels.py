@@ -12,6 +12,9 @@ import torch
 
 _AT_ONCE = 1 << 18
 """Elements that are drawn in one go: temporaries of 8 bytes each are made of every one."""
+_ORTHOGONAL = 1 << 16
+"""Elements that are made orthogonal. In rows of more than 256 numbers random directions are nearly that: their cosines are
+1 / sqrt(size), and what orthogonal ones gain in 60 dimensions was gone at 256 (docs/objectives.md)."""
 _STEP, _FIRST, _SECOND = (factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """SplitMix64's constants, as the int64 that torch has."""
 
@@ -19,17 +22,22 @@ _STEP, _FIRST, _SECOND = (factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 
 class SyntheticLabels:
     """`classes` rows of `size` numbers from U(0, 1), or with `normal` N(0, 1); `finish` changes rows (n, size) in place.
 
+    orthogonal: up to 65,536 numbers are made orthogonal all together, and always kept; larger labels stay as they are drawn.
     kept: all of them, (classes, size), where that is at most `most` bytes; else None.
     """
 
     def __init__(
-        self, key: int, classes: int, size: int, *, normal: bool, finish: Callable[[torch.Tensor], object], most: int,
-        device: torch.device,
+        self, key: int, classes: int, size: int, *, normal: bool, orthogonal: bool = False,
+        finish: Callable[[torch.Tensor], object], most: int, device: torch.device,
     ) -> None:  # fmt: skip
         self._key, self._size, self._normal, self._finish = key, size, normal, finish
         self._classes = torch.arange(classes, device=device)
         self._rows_at_once = max(1, most // (4 * size))
-        self.kept = self._drawn(self._classes) if classes <= self._rows_at_once else None
+        orthogonal = orthogonal and classes * size <= _ORTHOGONAL
+        self.kept = self._drawn(self._classes) if orthogonal or classes <= self._rows_at_once else None
+        if self.kept is not None and orthogonal:
+            self.kept = _orthogonal(self.kept)
+            finish(self.kept)
         self.nbytes = 0 if self.kept is None else self.kept.nbytes
 
     def of(self, classes: torch.Tensor) -> torch.Tensor:
@@ -58,6 +66,15 @@ class SyntheticLabels:
         into.copy_(_shifted(bits, 41)).add_(0.5).mul_(2.0**-23)  # 23 bits and a half: exact in float32, never 0 or 1
         if self._normal:
             into.mul_(2).sub_(1).erfinv_().mul_(2**0.5)
+
+
+def _orthogonal(rows: torch.Tensor) -> torch.Tensor:
+    """The nearest matrix with orthonormal rows, or where those are more than dimensions, orthonormal columns (a tight frame).
+
+    On the CPU, whose bits are the same under every limit and beside every GPU, and whose library is there already."""
+    left, _, right = torch.linalg.svd(rows.cpu().double(), full_matrices=False)
+    nearest: torch.Tensor = left @ right
+    return nearest.to(rows)
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
