@@ -72,14 +72,6 @@ class Layout:
             spec.name: flat[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape) for spec in self.specs
         }
 
-    def renamed(self, prefix: str) -> "Layout":
-        return Layout(
-            tuple(
-                TensorSpec(name=prefix + spec.name, shape=spec.shape, dtype=spec.dtype, offset=spec.offset)
-                for spec in self.specs
-            )
-        )
-
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)

@@ -87,11 +87,6 @@ def test_the_safetensors_library_reads_the_same_tensors():
     assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors)
 
 
-def test_a_prefix_renames_and_moves_nothing():
-    layout = Layout.of([TensorSpec(name="weight", shape=(2,), dtype=torch.float32)])
-    assert layout.renamed("3.").specs == (TensorSpec(name="3.weight", shape=(2,), dtype=torch.float32),)
-
-
 def test_a_type_without_a_home_is_refused_by_name():
     with pytest.raises(ModelError, match=r"tensor 'phase' has type torch\.complex64"):
         Layout.of([spec_of("phase", torch.zeros(2, dtype=torch.complex64))])
