@@ -54,6 +54,8 @@ class Idea:
     """Share of the features that the loss does not see, drawn anew every time."""
     grid: int = 1
     """A convolution is averaged over so many by so many fields of its space, and not over all of it."""
+    convolved: int = 0
+    """A convolution goes through a fixed random one first, 3 x 3, stride 2, with so many times its channels, and ReLU."""
     overlap: int = 0
     """So many blocks of the next partition are trained along as a head, and trained on in their own."""
     several: int = 1
@@ -84,6 +86,7 @@ IDEAS = {
     "noise": Idea(noise=0.3),
     "mixup": Idea(mixup=0.4, first_too=True),
     "grid": Idea(grid=2),
+    "random convolution": Idea(convolved=4),
     "overlap": Idea(overlap=1),
     "several": Idea(several=4),
     "contrast": Idea(kind="contrast"),
@@ -101,9 +104,13 @@ class Objective(nn.Module):
         super().__init__()
         self.idea, self.tokens = idea, tokens
         self.pools = len(shape) == 3 and not idea.whole
-        size = shape[0] * idea.grid**2 if self.pools else shape[-1] if tokens else torch.Size(shape).numel()
+        channels = shape[0] * max(1, idea.convolved)
+        size = channels * idea.grid**2 if self.pools else shape[-1] if tokens else torch.Size(shape).numel()
         self.size, self.groups = size, idea.groups
         generator = torch.Generator().manual_seed(keyed_seed(seed, "sil", 0 if idea.shared else partition))
+        self.convolution = None
+        if self.pools and idea.convolved:
+            self.convolution = torch.randn(channels, shape[0], 3, 3, generator=generator) * (2 / (9 * shape[0])) ** 0.5
         width = size // idea.groups
         self.head = None
         if idea.head:
@@ -122,6 +129,8 @@ class Objective(nn.Module):
             self.kept = torch.randn(inputs, size, generator=generator) / inputs**0.5
 
     def features(self, output: torch.Tensor) -> torch.Tensor:
+        if self.convolution is not None:
+            output = F.relu(F.conv2d(output, self.convolution, stride=2, padding=1))
         if self.pools:
             return F.adaptive_avg_pool2d(output, self.idea.grid).flatten(1)
         return output.flatten(0, 1) if self.tokens else output.flatten(1)
