@@ -200,7 +200,7 @@ class Inputs:
                 label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
                 most=self.label_bytes, device=device, final_loss=self._final_loss, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
-                prototype_scale=settings.prototype_scale_of(partition),
+                prototype_scale=settings.prototype_scale_of(partition, self.classes),
             )
         )  # fmt: skip
 

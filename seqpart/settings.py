@@ -11,7 +11,7 @@ import torch
 
 from seqpart.errors import OptionError
 from seqpart.methods import methods_named
-from seqpart.methods.objectives import OBJECTIVES, WITH_DIRECTIONS
+from seqpart.methods.objectives import OBJECTIVES, WITH_DIRECTIONS, default_scales
 from seqpart.rateschedule import rate_schedule
 
 T = TypeVar("T", int, float, str)
@@ -85,7 +85,7 @@ class Settings:
     """Size of the paper's synthetic labels, for objective mse. Default: 10."""
     prototype_scale: str | None = None
     """Size of the logits, for objectives prototype and orthogonal: one number, or several for the partitions in turn, the
-    last of them for all that follow (16,4). Default: 16."""
+    last of them for all that follow. Default: 16 for the first and 4 for later ones (ln(classes) where that is more)."""
     sil_inputs: str | None = None
     """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
     that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
@@ -169,11 +169,11 @@ class Settings:
 
     @property
     def prototype_scales(self) -> list[float]:
-        """Of the first partitions in turn; the last one holds for all that follow."""
-        return listed("--prototype-scale", "16" if self.prototype_scale is None else self.prototype_scale, float)
+        """Those given: of the first partitions in turn, the last one for all that follow. Empty: the default."""
+        return [] if self.prototype_scale is None else listed("--prototype-scale", self.prototype_scale, float)
 
-    def prototype_scale_of(self, partition: int) -> float:
-        scales = self.prototype_scales
+    def prototype_scale_of(self, partition: int, classes: int) -> float:
+        scales = self.prototype_scales or default_scales(classes)
         return scales[min(partition, len(scales) - 1)]
 
     @property

@@ -103,7 +103,10 @@ def test_what_is_chosen_is_best_on_the_validation_rows_and_the_table_shows_three
         found["residual"][study.Job("residual", 4, "prototype", chosen, seed).name] = {
             "test": {"accuracy": 80 + seed, "loss": 1}, "macs": 1.04,
         }  # fmt: skip
-    assert "| prototype | - | 81.0 ± 1.0 | - | 1.04 |" in study.markdown(found)
+    found["residual"] |= of_first_candidates("residual", ["mse"])["residual"]
+    lines = study.markdown(found).splitlines()
+    assert lines[-2].startswith("| prototype | 81.0 | - | 81.0 ± 1.0 | - | 1.04 |")
+    assert lines[-1].startswith("| mse | 80.0 | - | - | - |  |")  # tuned and no more
 
 
 def of_first_candidates(task, ways):
@@ -119,6 +122,9 @@ def test_a_change_of_prototype_is_tried_as_is_best_for_prototype_and_fewer_epoch
     assert list(study.candidates("resnet", "mse of LayerNorm", found)) == [best[: best.index("--change")]]
     assert list(study.candidates("resnet", study.LESS, found)) == [study.best_words("resnet", study.FULL, found)]
     assert not list(study.candidates("resnet", "orthogonal", {}))
+    found = of_first_candidates("residual", ["prototype"])
+    longer = list(study.candidates("residual", study.LONGER, found))
+    assert [words[-2:] == ("--weight-decay", "0.2") for words in longer] == [False, True]
 
 
 def test_every_job_is_one_that_the_program_takes():

@@ -39,7 +39,7 @@ TITLES = {
 }
 PARTITIONS = {"paper": (2, 4), "residual": (2, 4, 8), "resnet": (2, 4), "gpt": (2, 4)}
 RATES = {"paper": ("0.01", "0.03", "0.1"), "residual": ("1e-3", "2e-3"), "resnet": ("1e-3", "2e-3"), "gpt": ("1e-3", "2e-3")}
-FULL, LESS, RECOVERY = "full training", "full training, fewer epochs", "prototype, then recovery"
+FULL, LESS, RECOVERY = "full training", "fewer epochs of full training", "recovery behind prototype"
 FEWER = {"paper": "30", "residual": "7", "resnet": "4", "gpt": "6"}
 """Epochs of LESS: about the multiply-accumulates of RECOVERY."""
 RECOVERED = {"paper": ("5", "20"), "residual": ("1", "6"), "resnet": ("1", "3"), "gpt": ("1", "5")}
@@ -50,14 +50,14 @@ TUNED: dict[str, list[dict[str, float]]] = {
     "learned head": [{}],
 }
 """Ideas with candidates of their own."""
-LONGER = "mixup, longer first partition"
+LONGER = "mixup and a longer first partition"
 LONGER_EPOCHS = {
     "residual": {2: "10,6", 4: "12,2,2,8", 8: "16,2,2,2,2,2,2,8"},
     "resnet": {2: "6,4", 4: "8,2,2,5"},
 }
 """Epochs of LONGER, in networks whose rows can be mixed: about the multiply-accumulates of full training, or fewer."""
 BESIDE = (LESS, RECOVERY, LONGER)
-"""Trained with every choice of ideas; full training as well."""
+"""Ways beside the ideas that need no partitions, or more than one training."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
     elif words := best_words(task, "prototype", found):
         changed = words.index("--change")
         yield words if way == LONGER or IDEAS[way].kind == "directions" else words[:changed] + words[changed + 2 :]
+        if way == LONGER and "--weight-decay" not in words:
+            yield from ((*words, *more) for more in decay)
 
 
 def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
@@ -214,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--tasks", default=",".join(PARTITIONS))
-    parser.add_argument("--ideas", default=",".join(IDEAS))
+    parser.add_argument("--ideas", default=",".join((*BESIDE, *IDEAS)), help="full training is always one more")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tune-only", action="store_true", help="no seeds 0, 1 and 2 yet")
     parser.add_argument("--table", action="store_true")
@@ -225,10 +227,9 @@ def main() -> None:
     if options.data_dir is None:
         parser.error("give --data-dir")
     ideas = options.ideas.split(",")
-    ways = [FULL, *BESIDE, *ideas]
-    if unknown := set(ideas) - set(IDEAS):
-        parser.error(f"unknown ideas {', '.join(sorted(unknown))}; expected some of: {', '.join(IDEAS)}")
-    study(options.tasks.split(","), ways, options.data_dir, options.processes, finals=not options.tune_only)
+    if unknown := set(ideas) - {*BESIDE, *IDEAS}:
+        parser.error(f"unknown ideas {', '.join(sorted(unknown))}; expected some of: {', '.join((*BESIDE, *IDEAS))}")
+    study(options.tasks.split(","), [FULL, *ideas], options.data_dir, options.processes, finals=not options.tune_only)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ itself; else one row for each sample. `prototype` averages a convolution's chann
 the paper's `mse` takes all C x H x W of them.
 """
 
+import math
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -159,3 +160,13 @@ OBJECTIVES: dict[str, Callable[[Targets], SyntheticLoss]] = {
 }  # fmt: skip
 WITH_DIRECTIONS = ("orthogonal", "prototype")
 """Objectives that have --prototype-scale, and tell classes apart by directions."""
+
+
+def default_scales(classes: int) -> list[float]:
+    """Of the first partition and of all that follow.
+
+    At 16 later ones learn by heart the training rows that the first one has spread out already. At 4 a row that is quite right
+    has a probability of about one half among 50 classes, and for more classes the same takes ln(classes). A first partition
+    that is weak needs 16 (docs/objectives.md).
+    """
+    return [16.0, max(4.0, math.log(classes))]
