@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "lr": [*[arguments.left_lr] * inner, arguments.right_lr], "recovery_epochs": arguments.recovery,
             "sil_inputs": arguments.inputs,
         }  # fmt: skip
-        options |= {"kappa": arguments.kappa} if arguments.objective == "mse" else {}
+        options |= {"kappa": arguments.kappa} if arguments.objective == "mse" else {"prototype_scale": 16.0}
     curve = Curve(macs_of(1 if arguments.kind == "baseline" else arguments.partitions))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         result = Trainer(LAYERS, output_dir=Path(folder) / "run", **options).fit(train, test, reporter=curve)
