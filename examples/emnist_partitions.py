@@ -40,7 +40,7 @@ def told(name: str, result: Result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="directory with the four idx files")
-    parser.add_argument("--objective", choices=["prototype", "orthogonal", "mse"], default="prototype")
+    parser.add_argument("--objective", choices=["orthogonal", "prototype", "mse"], default="orthogonal")
     parser.add_argument("--left-epochs", type=int)
     parser.add_argument("--right-epochs", type=int)
     parser.add_argument("--recovery-epochs", type=int, default=10)

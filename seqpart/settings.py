@@ -11,7 +11,7 @@ import torch
 
 from seqpart.errors import OptionError
 from seqpart.methods import methods_named
-from seqpart.methods.objectives import OBJECTIVES, WITH_DIRECTIONS, default_scales
+from seqpart.methods.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, WITH_DIRECTIONS, default_scales
 from seqpart.rateschedule import rate_schedule
 
 T = TypeVar("T", int, float, str)
@@ -79,8 +79,8 @@ class Settings:
     partitions: str = "auto"
     """auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
     objective: str | None = None
-    """What an inner partition learns (sil only): prototype (cross-entropy to fixed random directions), orthogonal (the same
-    with directions that are orthogonal) or mse (the paper: mean squared error to kappa * U(0,1)). Default: prototype."""
+    """What an inner partition learns (sil only): orthogonal (cross-entropy to fixed random directions that are orthogonal),
+    prototype (the same, as they are drawn) or mse (the paper: mean squared error to kappa * U(0,1)). Default: orthogonal."""
     kappa: float | None = None
     """Size of the paper's synthetic labels, for objective mse. Default: 10."""
     prototype_scale: str | None = None
@@ -106,7 +106,7 @@ class Settings:
     def _problems(self) -> list[str]:
         method = methods_named(self.method)[-1]
         sil = method.name == "sil"
-        kind = self.objective or "prototype"
+        kind = self.objective_name
         asked = [(name, getattr(self, name) is not None) for name in OF_SIL]
         return [
             *(
@@ -165,7 +165,7 @@ class Settings:
 
     @property
     def objective_name(self) -> str:
-        return self.objective or "prototype"
+        return self.objective or DEFAULT_OBJECTIVE
 
     @property
     def prototype_scales(self) -> list[float]:

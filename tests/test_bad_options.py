@@ -121,7 +121,7 @@ OPTIONS = {
     "--width 0": "--width and --depth: expected whole numbers, from 1 and from 0 up; found 0 and 2",
     "--depth -1": "--width and --depth; found 64 and -1",
     # Options that do not go with each other.
-    "--kappa 3": "--kappa goes with --objective mse; found --objective prototype",
+    "--kappa 3": "--kappa goes with --objective mse; found --objective orthogonal",
     "--objective mse --prototype-scale 3": "--prototype-scale goes with --objective orthogonal or prototype; found",
     "--method full --objective mse": "--objective goes with --method sil only; found --method full. Leave it out",
     "--method full --cache-dtype bf16": "--cache-dtype goes with --method sil only",

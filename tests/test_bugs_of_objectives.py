@@ -47,14 +47,14 @@ def made(monkeypatch):
     """Targets of every loss of an inner partition that is made on real tensors, and the losses that are alive."""
     found, alive = [], weakref.WeakSet()
 
-    class Seen(objectives.Prototypes):
+    class Seen(objectives.Orthogonal):
         def __init__(self, targets):
             super().__init__(targets)
             if type(self._directions.of(torch.tensor([0]))) is torch.Tensor:
                 found.append(targets)
                 alive.add(self)
 
-    monkeypatch.setitem(OBJECTIVES, "prototype", Seen)
+    monkeypatch.setitem(OBJECTIVES, "orthogonal", Seen)
     return found, alive
 
 
@@ -102,7 +102,7 @@ def test_after_a_failed_allocation_no_labels_of_before_are_kept(made, tmp_path, 
     """The executor that had failed held its own beside those of the one that went on: memory that no plan has, when it is
     short."""
     counts = []
-    real = OBJECTIVES["prototype"].__call__
+    real = OBJECTIVES["orthogonal"].__call__
 
     def failing(self, output, labels):
         if type(output) is torch.Tensor:
@@ -111,7 +111,7 @@ def test_after_a_failed_allocation_no_labels_of_before_are_kept(made, tmp_path, 
                 raise MemoryError
         return real(self, output, labels)
 
-    monkeypatch.setattr(OBJECTIVES["prototype"], "__call__", failing)
+    monkeypatch.setattr(OBJECTIVES["orthogonal"], "__call__", failing)
     assert trained(tmp_path, micro_batch_size=20).final_micro_batch == 10
     assert set(counts) == {1}
 
@@ -121,7 +121,7 @@ def test_after_a_failed_allocation_no_labels_of_before_are_kept(made, tmp_path, 
     [
         ("prototype", (1,), (), "direction"), ("prototype", (2,), (), ""), ("prototype", (1, 8, 8), (), "direction"),
         ("prototype", (8, 1), (8,), "direction"), ("mse", (1,), (), ""), ("mse", (7, 4), (8,), "positions"),
-        ("prototype", (8, 2), (8,), ""),
+        ("prototype", (8, 2), (8,), ""), ("orthogonal", (1,), (), "direction"), ("orthogonal", (2,), (), ""),
     ],
 )  # fmt: skip
 def test_one_feature_has_no_direction(objective, shape, label_shape, lacks):
@@ -132,7 +132,7 @@ def test_one_feature_has_no_direction(objective, shape, label_shape, lacks):
 def test_a_plan_does_not_cut_where_one_feature_passes(tmp_path):
     blocks = [lambda: nn.Linear(8, 12), lambda: nn.Linear(12, 1), lambda: nn.Linear(1, 12), lambda: nn.Linear(12, 3)]
     assert trained(tmp_path, blocks=blocks, partitions=2).plan.starts != (0, 2)
-    with pytest.raises(OptionError, match=r"rows of shape \(1,\), and objective prototype tells classes apart by directions"):
+    with pytest.raises(OptionError, match=r"rows of shape \(1,\), and objective orthogonal tells classes apart by directions"):
         trained(tmp_path / "b", blocks=blocks, partitions="0,2")
 
 
@@ -161,5 +161,5 @@ def test_a_plan_of_another_objective_is_not_used_where_this_one_finds_nothing_to
     blocks = [lambda: nn.Linear(8, 12), lambda: nn.Linear(12, 1), lambda: nn.Linear(1, 12), lambda: nn.Linear(12, 3)]
     options = {"mem_limit": "2GB", "batch_size": 20, "quiet": True}
     plan = Trainer(blocks, objective="mse", partitions="0,2", **options).plan(rows(), rows(20))
-    with pytest.raises(OptionError, match=r"--plan: .* rows of shape \(1,\), and objective prototype"):
+    with pytest.raises(OptionError, match=r"--plan: .* rows of shape \(1,\), and objective orthogonal"):
         Trainer(blocks, output_dir=tmp_path / "run", **options).fit(rows(), rows(20), reuse=plan)

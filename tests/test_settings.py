@@ -13,7 +13,7 @@ from seqpart.settings import Settings, at_least_one, listed, per_partition
 def test_a_limit_is_all_that_must_be_given():
     settings = Settings.of(mem_limit="2GB")
     assert (settings.method, settings.objective_name, settings.cache_type, settings.shuffles) == (
-        "sil", "prototype", torch.float32, True,
+        "sil", "orthogonal", torch.float32, True,
     )  # fmt: skip
     with pytest.raises(OptionError, match=r"mem_limit is missing.*mem_limit='2GB'"):
         Settings.of()
@@ -85,7 +85,7 @@ def test_python_values_of_another_type_are_refused(name, value, words):
         ({"objective": "hinge"}, "--objective: expected one of orthogonal, prototype, mse; found 'hinge'"),
         ({"sil_inputs": "none"}, "--sil-inputs: expected cached or synthetic; found 'none'"),
         ({"sil_inputs": "synthetic", "method": "full"}, "--sil-inputs goes with --method sil only"),
-        ({"kappa": 3.0}, "--kappa goes with --objective mse; found --objective prototype"),
+        ({"kappa": 3.0}, "--kappa goes with --objective mse; found --objective orthogonal"),
         ({"objective": "mse", "prototype_scale": 3.0}, "--prototype-scale goes with --objective orthogonal or prototype"),
         ({"prototype_scale": [16, 0]}, "--prototype-scale: expected a number above zero; found 0.0"),
         ({"prototype_scale": "large"}, "--prototype-scale: expected a number, or numbers with commas; found 'large'"),

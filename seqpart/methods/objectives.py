@@ -158,6 +158,7 @@ def _labels(
 OBJECTIVES: dict[str, Callable[[Targets], SyntheticLoss]] = {
     "orthogonal": Orthogonal, "prototype": Prototypes, "mse": Regression,
 }  # fmt: skip
+DEFAULT_OBJECTIVE = "orthogonal"
 WITH_DIRECTIONS = ("orthogonal", "prototype")
 """Objectives that have --prototype-scale, and tell classes apart by directions."""
 
