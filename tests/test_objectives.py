@@ -243,7 +243,7 @@ def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(
         if p == len(starts) - 1:
             return final
         wanted = targets(objective, shape, label_shape=tuple(y.shape[1:]))
-        return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed))
+        return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed, prototype_scale=4.0 if p else 16.0))
 
     modules = plain_modules(network(), seed)
     plainly(modules, starts, x, y, judge_of, seed=seed, synthetic=inputs == "synthetic")

@@ -112,7 +112,7 @@ def test_the_last_prototype_scale_holds_for_all_that_follow(given, scales):
     assert [settings.prototype_scale_of(partition, 47) for partition in range(3)] == scales
 
 
-@pytest.mark.parametrize(("classes", "scale"), [(2, 4.0), (54, 4.0), (1000, 6.9078), (50_000, 10.8198)])
+@pytest.mark.parametrize(("classes", "scale"), [(0, 4.0), (2, 4.0), (54, 4.0), (1000, 6.9078), (50_000, 10.8198)])
 def test_later_partitions_have_a_larger_scale_where_classes_are_many(classes, scale):
     settings = Settings.of(mem_limit="2GB", method="sil")
     assert settings.prototype_scale_of(0, classes) == 16

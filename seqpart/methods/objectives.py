@@ -168,6 +168,6 @@ def default_scales(classes: int) -> list[float]:
 
     At 16 later ones learn by heart the training rows that the first one has spread out already. At 4 a row that is quite right
     has a probability of about one half among 50 classes, and for more classes the same takes ln(classes). A first partition
-    that is weak needs 16 (docs/objectives.md).
+    that is weak needs 16 (docs/objectives.md). Labels that are no classes (0 of them) have no use for either.
     """
-    return [16.0, max(4.0, math.log(classes))]
+    return [16.0, max(4.0, math.log(max(1, classes)))]
