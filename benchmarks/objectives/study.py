@@ -57,7 +57,7 @@ LONGER_EPOCHS = {
 }
 """Epochs of LONGER, in networks whose rows can be mixed: about the multiply-accumulates of full training, or fewer."""
 BESIDE = (LESS, RECOVERY, LONGER)
-"""Ways beside the ideas that need no partitions, or more than one training."""
+"""Ways that are no single objective: other epochs, or more than one training."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What an inner partition learns under `sil`: losses against fixed random targets, of which no gradient leaves it.
 
 Features are what is judged, (n, size) in float32 with labels (n,): of tokens, which have a label each, every position for
-itself; else one row for each sample. `prototype` averages a convolution's channels over space, (rows, C, H, W) to (rows, C);
-the paper's `mse` takes all C x H x W of them.
+itself; else one row for each sample. `prototype` and `orthogonal` average a convolution's channels over space, (rows, C, H, W)
+to (rows, C); the paper's `mse` takes all C x H x W of them.
 """
 
 import math
@@ -95,7 +95,7 @@ class Prototypes:
     """Cross-entropy to fixed random unit directions, one per class: logits = scale * cos(direction, LayerNorm(h)).
 
     LayerNorm without learned weights keeps the logits' size independent of depth and width. Our own objective, not
-    the paper's: it comes close to full training's accuracy where regression stays several points below (docs/objectives.md).
+    the paper's: better than regression on every network tried, and below full training that is tuned (docs/objectives.md).
     """
 
     orthogonal: ClassVar[bool] = False
