@@ -130,9 +130,23 @@ def test_a_change_of_prototype_is_tried_as_is_best_for_prototype_and_fewer_epoch
 def test_every_job_is_one_that_the_program_takes():
     for task in study.PARTITIONS:
         found = of_first_candidates(task, (study.FULL, "prototype"))
-        for way in (study.FULL, *IDEAS, study.LESS, study.RECOVERY, *([study.LONGER] if task in study.LONGER_EPOCHS else [])):
+        for way in (study.FULL, *IDEAS, *study.BESIDE):
             jobs = study.tuning_jobs(task, way, found)
-            assert jobs
+            assert bool(jobs) == (way != study.LONGER or task in study.LONGER_EPOCHS)
             for job in jobs:
                 parsed = run.parser().parse_args([str(word) for word in job.command("DIR")])
                 assert isinstance(parsed, argparse.Namespace) and json.loads(parsed.change or "{}") is not None
+
+
+def test_an_idea_asked_for_alone_is_tuned_behind_prototype_and_a_way_that_a_network_has_not_is_left_out(monkeypatch):
+    done = []
+
+    def carried_out(job, data, found):
+        done.append((job.way, job.partitions, job.seed))
+        found.setdefault(job.task, {})[job.name] = {"validation": {"accuracy": 80, "loss": 1}}
+
+    monkeypatch.setattr(study, "carry_out", carried_out)
+    monkeypatch.setattr(study.record, "load", lambda _: {})
+    study.study(["gpt"], ["smoothing", study.LONGER], "DIR", 1, finals=True)
+    tuned = [("prototype", 4, study.TUNING_SEED)] * 4 + [("smoothing", 4, study.TUNING_SEED)]
+    assert done == tuned + [("smoothing", count, seed) for count in (2, 4) for seed in study.SEEDS]

@@ -93,7 +93,7 @@ class Job:
 
 
 def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """What is tried for a way. TUNED: learning rates, weight decays, and strengths of what each has beside.
+    """What is tried for a way; nothing where a network has it not. TUNED: rates, decays, and strengths of what each has beside.
 
     Fewer epochs of full training are trained as full training is, and a change of `prototype` as is best for `prototype`."""
     rates = [("--lr", rate) for rate in RATES[task]]
@@ -110,7 +110,7 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
             for change in TUNED[way]:
                 words = (*rate, *(("--change", json.dumps(change)) if change else ()))
                 yield from ((*words, *more) for more in ((), *decay))
-    elif words := best_words(task, "prototype", found):
+    elif (way != LONGER or task in LONGER_EPOCHS) and (words := best_words(task, "prototype", found)):
         changed = words.index("--change")
         yield words if way == LONGER or IDEAS[way].kind == "directions" else words[:changed] + words[changed + 2 :]
         if way == LONGER and "--weight-decay" not in words:
@@ -149,22 +149,24 @@ def _counts(task: str, way: str) -> tuple[int, ...]:
 
 def study(tasks: list[str], ways: list[str], data: Path, processes: int, *, finals: bool) -> None:
     found = record.load(NAME)
-    known = [way for way in ways if way in (FULL, RECOVERY, *TUNED)]
+    by_themselves = [way for way in ways if way in (FULL, RECOVERY, *TUNED)]
+    others = [way for way in ways if way not in by_themselves]
     with ThreadPoolExecutor(processes) as pool:
+
+        def carry_out_all(jobs: Iterator[Job]) -> None:
+            list(pool.map(lambda job: carry_out(job, data, found), list(jobs)))
+
         for task in tasks:
-            others = [way for way in ways if way not in known and (way != LONGER or task in LONGER_EPOCHS)]
-            for some in (known, others):
-                jobs = [job for way in some for job in tuning_jobs(task, way, found)]
-                list(pool.map(lambda job: carry_out(job, data, found), jobs))
+            # The others are trained as is best for `prototype`, asked for or not.
+            for some in (dict.fromkeys([*by_themselves, *(["prototype"] if others else [])]), others):
+                carry_out_all(job for way in some for job in tuning_jobs(task, way, found))
             if finals:
-                jobs = [job for way in (*known, *others) for job in final_jobs(task, way, found)]
-                list(pool.map(lambda job: carry_out(job, data, found), jobs))
+                carry_out_all(job for way in (*by_themselves, *others) for job in final_jobs(task, way, found))
 
 
 def final_jobs(task: str, way: str, found: dict[str, Any]) -> Iterator[Job]:
-    words = best_words(task, way, found)
-    assert words is not None
-    yield from (Job(task, count, way, words, seed) for count in _counts(task, way) for seed in SEEDS)
+    if words := best_words(task, way, found):
+        yield from (Job(task, count, way, words, seed) for count in _counts(task, way) for seed in SEEDS)
 
 
 def markdown(found: dict[str, Any]) -> str:
