@@ -85,7 +85,7 @@ class Settings:
     """Size of the paper's synthetic labels, for objective mse. Default: 10."""
     prototype_scale: str | None = None
     """Size of the logits, for objectives prototype and orthogonal: one number, or several for the partitions in turn, the
-    last of them for all that follow. Default: 16 for the first and 4 for later ones (ln(classes) where that is more)."""
+    last of them for all that follow. Default: 16 for the first, 8 for later ones (4 + ln(classes) where that is more)."""
     sil_inputs: str | None = None
     """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
     that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""

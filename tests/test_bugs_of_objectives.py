@@ -119,7 +119,7 @@ def test_after_a_failed_allocation_no_labels_of_before_are_kept(made, tmp_path, 
 @pytest.mark.parametrize(
     ("objective", "shape", "label_shape", "lacks"),
     [
-        ("prototype", (1,), (), "direction"), ("prototype", (2,), (), ""), ("prototype", (1, 8, 8), (), "direction"),
+        ("prototype", (1,), (), "direction"), ("prototype", (2,), (), ""), ("prototype", (1, 1, 1), (), "direction"),
         ("prototype", (8, 1), (8,), "direction"), ("mse", (1,), (), ""), ("mse", (7, 4), (8,), "positions"),
         ("prototype", (8, 2), (8,), ""), ("orthogonal", (1,), (), "direction"), ("orthogonal", (2,), (), ""),
     ],

@@ -114,10 +114,11 @@ def case(shape, label_shape=(), rows=9, classes=6):
 
 
 SHAPES = [((20,), ()), ((8, 4, 4), ()), ((5, 12), ()), ((5, 12), (5,))]
+ODD = ((3, 7, 5), ())
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(("shape", "label_shape"), SHAPES)
+@pytest.mark.parametrize(("shape", "label_shape"), [*SHAPES, ODD])
 def test_labels_that_are_never_whole_give_the_same_loss_and_gradient(objective, shape, label_shape):
     values = []
     for most in (1 << 20, 300):
@@ -129,7 +130,7 @@ def test_labels_that_are_never_whole_give_the_same_loss_and_gradient(objective, 
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(("shape", "label_shape"), SHAPES)
+@pytest.mark.parametrize(("shape", "label_shape"), [*SHAPES, ODD])
 def test_the_ideal_output_is_what_the_loss_asks_for(objective, shape, label_shape):
     judge = loss(objective, shape, label_shape=label_shape)
     output, labels = case(shape, label_shape)
@@ -142,12 +143,19 @@ def test_the_ideal_output_is_what_the_loss_asks_for(objective, shape, label_shap
     assert least + 1 < float(judge(output.detach(), labels))
 
 
-def test_prototype_judges_a_convolution_by_its_channels_averaged_over_space():
-    output, labels = case((8, 4, 4))
-    spread = output.detach() - output.detach().mean((2, 3), keepdim=True)
-    judge = loss("prototype", (8, 4, 4))
-    torch.testing.assert_close(judge(output, labels), judge(output + 5 * spread, labels))
-    torch.testing.assert_close(judge(output, labels), loss("prototype", (8,))(output.mean((2, 3)), labels))
+@pytest.mark.parametrize("space", [(4, 4), (7, 5), (1, 3), (3, 4, 5)])
+def test_directions_judge_a_convolution_by_its_channels_averaged_over_the_halves_of_every_axis(space):
+    output, labels = case((8, *space))
+    fields = [output]
+    for axis, size in enumerate(space, 2):
+        middle = (size + 1) // 2
+        ends = [(0, middle), (middle, size)] if size > 1 else [(0, 1)]
+        fields = [field.narrow(axis, first, last - first) for field in fields for first, last in ends]
+    means = torch.stack([field.flatten(2).mean(2) for field in fields], 2).flatten(1)
+    assert means.shape[1] == 8 * (2 if 1 in space else 2 ** len(space))
+    torch.testing.assert_close(
+        loss("prototype", (8, *space))(output, labels), loss("prototype", means.shape[1:])(means, labels)
+    )
 
 
 def test_the_papers_regression_takes_all_of_a_convolution():
@@ -243,7 +251,7 @@ def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(
         if p == len(starts) - 1:
             return final
         wanted = targets(objective, shape, label_shape=tuple(y.shape[1:]))
-        return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed, prototype_scale=4.0 if p else 16.0))
+        return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed, prototype_scale=8.0 if p else 16.0))
 
     modules = plain_modules(network(), seed)
     plainly(modules, starts, x, y, judge_of, seed=seed, synthetic=inputs == "synthetic")

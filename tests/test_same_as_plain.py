@@ -131,7 +131,7 @@ def plain_objective(objective, seed, p):
     if objective == "orthogonal":
         left, _, right = torch.linalg.svd(directions.double(), full_matrices=False)
         directions = F.normalize((left @ right).float(), dim=1)
-    scale = (4.0 if p else 16.0) / WIDTH**0.5
+    scale = (8.0 if p else 16.0) / WIDTH**0.5
 
     def cosine(h, y):
         return F.cross_entropy((F.layer_norm(h, (WIDTH,)) * scale) @ directions.T, y)

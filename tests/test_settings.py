@@ -105,14 +105,14 @@ def test_settings_that_cannot_be_honoured_are_refused(options, words):
 
 
 @pytest.mark.parametrize(
-    ("given", "scales"), [(None, [16, 4, 4]), (8, [8, 8, 8]), ("16,2", [16, 2, 2]), ([9, 3, 1], [9, 3, 1])]
+    ("given", "scales"), [(None, [16, 8, 8]), (5, [5, 5, 5]), ("16,2", [16, 2, 2]), ([9, 3, 1], [9, 3, 1])]
 )
 def test_the_last_prototype_scale_holds_for_all_that_follow(given, scales):
     settings = Settings.of(mem_limit="2GB", method="sil", prototype_scale=given)
     assert [settings.prototype_scale_of(partition, 47) for partition in range(3)] == scales
 
 
-@pytest.mark.parametrize(("classes", "scale"), [(0, 4.0), (2, 4.0), (54, 4.0), (1000, 6.9078), (50_000, 10.8198)])
+@pytest.mark.parametrize(("classes", "scale"), [(0, 8.0), (2, 8.0), (54, 8.0), (1000, 10.9078), (50_000, 14.8198)])
 def test_later_partitions_have_a_larger_scale_where_classes_are_many(classes, scale):
     settings = Settings.of(mem_limit="2GB", method="sil")
     assert settings.prototype_scale_of(0, classes) == 16

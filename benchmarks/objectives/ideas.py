@@ -86,6 +86,7 @@ IDEAS = {
     "noise": Idea(noise=0.3),
     "mixup": Idea(mixup=0.4, first_too=True),
     "grid": Idea(grid=2),
+    "orthogonal grid": Idea(grid=2, drawn="orthogonal"),
     "random convolution": Idea(convolved=4),
     "overlap": Idea(overlap=1),
     "several": Idea(several=4),

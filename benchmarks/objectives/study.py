@@ -47,6 +47,7 @@ RECOVERED = {"paper": ("5", "20"), "residual": ("1", "6"), "resnet": ("1", "3"),
 TUNED: dict[str, list[dict[str, float]]] = {
     "prototype": [{"scale": 16.0}, {"scale": 4.0, "first_scale": 16.0}],
     "mse": [{"scale": 10.0}, {"scale": 2.0}],
+    "orthogonal grid": [{"scale": 16.0}, {"scale": 8.0, "first_scale": 16.0}, {"scale": 4.0, "first_scale": 16.0}],
     "learned head": [{}],
 }
 """Ideas with candidates of their own."""
@@ -58,6 +59,8 @@ LONGER_EPOCHS = {
 """Epochs of LONGER, in networks whose rows can be mixed: about the multiply-accumulates of full training, or fewer."""
 BESIDE = (LESS, RECOVERY, LONGER)
 """Ways that are no single objective: other epochs, or more than one training."""
+ONLY_IN = {LONGER: tuple(LONGER_EPOCHS), **dict.fromkeys(("grid", "orthogonal grid", "random convolution"), ("resnet",))}
+"""Networks of a way that not all have: one with rows to mix, one with convolutions."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
     Fewer epochs of full training are trained as full training is, and a change of `prototype` as is best for `prototype`."""
     rates = [("--lr", rate) for rate in RATES[task]]
     decay = [("--weight-decay", "0.2")] if task == "residual" else []
+    if task not in ONLY_IN.get(way, tuple(PARTITIONS)):
+        return
     if way == LESS:
         yield from [words] if (words := best_words(task, FULL, found)) else []
     elif way == RECOVERY:
@@ -110,7 +115,7 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
             for change in TUNED[way]:
                 words = (*rate, *(("--change", json.dumps(change)) if change else ()))
                 yield from ((*words, *more) for more in ((), *decay))
-    elif (way != LONGER or task in LONGER_EPOCHS) and (words := best_words(task, "prototype", found)):
+    elif words := best_words(task, "prototype", found):
         changed = words.index("--change")
         yield words if way == LONGER or IDEAS[way].kind == "directions" else words[:changed] + words[changed + 2 :]
         if way == LONGER and "--weight-decay" not in words:

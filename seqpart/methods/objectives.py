@@ -1,8 +1,9 @@
 """What an inner partition learns under `sil`: losses against fixed random targets, of which no gradient leaves it.
 
 Features are what is judged, (n, size) in float32 with labels (n,): of tokens, which have a label each, every position for
-itself; else one row for each sample. `prototype` and `orthogonal` average a convolution's channels over space, (rows, C, H, W)
-to (rows, C); the paper's `mse` takes all C x H x W of them.
+itself; else one row for each sample. `prototype` and `orthogonal` average a convolution's channels over 2 x 2 fields of its
+space, (rows, C, H, W) to (rows, 4 C): the few channels of an early partition, averaged over all of it, say little
+(docs/objectives.md). The paper's `mse` takes all C x H x W of them.
 """
 
 import math
@@ -34,7 +35,7 @@ def lack_of(objective: str, shape: tuple[int, ...], label_shape: tuple[int, ...]
 
 def _feature_count(shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: bool) -> int:
     if _is_pooled(shape, label_shape, pooled=pooled):
-        return shape[0]
+        return shape[0] * math.prod(len(_halves(size)) for size in shape[1:])
     return torch.Size(shape[len(label_shape) :]).numel()
 
 
@@ -42,8 +43,13 @@ def _is_pooled(shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: 
     return pooled and not label_shape and len(shape) >= 3
 
 
+def _halves(size: int) -> list[int]:
+    """The two fields along an axis of space; one where it has but one place."""
+    return [size - size // 2, size // 2] if size > 1 else [size]
+
+
 class _Features:
-    """How the output of a partition becomes features and back. pooled: whether a convolution is averaged over space."""
+    """How the output of a partition becomes features and back. pooled: whether a convolution is averaged over its fields."""
 
     def __init__(self, targets: Targets, *, pooled: bool) -> None:
         shape = targets.output_shape
@@ -54,15 +60,24 @@ class _Features:
         self.size = _feature_count(shape, self._positions, pooled=pooled)
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        if self._pools:
-            return output.flatten(2).mean(2).float()
-        return output.flatten(1 + len(self._positions)).reshape(-1, self.size).float()
+        if not self._pools:
+            return output.flatten(1 + len(self._positions)).reshape(-1, self.size).float()
+        fields = [output]
+        for axis, size in enumerate(self._shape[1:], 2):
+            fields = [part for field in fields for part in torch.split(field, _halves(size), axis)]
+        over_space = tuple(range(2, output.ndim))
+        return torch.stack([field.mean(over_space) for field in fields], 2).flatten(1).float()
 
     def back(self, features: torch.Tensor, rows: int) -> torch.Tensor:
         """An output (rows, *boundary) that has these features."""
-        if self._pools:
-            return features.view(rows, self.size, *(1 for _ in self._shape[1:])).expand(rows, *self._shape)
-        return features.view(rows, *self._shape)
+        if not self._pools:
+            return features.view(rows, *self._shape)
+        halves = [_halves(size) for size in self._shape[1:]]
+        output = features.view(rows, self._shape[0], *map(len, halves))
+        for axis, sizes in enumerate(halves, 2):
+            places = [number for number, size in enumerate(sizes) for _ in range(size)]
+            output = output.index_select(axis, torch.tensor(places, device=output.device))
+        return output
 
 
 class Regression:
@@ -164,10 +179,10 @@ WITH_DIRECTIONS = ("orthogonal", "prototype")
 
 
 def default_scales(classes: int) -> list[float]:
-    """Of the first partition and of all that follow.
+    """Of the first partition and of all that follow: 16, and 4 + ln(classes), at least 8.
 
-    At 16 later ones learn by heart the training rows that the first one has spread out already. At 4 a row that is quite right
-    has a probability of about one half among 50 classes, and for more classes the same takes ln(classes). A first partition
-    that is weak needs 16 (docs/objectives.md). Labels that are no classes (0 of them) have no use for either.
+    At 16 later ones may learn by heart the training rows that the first one has spread out already; at 4 they learn too
+    little where it has not. At 4 + ln(classes) a row that is quite right has a probability of 0.98 among any number of
+    classes. A first partition that is weak needs 16 (docs/objectives.md). Labels that are no classes (0 of them) use neither.
     """
-    return [16.0, max(4.0, math.log(max(1, classes)))]
+    return [16.0, max(8.0, 4.0 + math.log(max(1, classes)))]
