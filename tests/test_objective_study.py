@@ -125,13 +125,15 @@ def test_a_change_of_prototype_is_tried_as_is_best_for_prototype_and_fewer_epoch
     assert list(study.candidates("resnet", study.LESS, found)) == [study.best_words("resnet", study.FULL, found)]
     assert not list(study.candidates("resnet", "orthogonal", {}))
     found = of_first_candidates("residual", ["prototype"])
-    longer = list(study.candidates("residual", study.LONGER, found))
+    longer = list(study.candidates("residual", study.MIXED, found))
     assert [words[-2:] == ("--weight-decay", "0.2") for words in longer] == [False, True]
+    found = of_first_candidates("resnet", ["orthogonal grid"])
+    assert list(study.candidates("resnet", study.LONGER, found)) == [study.best_words("resnet", "orthogonal grid", found)]
 
 
 def test_every_job_is_one_that_the_program_takes():
     for task in study.PARTITIONS:
-        found = of_first_candidates(task, (study.FULL, "prototype"))
+        found = of_first_candidates(task, (study.FULL, "prototype", *(["orthogonal grid"] if task == "resnet" else [])))
         for way in (study.FULL, *IDEAS, *study.BESIDE):
             jobs = study.tuning_jobs(task, way, found)
             assert bool(jobs) == (task in study.ONLY_IN.get(way, study.PARTITIONS))
@@ -149,6 +151,6 @@ def test_an_idea_asked_for_alone_is_tuned_behind_prototype_and_a_way_that_a_netw
 
     monkeypatch.setattr(study, "carry_out", carried_out)
     monkeypatch.setattr(study.record, "load", lambda _: {})
-    study.study(["gpt"], ["smoothing", study.LONGER], "DIR", 1, finals=True)
+    study.study(["gpt"], ["smoothing", study.MIXED], "DIR", 1, finals=True)
     tuned = [("prototype", 4, study.TUNING_SEED)] * 4 + [("smoothing", 4, study.TUNING_SEED)]
     assert done == tuned + [("smoothing", count, seed) for count in (2, 4) for seed in study.SEEDS]

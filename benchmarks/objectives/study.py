@@ -51,16 +51,26 @@ TUNED: dict[str, list[dict[str, float]]] = {
     "learned head": [{}],
 }
 """Ideas with candidates of their own."""
-LONGER = "mixup and a longer first partition"
-LONGER_EPOCHS = {
-    "residual": {2: "10,6", 4: "12,2,2,8", 8: "16,2,2,2,2,2,2,8"},
-    "resnet": {2: "6,4", 4: "8,2,2,5"},
+MIXED, LONGER = "mixup and a longer first partition", "a longer first partition"
+UNLIKE: dict[str, dict[str, tuple[str, dict[int, str]]]] = {
+    MIXED: {
+        "residual": ("mixup", {2: "10,6", 4: "12,2,2,8", 8: "16,2,2,2,2,2,2,8"}),
+        "resnet": ("mixup", {2: "6,4", 4: "8,2,2,5"}),
+    },
+    LONGER: {
+        "resnet": ("orthogonal grid", {2: "6,4", 4: "8,4,3,5"}),
+        "gpt": ("orthogonal", {2: "13,5", 4: "16,5,5,9"}),
+    },
 }
-"""Epochs of LONGER, in networks whose rows can be mixed: about the multiply-accumulates of full training, or fewer."""
-BESIDE = (LESS, RECOVERY, LONGER)
+"""Ways with other epochs for each partition: of each network the idea, and epochs that come to full training's
+multiply-accumulates, or to fewer."""
+BESIDE = (LESS, RECOVERY, *UNLIKE)
 """Ways that are no single objective: other epochs, or more than one training."""
-ONLY_IN = {LONGER: tuple(LONGER_EPOCHS), **dict.fromkeys(("grid", "orthogonal grid", "random convolution"), ("resnet",))}
-"""Networks of a way that not all have: one with rows to mix, one with convolutions."""
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    **{way: tuple(of) for way, of in UNLIKE.items()},
+    **dict.fromkeys(("grid", "orthogonal grid", "random convolution"), ("resnet",)),
+}
+"""Networks of a way that not all have."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +94,9 @@ class Job:
         elif self.way == RECOVERY:
             epochs, recovery = RECOVERED[self.task]
             way = ["--idea", "prototype", "--partitions", str(self.partitions), "--recovery", recovery]
-        elif self.way == LONGER:
-            epochs = LONGER_EPOCHS[self.task][self.partitions]
-            way = ["--idea", "mixup", "--partitions", str(self.partitions)]
+        elif self.way in UNLIKE:
+            idea, by_count = UNLIKE[self.way][self.task]
+            epochs, way = by_count[self.partitions], ["--idea", idea, "--partitions", str(self.partitions)]
         else:
             way = ["--idea", self.way, "--partitions", str(self.partitions)]
         return [
@@ -101,7 +111,7 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
     Fewer epochs of full training are trained as full training is, and a change of `prototype` as is best for `prototype`."""
     rates = [("--lr", rate) for rate in RATES[task]]
     decay = [("--weight-decay", "0.2")] if task == "residual" else []
-    if task not in ONLY_IN.get(way, tuple(PARTITIONS)):
+    if task not in ONLY_IN.get(way, PARTITIONS):
         return
     if way == LESS:
         yield from [words] if (words := best_words(task, FULL, found)) else []
@@ -115,11 +125,17 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
             for change in TUNED[way]:
                 words = (*rate, *(("--change", json.dumps(change)) if change else ()))
                 yield from ((*words, *more) for more in ((), *decay))
-    elif words := best_words(task, "prototype", found):
+    elif words := best_words(task, _follows(task, way), found):
         changed = words.index("--change")
-        yield words if way == LONGER or IDEAS[way].kind == "directions" else words[:changed] + words[changed + 2 :]
-        if way == LONGER and "--weight-decay" not in words:
+        yield words if way in UNLIKE or IDEAS[way].kind == "directions" else words[:changed] + words[changed + 2 :]
+        if way in UNLIKE and "--weight-decay" not in words:
             yield from ((*words, *more) for more in decay)
+
+
+def _follows(task: str, way: str) -> str:
+    """The way as is best for which another is trained: `prototype`, but where partitions are unlike in what has its own."""
+    idea = UNLIKE[way][task][0] if way in UNLIKE else way
+    return idea if idea in TUNED else "prototype"
 
 
 def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
@@ -162,8 +178,9 @@ def study(tasks: list[str], ways: list[str], data: Path, processes: int, *, fina
             list(pool.map(lambda job: carry_out(job, data, found), list(jobs)))
 
         for task in tasks:
-            # The others are trained as is best for `prototype`, asked for or not.
-            for some in (dict.fromkeys([*by_themselves, *(["prototype"] if others else [])]), others):
+            # What the others follow is tuned, asked for or not.
+            followed = [_follows(task, way) for way in others if task in ONLY_IN.get(way, PARTITIONS)]
+            for some in (dict.fromkeys([*by_themselves, *followed]), others):
                 carry_out_all(job for way in some for job in tuning_jobs(task, way, found))
             if finals:
                 carry_out_all(job for way in (*by_themselves, *others) for job in final_jobs(task, way, found))
