@@ -127,13 +127,11 @@ def test_a_change_of_prototype_is_tried_as_is_best_for_prototype_and_fewer_epoch
     found = of_first_candidates("residual", ["prototype"])
     longer = list(study.candidates("residual", study.MIXED, found))
     assert [words[-2:] == ("--weight-decay", "0.2") for words in longer] == [False, True]
-    found = of_first_candidates("resnet", ["orthogonal grid"])
-    assert list(study.candidates("resnet", study.LONGER, found)) == [study.best_words("resnet", "orthogonal grid", found)]
 
 
 def test_every_job_is_one_that_the_program_takes():
     for task in study.PARTITIONS:
-        found = of_first_candidates(task, (study.FULL, "prototype", *(["orthogonal grid"] if task == "resnet" else [])))
+        found = of_first_candidates(task, (study.FULL, "prototype"))
         for way in (study.FULL, *IDEAS, *study.BESIDE):
             jobs = study.tuning_jobs(task, way, found)
             assert bool(jobs) == (task in study.ONLY_IN.get(way, study.PARTITIONS))

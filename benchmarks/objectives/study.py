@@ -58,8 +58,7 @@ UNLIKE: dict[str, dict[str, tuple[str, dict[int, str]]]] = {
         "resnet": ("mixup", {2: "6,4", 4: "8,2,2,5"}),
     },
     LONGER: {
-        "resnet": ("orthogonal grid", {2: "6,4", 4: "8,4,3,5"}),
-        "gpt": ("orthogonal", {2: "13,5", 4: "16,5,5,9"}),
+        "gpt": ("orthogonal", {2: "13,5", 4: "20,3,3,9"}),
     },
 }
 """Ways with other epochs for each partition: of each network the idea, and epochs that come to full training's
@@ -125,17 +124,11 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
             for change in TUNED[way]:
                 words = (*rate, *(("--change", json.dumps(change)) if change else ()))
                 yield from ((*words, *more) for more in ((), *decay))
-    elif words := best_words(task, _follows(task, way), found):
+    elif words := best_words(task, "prototype", found):
         changed = words.index("--change")
         yield words if way in UNLIKE or IDEAS[way].kind == "directions" else words[:changed] + words[changed + 2 :]
         if way in UNLIKE and "--weight-decay" not in words:
             yield from ((*words, *more) for more in decay)
-
-
-def _follows(task: str, way: str) -> str:
-    """The way as is best for which another is trained: `prototype`, but where partitions are unlike in what has its own."""
-    idea = UNLIKE[way][task][0] if way in UNLIKE else way
-    return idea if idea in TUNED else "prototype"
 
 
 def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
@@ -179,8 +172,8 @@ def study(tasks: list[str], ways: list[str], data: Path, processes: int, *, fina
 
         for task in tasks:
             # What the others follow is tuned, asked for or not.
-            followed = [_follows(task, way) for way in others if task in ONLY_IN.get(way, PARTITIONS)]
-            for some in (dict.fromkeys([*by_themselves, *followed]), others):
+            # The others are trained as is best for `prototype`, asked for or not.
+            for some in (dict.fromkeys([*by_themselves, *(["prototype"] if others else [])]), others):
                 carry_out_all(job for way in some for job in tuning_jobs(task, way, found))
             if finals:
                 carry_out_all(job for way in (*by_themselves, *others) for job in final_jobs(task, way, found))
