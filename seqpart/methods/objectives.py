@@ -2,7 +2,7 @@
 
 Features are what is judged, (n, size) in float32 with labels (n,): of tokens, which have a label each, every position for
 itself; else one row for each sample. `prototype` and `orthogonal` average a convolution's channels over 2 x 2 fields of its
-space, (rows, C, H, W) to (rows, 4 C): the few channels of an early partition, averaged over all of it, say little
+space, (rows, C, H, W) to (rows, 4 C): an average over all of it has no use for where something is, and later partitions have
 (docs/objectives.md). The paper's `mse` takes all C x H x W of them.
 """
 
