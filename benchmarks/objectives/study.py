@@ -171,7 +171,6 @@ def study(tasks: list[str], ways: list[str], data: Path, processes: int, *, fina
             list(pool.map(lambda job: carry_out(job, data, found), list(jobs)))
 
         for task in tasks:
-            # What the others follow is tuned, asked for or not.
             # The others are trained as is best for `prototype`, asked for or not.
             for some in (dict.fromkeys([*by_themselves, *(["prototype"] if others else [])]), others):
                 carry_out_all(job for way in some for job in tuning_jobs(task, way, found))
