@@ -51,15 +51,13 @@ TUNED: dict[str, list[dict[str, float]]] = {
     "learned head": [{}],
 }
 """Ideas with candidates of their own."""
-MIXED, LONGER = "mixup and a longer first partition", "a longer first partition"
+MIXED = "mixup and a longer first partition"
 UNLIKE: dict[str, dict[str, tuple[str, dict[int, str]]]] = {
     MIXED: {
         "residual": ("mixup", {2: "10,6", 4: "12,2,2,8", 8: "16,2,2,2,2,2,2,8"}),
         "resnet": ("mixup", {2: "6,4", 4: "8,2,2,5"}),
     },
-    LONGER: {
-        "gpt": ("orthogonal", {2: "13,5", 4: "20,3,3,9"}),
-    },
+    "a longer first partition": {"gpt": ("orthogonal", {2: "13,5", 4: "20,3,3,9"})},
 }
 """Ways with other epochs for each partition: of each network the idea, and epochs that come to full training's
 multiply-accumulates, or to fewer."""
