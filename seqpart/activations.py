@@ -24,8 +24,8 @@ from seqpart.device import Device, keyed_seed
 from seqpart.direct import PAGE, aligned, aligned_bytes, bytes_of
 from seqpart.kept import Kept
 from seqpart.rows import RowLayout, Rows
-from seqpart.rundir import SCRATCH
 from seqpart.schedule import Phase, Span
+from seqpart.scratch import ROW_FILES
 
 WINDOW = 8
 """Chunks that are shuffled among themselves."""
@@ -107,6 +107,9 @@ class Boundaries:
         rows = self._rows[split, partition] = Rows(layout, count, path, self._device, self._arena)
         return rows
 
+    def __contains__(self, place: tuple[str, int]) -> bool:
+        return place in self._rows
+
     def rows(self, split: str, partition: int) -> Rows:
         return self._rows[split, partition]
 
@@ -138,7 +141,7 @@ class Boundaries:
             split, _, partition = place.rpartition("-")
             self._rows[split, int(partition)] = Rows.adopt(entry, self._folder, self._device, self._arena)
         self._created = 1 + max((_number(path) for path in self._folder.glob("*.safetensors")), default=-1)
-        self._kept.sweep(SCRATCH, [file for rows in self._rows.values() for file in rows.files])
+        self._kept.sweep(ROW_FILES, [file for rows in self._rows.values() for file in rows.files])
 
     def verify(self) -> None:
         """Read every row on the disk once. Raises CorruptFile, naming the first file that is damaged."""

@@ -2,17 +2,43 @@
 
 import dataclasses
 import itertools
-import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
+import tyro
+
+import seqpart.manifest as manifests
 from seqpart.errors import CorruptFile, OptionError
+from seqpart.ownfiles import opened
+from seqpart.publication import latest
 from seqpart.run import JOB
-from seqpart.rundir import latest
+from seqpart.scratch import has_checkpoint
+from seqpart.sealed import unsealed
+from seqpart.textfile import read_text, refuse_unusable
+
+T = TypeVar("T")
 
 _NOT_KEPT = {"config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "quiet", "debug"}
 """Options that a resumed run does not take over."""
+
+
+def options_of(kind: type[T], arguments: list[str], program: str) -> T:
+    """The command line as a `kind`. Raises OptionError for files that cannot be used; leaves with 2 for unknown options."""
+    shown: type[T] = _for_help(kind) if {"-h", "--help"} & set(arguments) else kind
+    return tyro.cli(shown, args=gathered(arguments, kind), prog=program, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _for_help(kind: type[T]) -> type[T]:
+    """`kind` with what its texts say of a default, and no `(default: None)` behind that."""
+    hints = get_type_hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.default is None]  # type: ignore[arg-type]
+    told = {}
+    for field in fields:
+        (taken,) = {*get_args(hints[field.name])} - {type(None)}
+        told[field.name] = Annotated[hints[field.name], tyro.conf.arg(help_behavior_hint="", metavar=taken.__name__.upper())]
+    body = {"__annotations__": told, "__doc__": kind.__doc__, "__module__": kind.__module__, **dict.fromkeys(told)}
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), body))
 
 
 def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
@@ -55,27 +81,46 @@ def _given(arguments: list[str], flag: str) -> str | None:
 
 
 def _config(path: Path) -> dict[str, Any]:
+    refuse_unusable("--config", path)
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise OptionError(f"--config: cannot read {path}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
         raise OptionError(f"--config: {path} is not TOML: {error}.") from None
+    except RecursionError:
+        raise OptionError(f"--config: {path} is not TOML that we can read: it is nested too deeply.") from None
 
 
 def _kept(path: Path) -> dict[str, Any]:
+    """The job of the run in `path`: as its checkpoint says, or its job.json where there is none yet.
+
+    Raises CorruptFile where that is damaged: a digit that is another would train another job.
+    """
+    refuse_unusable("--resume", path)
     if not path.exists():
         raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
-    job = latest(path if path.is_dir() else path.parent, JOB)
-    try:
-        found = json.loads(job.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is no table")
-        return found
-    except OSError as error:
-        raise OptionError(f"--resume: {path} is not the directory of a run: cannot read {job}: {error.strerror}.") from None
-    except ValueError as error:
-        raise CorruptFile(f"--resume: {job} is damaged: {error}. Give the run's options again from Python.") from None
+    if not path.is_dir() or has_checkpoint(path):
+        job, found = path, manifests.load(path).state.get("job")
+        if found is None:
+            raise OptionError(
+                f"--resume: the run in {path} was started from Python. Go on with it there: fit(..., resume=...)."
+            )
+    else:
+        job = latest(path, JOB)
+        try:
+            with open(opened(job), "rb") as file:
+                found = unsealed("job", file.read().decode())
+        except OSError as error:
+            raise OptionError(f"--resume: {path} is not the directory of a run: cannot read {job}: {error.strerror}.") from None
+        except ValueError as error:
+            raise CorruptFile(
+                f"--resume: {job} is damaged: {error}. It was not used. Nothing was trained there yet: give the run's options "
+                f"again, with --output-dir {path} instead of --resume.", job,
+            ) from None  # fmt: skip
+    if not isinstance(found, dict) or _NOT_KEPT.intersection(found):
+        raise CorruptFile(f"--resume: {job} names no options that a run keeps. It was not used.", job)
+    return found
 
 
 def _as_arguments(source: str, name: str, value: Any, switch: bool) -> list[str]:

@@ -8,19 +8,23 @@ Between its visits to the device a block is a husk: the module with empty parame
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.stateless import _reparametrize_module
 
 from seqpart.device import Device
 from seqpart.errors import ModelError
-from seqpart.layout import Layout, spec_of
+from seqpart.layout import Layout, spec_of, stride_of
+from seqpart.sharing import refuse_sharing, tensors_in_attributes
 
 Factory = Callable[[], nn.Module]
+MOST_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,11 @@ class Block:
     def __init__(self, number: int, name: str, source: nn.Module | Factory) -> None:
         self.number, self.name, self._source = number, name, source
         self._husk: nn.Module | None = None
-        alive = source.modules() if isinstance(source, nn.Module) else ()
-        self._modes = [(module, module.training) for module in alive]
+        self.alive = source if isinstance(source, nn.Module) else None
+        """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
+        self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
+        # Looked at now: the module is empty when it is measured, and when it is measured again with fewer rows.
+        self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
         self.tied: tuple[Tied, ...] = ()
 
     def __str__(self) -> str:
@@ -76,12 +83,14 @@ class Block:
 
     def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """The module, and its parameters and buffers by name as fake tensors: shapes that own no memory."""
-        if isinstance(self._source, nn.Module):
-            module = self._source
-            return module, {name: _fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
+        if self.alive is not None:
+            return self.alive, {name: _fake_like(tensor, mode) for name, tensor in self._shapes.items()}
         try:
             with mode:
                 module = _called(self._source, self)
+            if problems := _without_values(module, self.name):
+                raise _unusable(problems)
+            refuse_sharing(_named(self, module), tensors_in_attributes(module, self.name))
             return module, tensors_of(module)
         except ModelError:
             raise
@@ -98,6 +107,8 @@ class Block:
                 f"{self} cannot be built without memory: {type(why).__name__}: {why}. "
                 "Its factory must not read the values of its own tensors."
             ) from why
+        if problems := _without_values(module, self.name, meta=False):
+            raise _unusable(problems) from None
         return module, {name: _fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
 
     def build(self, device: Device, seed: int) -> nn.Module:
@@ -107,10 +118,18 @@ class Block:
         self._husk = module
         return module
 
+    def another(self) -> nn.Module:
+        """One more module from the factory, which is not the one to be trained."""
+        return _called(self._source, self)
+
     def restore_modes(self) -> None:
-        """Let every submodule of a module that was given alive train or evaluate as it did when it came."""
+        """Let every submodule of a module that was given alive train or evaluate as it did when it came, and each parameter
+        learn or not: a pass over the test rows wants no gradients."""
         for module, training in self._modes:
             module.training = training
+        for name, parameter in self.alive.named_parameters() if self.alive is not None else ():
+            if name in self._shapes:
+                parameter.requires_grad_(self._shapes[name].requires_grad)
 
     @contextmanager
     def left_as_it_is(self) -> Iterator[None]:
@@ -123,13 +142,6 @@ class Block:
                 vars(module).clear()
                 vars(module).update(attributes)
 
-    @property
-    def live_bytes(self) -> int:
-        """Memory of a module that was given alive; 0 for a factory."""
-        if not isinstance(self._source, nn.Module):
-            return 0
-        return sum(tensor.nbytes for tensor in self.own(tensors_of(self._source)).values())
-
     def own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of its `tensors` that have their home in this block."""
         tied = {tie.name for tie in self.tied}
@@ -137,8 +149,7 @@ class Block:
 
     @property
     def given_alive(self) -> bool:
-        """Whether the module is the user's own, whose weights are to be put back when the run is over."""
-        return isinstance(self._source, nn.Module)
+        return self.alive is not None
 
     @property
     def husk(self) -> nn.Module:
@@ -161,7 +172,7 @@ def as_chain(model: object) -> Chain:
     """An nn.Sequential, a list of modules or a list of factories as a chain.
 
     A parameter may belong to two blocks, as the first and last weights of many language models do. Raises ModelError
-    for anything else, for an empty model, for a parameter of more than two blocks and for shared buffers.
+    for anything else, for no blocks or more than MOST_BLOCKS, for a parameter of more than two blocks and for shared buffers.
     """
     if isinstance(model, nn.Sequential):
         # Not named_children(): it names a module once, and one ReLU used twice is two links of the chain.
@@ -175,11 +186,22 @@ def as_chain(model: object) -> Chain:
         )
     if not named:
         raise ModelError("the model has no blocks: give at least one.")
+    if len(named) > MOST_BLOCKS:
+        raise ModelError(
+            f"the model has {len(named)} blocks, and a plan can be made for {MOST_BLOCKS}: each has files of its own, and "
+            "every stretch of them is looked at. Join some: an nn.Sequential of several blocks is one."
+        )
     wrong = [f"entry {name} is a {type(part).__name__}" for name, part in named if not callable(part)]
     if wrong:
         raise ModelError("a model's entries must be modules or factories (callables that return one): " + "; ".join(wrong))
+    if problems := [text for name, part in named if isinstance(part, nn.Module) for text in _without_values(part, name)]:
+        raise _unusable(problems)
     chain = Chain(Block(number, name, part) for number, (name, part) in enumerate(named))
     _find_tied(chain, [part for _, part in named])
+    alive = [(block, block.alive) for block in chain if block.alive is not None]
+    once = {id(tensor): (name, tensor) for block, module in reversed(alive) for name, tensor in _named(block, module).items()}
+    attributes = {name: t for block, module in alive for name, t in tensors_in_attributes(module, block.name).items()}
+    refuse_sharing(dict(once.values()), attributes)
     return chain
 
 
@@ -205,6 +227,26 @@ def _find_tied(chain: Chain, parts: Sequence[object]) -> None:
         )  # fmt: skip
 
 
+def _without_values(module: nn.Module, name: str, *, meta: bool = True) -> list[str]:
+    """Its tensors that cannot be trained because there is nothing in them yet, each in words. `meta`: those too that are
+    there."""
+    found = []
+    for own, tensor in tensors_of(module).items():
+        if is_lazy(tensor):
+            found.append(f"{name}.{own} of a {type(module).__name__} has no shape before the first rows")
+        elif meta and tensor.is_meta:
+            found.append(f"{name}.{own} is on the meta device and has no values")
+    return found
+
+
+def _unusable(problems: Sequence[str]) -> ModelError:
+    more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return ModelError(
+        f"a model's tensors must have shapes and values: {'; '.join(problems[:3])}{more}. Run a lazy module once on some rows, "
+        "or give it its sizes; build a module on the CPU, or give a factory that does."
+    )
+
+
 def _shallow(value: object) -> object:
     """A copy of a container, in which a module may keep what it has made; anything else as it is."""
     return copy.copy(value) if type(value) in (dict, list, set) else value
@@ -217,9 +259,27 @@ def _called(factory: Factory, block: Block) -> nn.Module:
     return module
 
 
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Its type and shape, without memory; of a counter its value too, which a forward pass may look at."""
+    if _is_counter(tensor):
+        return tensor.detach().cpu().clone()
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
+
+
+def _is_counter(tensor: torch.Tensor) -> bool:
+    return not tensor.ndim and not tensor.is_floating_point() and not tensor.is_meta
+
+
 def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    value = tensor.item() if _is_counter(tensor) else None
     with mode:
+        if value is not None:
+            return torch.tensor(value, dtype=tensor.dtype)
+        stride = stride_of(tensor)
         fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if stride is not None:
+            fake = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
@@ -269,9 +329,38 @@ def _put_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module.get_submodule(path)._buffers[leaf] = tensor
 
 
+def lent(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
+    """Inside, the module's tensors are `tensors`: also for what runs again in backward, as `torch.utils.checkpoint` does."""
+    return _reparametrize_module(module, dict(tensors), tie_weights=True)
+
+
+def _named(block: Block, module: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{block.name}.{name}": tensor for name, tensor in tensors_of(module).items()}
+
+
 def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """`module(x)` with `tensors` in place of its own."""
-    output = functional_call(module, dict(tensors), (x,))
+    own = tensors_of(module)
+    with _listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}):
+        output = functional_call(module, dict(tensors), (x,))
     if not isinstance(output, torch.Tensor):
         raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
     return output
+
+
+@contextmanager
+def _listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Lists in which submodules keep their own tensors once more, as nn.LSTM does, hold `others` (by the id of the one that
+    each stands for): they would run with the tensors of a module that is empty."""
+    changed: list[tuple[dict[str, object], str, object]] = []
+    for attributes in map(vars, module.modules()):
+        for name, value in attributes.items():
+            if type(value) in (list, tuple) and any(id(part) in others for part in value):
+                changed.append((attributes, name, value))
+    for attributes, name, value in changed:
+        attributes[name] = type(value)(others.get(id(part), part) for part in value)  # type: ignore[call-arg, attr-defined]
+    try:
+        yield
+    finally:
+        for attributes, name, value in changed:
+            attributes[name] = value

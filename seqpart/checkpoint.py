@@ -8,10 +8,9 @@ import torch
 from seqpart.blocks import Block, tensors_of
 from seqpart.costs import BlockCost
 from seqpart.direct import REQUEST, DirectFile, aligned, bytes_of, explained, round_up
-from seqpart.layout import TensorSpec, encode_header
+from seqpart.layout import Layout, TensorSpec, encode_header
+from seqpart.ownfiles import remove
 from seqpart.store import Store
-
-WEIGHTS = "model.safetensors"
 
 
 def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store) -> int:
@@ -28,7 +27,7 @@ def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCos
     part = path.with_name(path.name + ".part")
     flat = aligned(max(cost.layout.room for cost in costs))
     try:
-        with DirectFile(part, write=True) as file:
+        with DirectFile(part, write=True, mode=0o666) as file:
             out = _Stream(file)
             out.write(memoryview(header))
             loaded: Block | None = None
@@ -36,13 +35,17 @@ def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCos
                 if block is not loaded:
                     store.get(block.home, flat)
                     loaded = block
-                out.write(bytes_of(flat)[source.offset : source.offset + source.nbytes])
+                if source.stride is None:
+                    out.write(bytes_of(flat)[source.offset : source.offset + source.nbytes])
+                else:  # as every reader expects it: row by row
+                    view = Layout((source,)).views(flat)[source.name]
+                    out.write(bytes_of(view.contiguous().view(-1).view(torch.uint8)))
             out.finish()
         part.replace(path)
     except OSError as error:
         raise explained(error, path) from None
     finally:
-        part.unlink(missing_ok=True)
+        remove(part)
     return len(header) + offset
 
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from seqpart.blocks import Block, Chain, layout_of, run_fake
+from seqpart.blocks import Block, Chain, layout_of, lent, run_fake
 from seqpart.direct import round_up
 from seqpart.errors import DataError, ModelError
 from seqpart.layout import Layout
@@ -56,6 +56,8 @@ class BlockCost:
     """Most bytes alive while it runs forward without a graph."""
     input: int
     input_row: int
+    input_shape: tuple[int, ...]
+    """Without the batch dimension."""
     output: int
     output_shape: tuple[int, ...]
     """Without the batch dimension."""
@@ -156,8 +158,8 @@ def measure_chain(
         key = (block.same_as, block.tied, shape, dtype)  # one factory builds the same structure every time
         if key not in known:
             known[key] = _measure_block(block, (batch, *shape), dtype, granule, autocast)
-        lent = {tie.owner.number: costs[tie.owner.number] for tie in block.tied}
-        costs.append(replace(known[key], borrows=tuple(lent.values())))  # a value of its own, told from others by identity
+        owners = {tie.owner.number: costs[tie.owner.number] for tie in block.tied}
+        costs.append(replace(known[key], borrows=tuple(owners.values())))  # a value of its own, told from others by identity
         shape, dtype = known[key].output_shape, known[key].output_dtype
     return tuple(costs)
 
@@ -178,7 +180,7 @@ def _measure_module(
     module.train()
     trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
     try:
-        with mode, _quiet_random(), _quiet_log():
+        with mode, quiet_random(), quiet_log(), lent(module, tensors):
             with _SameTypes():  # type: ignore[no-untyped-call]
                 inference, flops = _watch_inference(module, tensors, shape, dtype, granule, autocast)
             training = _watch_training(module, tensors, shape, dtype, granule, autocast)
@@ -230,7 +232,7 @@ class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _quiet_log() -> Iterator[None]:
+def quiet_log() -> Iterator[None]:
     """torch logs the traceback of an operation that refuses its input; we say so in words."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -241,14 +243,14 @@ def _quiet_log() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_random() -> Iterator[None]:
+def quiet_random() -> Iterator[None]:
     """Measuring must not move the run's random state."""
     with torch.random.fork_rng(devices=[]):
         yield
 
 
 @contextmanager
-def _cast(autocast: torch.dtype | None) -> Iterator[None]:
+def cast(autocast: torch.dtype | None) -> Iterator[None]:
     """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
     those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
     if autocast is None:
@@ -280,7 +282,7 @@ def _watch_training(
             live.ignore([x, *tensors.values()])
             before, others = live.live, set(live.sizes)
             version = x._version
-            with live.watch(), _cast(autocast), _weights_stay(tensors):
+            with live.watch(), cast(autocast), _weights_stay(tensors):
                 y = run_fake(module, tensors, x)
             writes, passes = x._version > version, y.untyped_storage()._cdata == x.untyped_storage()._cdata
             _refuse_bad_boundary(y, shape[0])
@@ -306,7 +308,7 @@ def _watch_training(
         saved=saved, saved_alone=saved_alone,
         saved_sizes=saved_sizes,
         backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
-        input_row=_row_bytes(shape[1:], dtype), output=output, output_shape=output_shape,
+        input_row=_row_bytes(shape[1:], dtype), input_shape=tuple(shape[1:]), output=output, output_shape=output_shape,
         input_dtype=dtype, output_dtype=output_dtype, flops=0, writes_input=writes, passes_input=passes,
     )  # fmt: skip
 
@@ -340,11 +342,11 @@ def _watch_inference(
     autocast: torch.dtype | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     x = torch.zeros(shape, dtype=dtype)
-    with torch.no_grad(), LiveBytes(granule) as live, _cast(autocast):
+    with torch.no_grad(), LiveBytes(granule) as live, cast(autocast):
         live.ignore([x, *tensors.values()])
         run_fake(module, tensors, x)
         peak = live.peak
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, _cast(autocast):
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, cast(autocast):
         run_fake(module, tensors, x)
     return peak, counter.get_total_flops()
 

@@ -55,7 +55,7 @@ def _walk(pieces: Sequence[Piece], blocks: int) -> tuple[Piece, ...] | None:
 def _layers(pieces: Sequence[Piece], blocks: int, count: int) -> Iterator[tuple[Piece, ...]]:
     """The same with the number of partitions given: one layer of states for each."""
     layer: dict[int, tuple[Score, tuple[Piece, ...]]] = {0: ((0, 0, 0), ())}
-    for _ in range(count):
+    for _ in range(count if count <= blocks else 0):
         after: dict[int, tuple[Score, tuple[Piece, ...]]] = {}
         for piece in pieces:
             if piece.first in layer:
@@ -64,7 +64,7 @@ def _layers(pieces: Sequence[Piece], blocks: int, count: int) -> Iterator[tuple[
                 if piece.last not in after or score < after[piece.last][0]:
                     after[piece.last] = (score, (*chain, piece))
         layer = after
-    if blocks in layer:
+    if blocks in layer and count <= blocks:
         yield layer[blocks][1]
 
 

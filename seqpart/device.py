@@ -5,8 +5,10 @@ from pinned memory on the current stream, and an event says when the host buffer
 """
 
 import ctypes
+import errno
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +25,12 @@ _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MMAP_THRESHOLD = 65536
 
 
-_ALLOCATION_FAILED = ("DefaultCPUAllocator: can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_ALLOCATION_FAILED = (
+    "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread",
+    "_STATUS_ALLOC_FAILED", "CUDA error: out of memory",
+)  # fmt: skip
+_ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive(?! desc)|memory|stream|engine)")
+"""oneDNN does not say why: a kernel's code and its scratchpad are memory. What it cannot do at all fails by its descriptor."""
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -117,10 +124,14 @@ class Device:
         return torch.random.fork_rng(devices=[] if self.kind == "cpu" else [self.torch.index])
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        # The CPU allocator and CUDA's libraries have no exception type of their own: their texts are matched, here only.
-        return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATION_FAILED)
-        )
+        """Whether memory, or the room for a thread's stack, was refused."""
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, OSError):  # mmap and fork
+            return error.errno == errno.ENOMEM
+        # The CPU allocator, oneDNN and CUDA's libraries have no exception type of their own: texts are matched, here only.
+        found = str(error) if isinstance(error, RuntimeError) else ""
+        return any(text in found for text in _ALLOCATION_FAILED) or _ONEDNN_FAILED.search(found) is not None
 
     def release_cached(self) -> None:
         """Give memory that the allocator keeps for reuse back to the system."""

@@ -59,12 +59,8 @@ def _host_tier(kind: str) -> str:
 
 
 def _cache_use(folder: Path) -> str:
-    path = folder / ".seqpart-probe"
-    try:
-        with DirectFile(path, write=True) as file:
-            return "around the page cache (O_DIRECT)" if file.direct else "through the page cache (O_DIRECT is refused here)"
-    finally:
-        path.unlink(missing_ok=True)
+    with DirectFile.unnamed(folder) as file:
+        return "around the page cache (O_DIRECT)" if file.direct else "through the page cache (O_DIRECT is refused here)"
 
 
 def _version(package: str) -> str:

@@ -5,6 +5,7 @@
         OptionError           a setting: unknown, out of range, or not for this method
         ModelError            a model that cannot be cut into blocks
         DataError             a missing, malformed, empty or non-finite data set
+        Diverged              a loss or a weight that is no longer finite
       DoesNotFit          3   planning: no partition fits the limit
       LimitExceeded       4   running: the measured memory passed the limit
       OutOfMemory         4   running: an allocation failed inside the limit and smaller micro-batches did not help
@@ -44,14 +45,19 @@ class DataError(BadInput):
     pass
 
 
+class Diverged(BadInput):
+    pass
+
+
 class DoesNotFit(SeqpartError):
     """No plan keeps the limit. `smallest` is the least limit, in bytes, that would (None when no limit would help)."""
 
     exit_code = 3
 
-    def __init__(self, message: str, smallest: int | None = None) -> None:
-        super().__init__(message)
-        self.smallest = smallest
+    def __init__(self, message: str, smallest: int | None = None, named: str = "") -> None:
+        """`named`: how the message, which it follows, names that limit."""
+        super().__init__(message + named)
+        self.message, self.smallest = message, smallest
 
 
 class LimitExceeded(SeqpartError):
@@ -71,7 +77,11 @@ class StoreError(SeqpartError):
 
 
 class CorruptFile(StoreError):
-    pass
+    """`path` is the damaged file; None where no single one is."""
+
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class DiskFull(StoreError):

@@ -9,19 +9,33 @@ from dataclasses import dataclass, replace
 
 from seqpart.cutting import Piece, best_cut
 from seqpart.errors import DoesNotFit
-from seqpart.meter import WARM_UP_BYTES, left_of, limit_for, margin_of
+from seqpart.meter import left_of, limit_for, margin_of, refused
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
-from seqpart.plan import Candidate, Request, buffers_of, costs_from, micro_batches, starts_of, too_many
+from seqpart.phases import Epochs, Phases
+from seqpart.plan import (
+    Candidate,
+    Request,
+    buffers_of,
+    costs_from,
+    fewest_rows,
+    measurable,
+    micro_batches,
+    refuse_given,
+    starts_of,
+    too_many,
+)  # fmt: skip
 from seqpart.relay import relay_bytes
 from seqpart.relaying import largest_relayed, relay_room
 from seqpart.schedule import Phase, Verb
 from seqpart.simulate import Means, Moment, PartitionCost, foretell
-from seqpart.units import format_limit, format_size
+from seqpart.units import format_size
 
 WALKED_UPDATES = 3
 EFFICIENT_ROWS = 32
 """Smaller micro-batches are tried only where nothing else fits."""
+_RATES_ERR = 0.25
+"""By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +60,21 @@ def choose_exact(request: Request, methods: Sequence[Method]) -> tuple[Method, C
     found = [foretold for _, foretold in fastest if foretold is not None]
     if not found:
         raise _does_not_fit(request, methods)
-    best = min(found, key=lambda foretold: foretold.seconds)
+    best = _simplest(found)
     return best.method, best.candidate, tuple(_reasons(request, best, fastest))
+
+
+def _simplest(found: Sequence[Foretold]) -> Foretold:
+    """The first that is not slower than the fastest by more than the rates' own error: methods come in order of simplicity."""
+    within = (1 + _RATES_ERR) * min(foretold.seconds for foretold in found)
+    return next(foretold for foretold in found if foretold.seconds <= within)
 
 
 def fastest_of(request: Request, method: Method, room: int) -> Foretold | None:
     """At the largest micro-batch at which anything fits: smaller ones do the same work less efficiently."""
     for micro_batch in micro_batches(request):
+        if not measurable(request, micro_batch):
+            return None
         best: Foretold | None = None
         for foretold in _variants(request, method, micro_batch, room):
             if foretold.peak <= room and (best is None or foretold.seconds < best.seconds):
@@ -111,7 +133,7 @@ def foretell_exact(
     return Foretold(method=method, candidate=candidate, peak=peak, seconds=seconds)
 
 
-def _phases(request: Request, method: Method, candidate: Candidate) -> list[Phase]:
+def _phases(request: Request, method: Method, candidate: Candidate) -> Phases:
     batch = request.batch_size
     training = tuple(
         PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
@@ -122,7 +144,8 @@ def _phases(request: Request, method: Method, candidate: Candidate) -> list[Phas
         train_rows=rows, test_rows=min(request.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         clips=request.clips, keeps_graph_from=candidate.keeps_graph_from,
     )  # fmt: skip
-    return [replace(whole_network(work, streamed=not method.stays), epoch=1), *test_phases(work, stays=method.stays)]
+    train = replace(whole_network(work, streamed=not method.stays), epoch=1)
+    return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
 
 
 def peaks_by_partition(request: Request, candidate: Candidate, phases: Sequence[Phase], moments: Sequence[Moment]) -> list[int]:
@@ -131,7 +154,7 @@ def peaks_by_partition(request: Request, candidate: Candidate, phases: Sequence[
     for moment in moments:
         p = moment.step.partition
         peaks[p] = max(peaks[p], moment.peak + _buffers(request, candidate, phases, moment))
-    return [request.runtime + max(request.growth + peak, WARM_UP_BYTES if request.host_counts else 0) for peak in peaks]
+    return [request.peak(peak) for peak in peaks]
 
 
 def _buffers(request: Request, candidate: Candidate, phases: Sequence[Phase], moment: Moment) -> int:
@@ -200,24 +223,27 @@ def _balanced(request: Request, micro_batch: int, count: int) -> tuple[int, ...]
 
 def _does_not_fit(request: Request, methods: Sequence[Method]) -> DoesNotFit:
     smallest = min(
-        (foretold for method in methods for foretold in _variants(request, method, micro_batches(request)[-1], 0)),
+        (foretold for method in methods for foretold in _variants(request, method, fewest_rows(request), 0)),
         key=lambda foretold: foretold.peak,
     )
+    refuse_given(request, smallest.peak)
     first, last, cost = max(smallest.candidate.parts, key=lambda part: part[2].slot + part[2].train_peak)
     where = str(request.chain[first]) if last - first == 1 else f"blocks {first}..{last - 1}"
     cure = {
         "full": "Or use --method streamed, which gives the same bits with one partition at a time.",
         "checkpointed": "Or use --method streamed, which gives the same bits with one partition at a time.",
-    }.get(smallest.method.name, "Or split that block into smaller ones, or use an optimizer with less state (--optimizer sgd).")
-    return DoesNotFit(
+    }.get(
+        smallest.method.name,
+        "Split that block into smaller ones, use an optimizer with less state (--optimizer sgd), or give more.",
+    )
+    return refused(
         f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
         f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
         f"{left_of(request.limit)}.\n"
         f"  runtime {format_size(request.runtime)}; the largest partition is {where}: weights {format_size(cost.weights)}, "
-        f"gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}\n"
-        f"  smallest limit that fits: {format_limit(smallest.fits_in)} (micro-batch {smallest.candidate.micro_batch}).\n"
-        f"  {cure}",
-        smallest=smallest.fits_in,
+        f"gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
+        f"\n  {cure}",
+        smallest.fits_in,
     )
 
 
@@ -229,7 +255,10 @@ def _reasons(request: Request, best: Foretold, tried: Sequence[tuple[Method, For
                 parts.append(f"{method.name} does not fit")
             else:
                 parts.append(f"{method.name} {foretold.seconds:.3g} s per update in {format_size(foretold.peak)}")
-        yield f"method {best.method.name}, the fastest exact one that fits: " + "; ".join(parts)
+        why = "the fastest exact one that fits"
+        if best.seconds > min(foretold.seconds for _, foretold in tried if foretold is not None):
+            why = f"the simplest exact one that fits and is within {100 * _RATES_ERR:.0f} % of the fastest"
+        yield f"method {best.method.name}, {why}: " + "; ".join(parts)
     candidate = best.candidate
     count = len(candidate.parts)
     if count > 1:

@@ -6,6 +6,7 @@ allocation that fails inside the limit ends it too, with everything at home as t
 `position` telling where to go on with a smaller micro-batch.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ import torch
 
 from seqpart.activations import Boundaries
 from seqpart.device import Device
-from seqpart.errors import OutOfMemory
+from seqpart.errors import Diverged, OutOfMemory
 from seqpart.lookahead import Lookahead
 from seqpart.passes import Passes, PhaseBegun, PhaseDone, reads
+from seqpart.phases import counted, trains_again
 from seqpart.resident import Resident
-from seqpart.schedule import Phase, PhaseKind, Position, Step, Verb, trains_again
+from seqpart.schedule import Phase, PhaseKind, Position, Step, Verb
 from seqpart.slots import Slots
 from seqpart.store import Store
 
@@ -122,6 +124,17 @@ class Executor:
         if resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD):
             self._hooks.at_rest(self)
 
+    def refuse_divergence(self, *, weights: bool = False) -> None:
+        """Raises Diverged where the pass so far had a loss that is not finite, or with `weights` a partition that is loaded
+        and learns has such a weight. Only while at rest; a CUDA device has to wait for the numbers."""
+        phase, done = self._phases[self.step.phase], self.position.updates
+        if self.position.phase == self.step.phase:  # else its end has looked already
+            self.passes.refuse_divergence(self.step.phase, done if phase.kind is PhaseKind.TRAIN else None)
+        for resident in self._loaded.values() if weights else ():
+            if name := _spoilt_weight(resident):
+                where = f"update {done or phase.updates} of {phase}" if phase.kind is PhaseKind.TRAIN else str(phase)
+                raise Diverged(f"training diverged: {name} is not finite behind {where}.")
+
     def settle(self) -> None:
         """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
         for resident in self._loaded.values():
@@ -172,8 +185,9 @@ class Executor:
         del self._loaded[p]
         self.passes.forget_loss(p)
         self._device.release_cached()
+        needed = {reads(phase) for phase, _ in counted(self._phases[self.position.phase :])}
         for split in ("train", "test"):
-            if not any(reads(phase) == (split, p) for phase in self._phases[self.position.phase :]):
+            if (split, p) not in needed:
                 self._boundaries.discard(split, p)
         return 0, written
 
@@ -188,12 +202,16 @@ class Executor:
 
     def _backward(self, step: Step) -> tuple[int, int]:
         traffic = self.passes.backward(step)
+        if (scale := self.passes.scale(step)) is not None:
+            self._loaded[step.partition].scale_gradients(scale)
         if self._clip is not None and self.passes.span(step).ends_update:
             self._norms[step.partition] = self._loaded[step.partition].gradient_norms()
         return traffic
 
     def _update(self, step: Step) -> tuple[int, int]:
         phase, resident = self._phases[step.phase], self._loaded[step.partition]
+        if self._device.kind == "cpu":  # nothing has to wait for the number there
+            self.passes.refuse_divergence(step.phase, self.position.updates + 1)
         if not self._updated and phase.streamed:  # what the last update left is all at home, or on its way
             self._wait_for_homes()
             self._store.mark()
@@ -253,3 +271,14 @@ class Executor:
             resident.release()
         self._loaded.clear()
         self._coming.clear()
+
+
+def _spoilt_weight(resident: Resident) -> str:
+    """The name of a weight that learns and is not finite everywhere; "" where there is none. Takes no memory."""
+    for block in resident.blocks:
+        for name, parameter in block.husk.named_parameters():
+            if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
+                continue
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(parameter.detach())):  # of a NaN both are
+                return f"{block.name}.{name}"
+    return ""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from seqpart.errors import ModelError
+
 
 @dataclass(slots=True)
 class Arrival:
@@ -56,6 +58,22 @@ class _Place:
         return empty.set_(buffer.untyped_storage(), first, self.shape, self.stride)
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """An activation. PyTorch does not look at its version where hooks save it."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise ModelError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that is needed for gradients was changed by an in-place "
+                "operation behind the one that saved it, which PyTorch does not allow. Let that one write into a copy."
+            )
+        return self.tensor
+
+
 def packing(
     buffer: torch.Tensor, buffer_now: Callable[[], torch.Tensor | None], changing: Sequence[torch.Tensor]
 ) -> torch.autograd.graph.saved_tensors_hooks:
@@ -68,7 +86,7 @@ def packing(
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != storage:
-            return tensor
+            return _Saved(tensor, tensor._version)
         if any(first <= tensor.data_ptr() < end for first, end in ranges):
             return tensor.clone()
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize - int(start)
@@ -76,6 +94,8 @@ def packing(
 
     def unpack(packed: Any) -> torch.Tensor:
         now = buffer_now() if isinstance(packed, _Place) else None
+        if isinstance(packed, _Saved):
+            return packed.unchanged()
         tensor: torch.Tensor = packed if now is None else packed.on(now)
         return tensor
 

@@ -21,6 +21,7 @@ from seqpart.device import Device
 from seqpart.direct import PAGE, REQUEST, DirectFile, aligned, bytes_of, round_up, sync
 from seqpart.errors import CorruptFile
 from seqpart.layout import Layout, TensorSpec, decode_header, encode_header, header_size
+from seqpart.ownfiles import remove
 
 CHECK = 1 << 20
 """Bytes read at a time where nobody waits for them: checking must not take a training buffer's memory."""
@@ -73,7 +74,7 @@ class HomeFiles:
                 file.write_from(self._page_of(head), 0)
                 file.finish(length + nbytes)
         except BaseException:
-            path.unlink(missing_ok=True)
+            remove(path)
             raise
         return Version(path, layout, length, checksum, xxhash.xxh3_64_intdigest(head), sealed)
 
@@ -85,7 +86,7 @@ class HomeFiles:
         for _, want in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
             digest.update(bytes_of(buffer)[:want])
         head = encode_header(version.layout.specs, _metadata(digest.intdigest()))
-        with DirectFile(version.path, write=True, keep=True) as file:
+        with DirectFile(version.path, patch=True) as file:
             file.write_from(self._page_of(head), 0)
             file.finish(version.header + version.layout.nbytes)
         version.checksum, version.digest, version.sealed = digest.intdigest(), xxhash.xxh3_64_intdigest(head), True
@@ -110,17 +111,15 @@ class HomeFiles:
     def found(self, path: Path, digest: int) -> Version:
         """The version that an earlier process wrote at `path`, by its header. Raises CorruptFile, naming the file."""
         if not path.is_file():
-            raise CorruptFile(f"{path} is missing.")
+            raise CorruptFile(f"{path} is missing.", path)
         with DirectFile(path) as file:
             length = header_size(self._head(file, PAGE), path)
-            head = self._head(file, length)
+            head, size = self._head(file, length), file.size
         if xxhash.xxh3_64_intdigest(head) != digest:
-            raise CorruptFile(f"{path} is damaged, or not the file that was saved: its header differs. It was not used.")
+            raise CorruptFile(f"{path} is damaged, or not the file that was saved: its header differs. It was not used.", path)
         layout, metadata = decode_header(head, path)
-        if path.stat().st_size != length + layout.nbytes:
-            raise CorruptFile(
-                f"{path} has {path.stat().st_size} bytes and was saved with {length + layout.nbytes}. It was not used."
-            )
+        if size != length + layout.nbytes:
+            raise CorruptFile(f"{path} has {size} bytes and was saved with {length + layout.nbytes}. It was not used.", path)
         return Version(path, layout, length, int(metadata["xxh3_64"], 16), digest, durable=True)
 
     def _pieces(self, version: Version, request: int, memory: Callable[[int, int], torch.Tensor]) -> Iterator[tuple[int, int]]:
@@ -129,17 +128,17 @@ class HomeFiles:
         with DirectFile(path) as file:
             head = self._head(file, version.header)
             if xxhash.xxh3_64_intdigest(head) != version.digest:
-                raise CorruptFile(f"{path} is not the file that this run wrote: its header differs. It was not used.")
+                raise CorruptFile(f"{path} is not the file that this run wrote: its header differs. It was not used.", path)
             for at in range(0, nbytes, request):
                 want = min(request, nbytes - at)
                 piece = bytes_of(memory(at, want))
                 if file.read_into(piece, version.header + at) < want:
-                    raise CorruptFile(f"{path} is shorter than it was written. It was not used.")
+                    raise CorruptFile(f"{path} is shorter than it was written. It was not used.", path)
                 if version.sealed:
                     digest.update(piece[:want])
                 yield at, want
         if version.sealed and digest.intdigest() != version.checksum:
-            raise CorruptFile(f"{path} is damaged: its checksum is not the one that was written. It was not used.")
+            raise CorruptFile(f"{path} is damaged: its checksum is not the one that was written. It was not used.", path)
 
     def _head(self, file: DirectFile, length: int) -> bytes:
         memory = bytes_of(self._stage(length)[:length])

@@ -13,12 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from seqpart.errors import DataError
+from seqpart.losses import IGNORED
 
 ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)
 TOKENS = torch.int64
+READ_TWICE = 32
+"""Items of a data set that are read a second time, to find out whether they stay the same."""
 SPARSE_CLASSES = 1000
 """Gaps in the numbers of up to so many classes cost little."""
 
@@ -47,7 +51,8 @@ def as_split(data: object, name: str) -> Split:
     x of type int64 is tokens and stays whole; x of any other type, uint8 images for one, becomes float32. A Split says
     by its `dtype` what it wants. y has one label for each row, or whole numbers (rows, T, ...): one for each position.
 
-    Raises DataError for anything else, for no rows, for rows of different shapes, and for x and y of different length.
+    Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
+    data set whose items are others when they are read again, as those of random augmentation: rows are read once and kept.
     """
     if isinstance(data, Split):
         split = _known_dtype(data)
@@ -98,13 +103,25 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
     return Split(name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x))
 
 
+def _length(items: Any, name: str) -> int:
+    """len(items), which a data set of the user's may refuse to tell, or tell wrongly. Raises DataError."""
+    try:
+        return len(items)
+    except Exception as error:
+        raise DataError(
+            f"{name} data: len() of the {type(items).__name__} failed: {type(error).__name__}: {error}. "
+            "Let its __len__ return the number of its rows."
+        ) from error
+
+
 def _from_items(items: Any, name: str) -> Split:
-    if not len(items):
+    if not _length(items, name):
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
     first, dtype = _item(items, 0, name)[0], _dtype_of(items[0][0])
     targets = getattr(items, "targets", None)
     # A target_transform changes what items say and leaves `targets` as it was.
-    if targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None:
+    unlike = targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None
+    if _other_labels(items, name, None if unlike else targets) or unlike:
         targets = [_item(items, i, name)[1] for i in range(len(items))]
 
     def passes() -> Iterator[torch.Tensor]:
@@ -120,6 +137,33 @@ def _from_items(items: Any, name: str) -> Split:
 
     labels = _as_labels(targets, name)
     return Split(name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype)
+
+
+def _other_labels(items: Any, name: str, targets: Any) -> bool:
+    """Whether some items have other labels than `targets` says. Raises DataError where an item changes between two reads."""
+    chosen = sorted({int(i) for i in np.linspace(0, len(items) - 1, READ_TWICE)})
+    read = {i: _item(items, i, name) for i in chosen}
+    first = {i: _digest(row, label) for i, (row, label) in read.items()}
+    labels = {i: _plain(label) for i, (_, label) in read.items()}
+    del read
+    for i in chosen:
+        if _digest(*_item(items, i, name)) != first[i]:
+            raise DataError(
+                f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
+                "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
+                "without that, and let the model's first block augment, which draws anew in every epoch; or keep one draw on "
+                "purpose: [data[i] for i in range(len(data))]."
+            )
+    if targets is None:
+        return True
+    said = {i: label for i, label in labels.items() if label is not None}
+    return any(not np.array_equal(label, _plain(targets[i])) for i, label in said.items())
+
+
+def _digest(row: torch.Tensor, label: Any) -> int:
+    digest = xxhash.xxh3_64(row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    digest.update(repr(_plain(label)).encode())
+    return digest.intdigest()
 
 
 def _item(items: Any, index: int, name: str) -> tuple[torch.Tensor, Any]:
@@ -169,12 +213,15 @@ def _plain(label: Any) -> Any:
     return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
 
 
-def count_classes(train: Split, test: Split) -> int:
+def count_classes(train: Split, test: Split, ignored: int | None = IGNORED) -> int:
     """Number of classes of integer labels, from 0 up; 0 for labels to regress.
 
     Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
     training never saw, and test labels of another kind. Labels of positions may be any of a vocabulary, of which a text
     rarely holds every entry: gaps, and labels that only the test rows have, are classes like the others.
+
+    ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and what labels below
+        0 mean is its affair.
     """
     if train.labels.shape[1:] != test.labels.shape[1:]:
         raise DataError(
@@ -187,21 +234,40 @@ def count_classes(train: Split, test: Split) -> int:
         )
     if train.labels.is_floating_point():
         return 0
-    for split in (train, test) if train.labels.ndim > 1 else (train,):
-        if (least := int(split.labels.min())) < 0:
-            raise DataError(f"{split.name} labels: found class {least}; expected classes that count from 0.")
-    least, most = (int(n) for n in train.labels.aminmax())
+    (least, most), (least_tested, most_tested) = _class_range(train, ignored), _class_range(test, ignored)
+    for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
+        if found < 0:
+            raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
     if least == most:
         raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
     if train.labels.ndim > 1:
-        return 1 + max(most, int(test.labels.max()))
-    return _class_count(train, test)
+        return 1 + max(most, most_tested)
+    return _class_count(train, test, ignored)
 
 
-def _class_count(train: Split, test: Split) -> int:
+def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
+    """The least and the largest class, looked at piece by piece: there may be more labels than memory for a mask."""
+    found: list[int] = []
+    for piece in torch.split(split.labels.flatten(), 1 << 20):
+        counted = counts_as_class(piece, ignored)
+        if len(counted):
+            found += (int(n) for n in counted.aminmax())
+    if not found:
+        raise DataError(f"{split.name} labels: every label is one that the loss leaves out. Give rows to learn from.")
+    return min(found), max(found)
+
+
+def counts_as_class(labels: torch.Tensor, ignored: int | None) -> torch.Tensor:
+    """Those of `labels` (n,) that the loss does not leave out: see `count_classes`."""
+    if ignored is None:
+        return labels[labels >= 0]
+    return labels if ignored < 0 and not labels.dtype.is_signed else labels[labels != ignored]
+
+
+def _class_count(train: Split, test: Split, ignored: int | None) -> int:
     """Of labels of whole rows, of which every class should have rows to be learned from."""
-    seen = torch.unique(train.labels)
-    unknown = test.labels[~torch.isin(test.labels, seen)]
+    seen, tested = (torch.unique(counts_as_class(split.labels, ignored)) for split in (train, test))
+    unknown = tested[~torch.isin(tested, seen)]
     if len(unknown):
         raise DataError(
             f"{test.name} labels: class {int(unknown[0])} does not occur in the training rows. "

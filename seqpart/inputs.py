@@ -1,6 +1,8 @@
 """What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -11,19 +13,23 @@ import torch.nn.functional as F
 from seqpart.blocks import as_chain
 from seqpart.costs import BlockCost, measure_chain, measure_loss
 from seqpart.device import Device, host_memory_free
-from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.given import Given
 from seqpart.ingest import Split, count_classes, refuse_mismatch
+from seqpart.inplace import refuse_lost_gradients
 from seqpart.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
-from seqpart.meter import measure_runtime
+from seqpart.meter import enforced, margin_of, measure_runtime
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
 from seqpart.optimizers import Optimizer, choose
 from seqpart.plan import Plan
-from seqpart.rates import measure_rates
+from seqpart.rates import existing, measure_rates
+from seqpart.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.rows import RowLayout
 from seqpart.settings import Settings, at_least_one, listed, per_partition
 from seqpart.simulate import LossCost
+from seqpart.trial import Trials
 from seqpart.units import format_size, parse_size
 
 T = TypeVar("T", int, float, str)
@@ -48,7 +54,8 @@ class Inputs:
 
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
-        *, final_loss: LossFunction | None = None, optimizer: Optimizer | None = None, folder: Path, reuse: Plan | None = None,
+        *, final_loss: LossFunction | None = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
+        reuse: Plan | None = None,
     ) -> None:  # fmt: skip
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device = settings, train, test, device
@@ -58,38 +65,101 @@ class Inputs:
             self.methods = tuple(method for method in self.methods if method.cuts)
         if not self.exact and any(block.tied for block in self.chain):
             raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
-        self.classes = count_classes(train, test)
+        self.classes = count_classes(train, test, ignored_label(final_loss))
         if not self.exact and not self.classes:
             raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
+        if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):
+            raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
         self._optimizer, self._reuse = optimizer, reuse
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
-        self.costs_at = cache(self._measure)
-        self._check_partitions()
+        self._counted_at = cache(self._measure)
+        self.trials = Trials(self.chain, self._counted_at, device, settings.autocast)
+        self.costs_at = cache(self.trials.refined)
+        self.folder, self.dry = folder, dry
+        self.given = Given(self.chain, existing(folder))
         micro = settings.micro_batch_size
         if micro is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
+        self._refuse_giants()
+        rows = min(self.largest_batch, train.count)
+        refuse_lost_gradients(self.chain, self.costs_at(rows), train.shape, rows, settings.autocast)
+        self._reduction = self._found_reduction()
         self.possible_optimizers()
         self._refuse_endless_warmup()
-        self.live_bytes = sum(block.live_bytes for block in self.chain)
-        self.runtime = max(0, measure_runtime(device) - (self.live_bytes if device.kind == "cpu" else 0))
-        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
         self.limit = limit_of(settings, device)
         self.label_bytes = self.limit // 10
         """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
         since products with pieces round otherwise."""
-        self.folder = folder
+        self.given.take()
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._measure_machine()
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Modules that were given alive are what they were again, but for those that have been trained."""
+        self.given.give_back()
+
+    def _measure_machine(self) -> None:
+        """With the modules empty: what is measured is what is there while they are trained."""
+        device, train = self.device, self.train
+        self.given_bytes = self.given.nbytes(device.kind)
+        self.runtime = measure_runtime(device)
+        self._held = self.trials.held()
+        self._check_partitions()
+        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
         # Looked at once: a second plan, after a failed allocation, is made when the arena has taken its share.
         self.host_free = host_memory_free()
         rows = min(self.largest_batch, train.count, 256)  # a rate, and not the memory of a whole batch
-        self.rates = measure_rates(device, self.possible_optimizers()[0], rows, folder)
+        self.rates = measure_rates(device, self.possible_optimizers()[0], rows, self.folder, self.dry)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
         return measure_chain(
             self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
             autocast=self.settings.autocast,
         )  # fmt: skip
+
+    def _found_reduction(self) -> Reduction:
+        """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
+        last, batch = self.costs_at(min(self.largest_batch, self.train.count))[-1], self.settings.micro_batch_size
+        found = reduction_of(self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels)
+        sizes = {
+            *listed("--batch-size", self.settings.batch_size, int),
+            self.settings.recovery_batch_size or self.largest_batch,
+        }
+        if found.kind is Kind.WHOLE and {min(size, self.train.count) for size in sizes} != {batch}:
+            raise refuse_division(self._final_loss, min(self.largest_batch, self.train.count))
+        return found
+
+    def _refuse_giants(self) -> None:
+        """What no limit on this machine helps: said before a loss is measured, which takes longer the wider a block is."""
+        costs, total = self.costs_at(min(self.largest_batch, self.train.count)), self.device.total_memory()
+        number, giant = max(enumerate(costs), key=lambda pair: pair[1].weights)
+        if giant.weights + giant.gradients > total:
+            raise DoesNotFit(
+                f"{self.chain[number]} alone has {format_size(giant.weights)} of weights and {format_size(giant.gradients)} of "
+                f"gradients: more than the {format_size(total)} that the device has, so no limit would do. Split it."
+            )
+
+    def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
+        """Run kinds of blocks for real, under the limit: of (rows, first, last) those that were not run yet and fit alone.
+
+        Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
+        """
+        room = self.limit - margin_of(self.limit) - self.trials.held()
+        if room <= 0:
+            return False
+        with enforced(self.device, self.limit):
+            fresh = [self.trials.run(rows, first, last, room) for rows, first, last in wanted]
+        if not any(fresh):
+            return False
+        gc.collect()
+        before, self._held = self._held, self.trials.held()
+        self.runtime += max(0, self._held - before)
+        self.costs_at = cache(self.trials.refined)
+        return True
 
     def _check_partitions(self) -> None:
         starts = self.settings.partition_choice()[1]
@@ -148,6 +218,11 @@ class Inputs:
         }
 
     @property
+    def tuned(self) -> str:
+        """Of an optimizer that was given as a function: what of its options a run that goes on may change."""
+        return self._optimizer.tuned if self._optimizer is not None else ""
+
+    @property
     def largest_batch(self) -> int:
         sizes = listed("--batch-size", self.settings.batch_size, int)
         at_least_one("--batch-size", sizes)
@@ -191,14 +266,16 @@ class Inputs:
         return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
 
     def loss_for(
-        self, partition: int, partitions: int, output_shape: tuple[int, ...], device: torch.device
-    ) -> PartitionLoss | None:
+        self, partition: int, partitions: int, output_shape: tuple[int, ...], device: torch.device, *, measured: bool = False,
+    ) -> PartitionLoss | None:  # fmt: skip
+        """measured: on fake tensors, of which nothing can be counted."""
         settings = self.settings
         return self.methods[0].loss(
             Targets(
                 partition=partition, partitions=partitions, output_shape=output_shape,
                 label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
-                most=self.label_bytes, device=device, final_loss=self._final_loss, objective=settings.objective_name,
+                most=self.label_bytes, device=device, final_loss=self._final_loss,
+                reduction=None if measured else self._reduction, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
                 prototype_scale=settings.prototype_scale_of(partition, self.classes),
             )
@@ -224,14 +301,14 @@ class Inputs:
             def judged(output: torch.Tensor) -> torch.Tensor:
                 """As the executor does it: the scores are looked at while the loss still holds its graph."""
                 nonlocal targets
-                loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"))  # on fake tensors: it may be large
+                loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"), measured=True)  # it may be large
                 assert loss is not None
                 targets = loss.nbytes
                 with Device().autocast(self.settings.autocast):
                     value = loss(output, labels)
                 with torch.no_grad():
                     loss.scores(output.detach(), labels)
-                return value
+                return value.loss if isinstance(value, Verdict) else value
 
             try:
                 peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype)

@@ -5,16 +5,39 @@ the reader's thread and noting that it is taken. That lock stays locked, and the
 as threads work for us a signal waits for the next safe point.
 """
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+"""What ends a process that does not handle it: of a scheduler, and of a terminal that is closed."""
+_SIGNALS = (signal.SIGINT, *_ENDINGS)
+
+
+@contextlib.contextmanager
+def like_ctrl_c() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP do what Ctrl-C does, unless they are ignored or handled already. In the main thread alone."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _ENDINGS:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for ending, handler in before.items():
+            signal.signal(ending, handler)
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 class Interrupts:
-    """While entered, a first SIGINT or SIGTERM waits for `check`; a second one is handled at once.
+    """While entered, a first SIGINT, SIGTERM or SIGHUP waits for `check`; a second one is handled at once.
 
     Outside the main thread, and for signals that nobody handles in Python, nothing changes.
     """

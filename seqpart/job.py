@@ -6,12 +6,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from seqpart.blocks import MOST_BLOCKS
 from seqpart.device import Device
 from seqpart.errors import OptionError
 from seqpart.ingest import Split, as_split, count_classes, count_tokens
 from seqpart.inputs import limit_of
 from seqpart.report import Reporter
-from seqpart.settings import Settings
+from seqpart.settings import MOST, Settings
+from seqpart.textfile import short
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.zoo import datasets, models
@@ -29,8 +31,9 @@ class Job(Settings):
     """mlp, gpt (for tokens), or package.module:function that returns an nn.Sequential, a list of blocks or a list of
     block factories."""
     data: str = "digits"
-    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR, text:FILE (its characters, to predict the
-    next one), or package.module:function that returns a training and a test set."""
+    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
+    CLASS), text:FILE (its characters, to predict the next one), or package.module:function that returns a training and a
+    test set."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False
@@ -50,7 +53,8 @@ class Job(Settings):
     """A TOML file with these options as keys; options on the command line win."""
     resume: Path | None = None
     """Go on with the run in this directory (or from one of its checkpoint files), to the bits it would have reached.
-    Its options are taken over; limits and --save-every may be given anew."""
+    Its options are taken over. Limits, places and --save-every may be others; so may the learning rate, its schedule, clipping,
+    weight decay and epochs, which hold from there on."""
     dry_run: bool = False
     """Print the plan and train nothing."""
     plan_out: Path | None = None
@@ -68,12 +72,16 @@ class Job(Settings):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
 
 
-def opened(job: Job, reporter: Reporter) -> tuple[Job, Trainer, Split, Split]:
+def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
     """The job with what it left open decided, its trainer with the model, training and test data.
+
+    alone: this process does nothing else, and the limit counts from its start.
 
     Raises OptionError, ModelError or DataError for what cannot be honoured.
     """
     trainer = Trainer(None, **job.settings(), quiet=job.quiet)
+    if alone:
+        trainer.count_from_start()
     train, test = data_of(job)
     trainer.model, depth = model_of(job, trainer.device, train, test, reporter)
     return dataclasses.replace(job, depth=depth), trainer, train, test
@@ -98,9 +106,12 @@ def model_of(job: Job, device: Device, train: Split, test: Split, reporter: Repo
         if ":" not in job.model:
             raise OptionError(f"--model: expected mlp, gpt or package.module:function; found {job.model!r}.")
         return called(job.model, "--model"), None
+    _refuse_too_deep(job.depth, "")
     width = (models.GPT_WIDTH if job.model == "gpt" else models.WIDTH) if job.width is None else job.width
     if width < 1 or (job.depth is not None and job.depth < 0):
         raise OptionError(f"--width and --depth: expected whole numbers, from 1 and from 0 up; found {width} and {job.depth}.")
+    if width > MOST:
+        raise OptionError(f"--width: expected at most {MOST}; found {short(width)}.")
     if job.model == "gpt":
         return _gpt(job, train, test, width, reporter), job.depth
     if train.tokens:
@@ -109,10 +120,21 @@ def model_of(job: Job, device: Device, train: Split, test: Split, reporter: Repo
     if depth is None:
         limit = limit_of(job, device)
         depth = models.depth_for(limit, inputs, max(classes, 1), width)
+        _refuse_too_deep(
+            depth, f" Its state would be twice the limit of {format_size(limit)}: give a --depth, or a larger --width."
+        )
         reporter.say(
             f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
         )
     return models.mlp(inputs, max(classes, 1), width=width, depth=depth), depth
+
+
+def _refuse_too_deep(depth: int | None, cure: str) -> None:
+    most = MOST_BLOCKS - 2  # the first and the last
+    if depth is not None and depth > most:
+        raise OptionError(
+            f"--depth: expected at most {most} blocks, each of which is planned on its own; found {short(depth)}.{cure}"
+        )
 
 
 def _gpt(job: Job, train: Split, test: Split, width: int, reporter: Reporter) -> object:

@@ -1,7 +1,10 @@
 """Which files of a folder the checkpoints name: those are neither written over nor deleted before they are let go."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from seqpart.ownfiles import remove
 
 
 class Kept:
@@ -27,10 +30,10 @@ class Kept:
         if name in self._names:
             self._unwanted.add(name)
         else:
-            (self._folder / name).unlink(missing_ok=True)
+            remove(self._folder / name)
 
-    def sweep(self, patterns: Iterable[str], used: Iterable[str]) -> None:
-        """Remove what a killed run left here beside what is used."""
-        found = {path.name for pattern in patterns for path in self._folder.glob(pattern)}
+    def sweep(self, ours: re.Pattern[str], used: Iterable[str]) -> None:
+        """Remove what a killed run left here beside what is used; `ours` matches the names that runs give."""
+        found = {path.name for path in self._folder.iterdir() if ours.fullmatch(path.name)}
         for name in found.difference(used):
             self.remove(name)

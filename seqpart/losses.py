@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(output (rows, ...), labels (rows, ...)) -> mean loss over the rows, a scalar."""
+"""(output (rows, ...), labels (rows, ...)) -> mean loss over the rows, a scalar. What else it may be: see `Trainer`."""
+IGNORED = -100
+"""The label that torch's cross-entropy leaves out: its own default for `ignore_index`."""
 
 
 def label_dtype(labels: torch.Tensor) -> torch.dtype:

@@ -11,22 +11,25 @@ deleted, so there is no moment at which a killed run has nothing to go on from:
 """
 
 import contextlib
-import json
+import errno
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import xxhash
+from typing import Any, BinaryIO
 
 from seqpart.activations import Boundaries
 from seqpart.direct import explained, sync
 from seqpart.errors import CorruptFile, OptionError
-from seqpart.rundir import CHECKPOINT, PREVIOUS
+from seqpart.ownfiles import made, opened, remove
+from seqpart.replacing import write_synced
+from seqpart.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES
+from seqpart.sealed import sealed, unsealed
 from seqpart.store import Store
+from seqpart.textfile import read_text
 
-FORMAT = 1
+FORMAT = 2
 
 Pour = Callable[[str, CorruptFile], None]
 """Makes the rows of boundary 0 of a split again, because of that error."""
@@ -70,11 +73,15 @@ class Manifest:
             "homes": dict(self.homes),
             "rows": dict(self.rows),
         }
-        return _with_checksum(body)
+        return sealed("checkpoint", body)
 
 
-def save(root: Path, scratch: Path, state: dict[str, Any], store: Store, boundaries: Boundaries) -> Manifest:
-    """Make the present state the run's latest checkpoint. Nothing may be half done, and no put underway.
+def save(
+    root: Path, scratch: Path, state: dict[str, Any], store: Store, boundaries: Boundaries, *, instead: bool = False
+) -> Manifest:
+    """Make the present state the run's latest checkpoint; `instead` of the latest, and the one before stays what it is.
+
+    Nothing may be half done, and no put underway.
 
     Raises DiskFull or another StoreError; then the checkpoints are those that there were, and what was to be the new
     one's takes no room but for spare files.
@@ -84,12 +91,11 @@ def save(root: Path, scratch: Path, state: dict[str, Any], store: Store, boundar
     # Also if what follows fails: nobody knows then which of the manifests is on the disk.
     _keep(store, boundaries, new, latest, previous)
     parts = {root / f"{CHECKPOINT}.part": new.to_json()}
-    if latest is not None:  # one that is damaged must not take the place of one that is whole
+    if latest is not None and not instead:  # one that is damaged must not take the place of one that is whole
         parts = {root / f"{PREVIOUS}.part": latest.to_json(), **parts}
     try:
         for part, text in parts.items():
-            part.write_text(text)
-            sync(part)
+            write_synced(part, text)
         for part in parts:
             part.replace(part.with_suffix(""))
         sync(root)
@@ -98,8 +104,8 @@ def save(root: Path, scratch: Path, state: dict[str, Any], store: Store, boundar
     finally:
         for part in parts:
             with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-    _keep(store, boundaries, new, latest or previous)
+                remove(part)
+    _keep(store, boundaries, new, previous if instead else latest or previous)
     return new
 
 
@@ -114,23 +120,26 @@ def load(path: Path) -> Manifest:
             raise CorruptFile(f"{path} is missing. {_cure(path)}")
         raise OptionError(f"--resume: nothing was saved in {path.parent}: there is no {path.name}. Start without --resume.")
     try:
-        text = path.read_text()
-        body = json.loads(text)["checkpoint"]
-        whole = text == _with_checksum(body)
+        body = unsealed("checkpoint", read_text(path))
     except OSError as error:
         raise explained(error, path) from None
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise CorruptFile(f"{path} is damaged: its checksum is not the one that was written. It was not used. {_cure(path)}")
+    except ValueError as error:
+        raise CorruptFile(f"{path} is damaged: {error}. It was not used. {_cure(path)}", path) from None
+    if not isinstance(body, dict) or not isinstance(body.get("format"), int):
+        raise CorruptFile(f"{path} is no checkpoint that seqpart wrote. It was not used. {_cure(path)}", path)
     if body["format"] != FORMAT:
         raise OptionError(
             f"--resume: {path} was saved by another version of seqpart: its format is {body['format']} and this one reads "
             f"{FORMAT}. Resume it with that version."
         )
-    return Manifest(
-        path=path, scratch=path.parent / body["scratch"], state=body["state"], homes=body["homes"], rows=body["rows"]
-    )
+    try:
+        manifest = Manifest(
+            path=path, scratch=path.parent / body["scratch"], state=body["state"], homes=body["homes"], rows=body["rows"]
+        )
+        _check_names(manifest)
+    except (KeyError, TypeError, AttributeError):
+        raise CorruptFile(f"{path} is no checkpoint that seqpart wrote. It was not used. {_cure(path)}", path) from None
+    return manifest
 
 
 def restore(manifest: Manifest, store: Store, boundaries: Boundaries, pour: Pour | None = None) -> None:
@@ -150,19 +159,48 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries, pour: Pour
         for place, entry in manifest.inputs.items():
             _adopt_input(place, entry, boundaries, pour if manifest.path.name == PREVIOUS else None)
     except CorruptFile as error:
-        raise CorruptFile(f"{error} {_cure(manifest.path, str(error))}") from None
+        raise CorruptFile(f"{error} {_cure(manifest.path, error)}", error.path) from None
     if manifest.path.name == CHECKPOINT:
         _keep(store, boundaries, manifest, previous)
         return
     part = manifest.root / f"{CHECKPOINT}.part"
     try:
-        part.write_text(manifest.to_json())
-        sync(part)
+        write_synced(part, manifest.to_json())
         part.replace(manifest.root / CHECKPOINT)
         sync(manifest.root)
     except OSError as error:
         raise explained(error, part) from None
     _keep(store, boundaries, manifest)
+
+
+def bring(manifest: Manifest, scratch: Path) -> None:
+    """Give the new directory `scratch` what the manifest names in a directory that is not its run's, and may be needed.
+
+    Nothing is changed there: the files get a second name, since such a file is never written over, or else are copied.
+    Raises CorruptFile, naming a file that is missing; DiskFull or another StoreError.
+    """
+    for folder, files in (("homes", manifest.home_files), ("rows", manifest.row_files)):
+        for file in sorted(files):
+            source = manifest.scratch / folder / file
+            try:
+                with open(opened(source), "rb") as found:
+                    _second_name(source, found, scratch / folder / file)
+            except FileNotFoundError:
+                error = CorruptFile(f"{source} is missing.", source)
+                raise CorruptFile(f"{error} {_cure(manifest.path, error)}", source) from None
+            except OSError as error:
+                raise explained(error, source if error.errno != errno.ENOSPC else scratch / folder / file) from None
+
+
+def _second_name(source: Path, found: BinaryIO, target: Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+        if os.path.samestat(os.lstat(target), os.fstat(found.fileno())):
+            return
+    except OSError:  # another disk, another user's file, or a file system that has no second names
+        pass
+    with open(made(target), "wb") as file:
+        shutil.copyfileobj(found, file)
 
 
 def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, pour: Pour | None) -> None:
@@ -175,7 +213,7 @@ def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, p
             raise
         pour(split, error)
         if boundaries.rows(split, 0).persist()["digest"] != entry["digest"]:
-            raise CorruptFile(f"{error} The data are not what they were, so it could not be made again.") from None
+            raise CorruptFile(f"{error} The data are not what they were, so it could not be made again.", error.path) from None
 
 
 def _files_of(rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -194,17 +232,19 @@ def _readable(path: Path) -> Manifest | None:
         return None
 
 
-def _cure(path: Path, damage: str = "") -> str:
+def _check_names(manifest: Manifest) -> None:
+    """Raises TypeError for names of files that we do not give: none may lead out of the scratch directory."""
+    for names, ours in ((manifest.home_files, HOME_FILES), (manifest.row_files, ROW_FILES)):
+        if not all(isinstance(name, str) and ours.fullmatch(name) for name in names):
+            raise TypeError
+
+
+def _cure(path: Path, damage: CorruptFile | None = None) -> str:
     previous = path.with_name(PREVIOUS)
     if path.name == PREVIOUS or not previous.is_file():
         return "Start again in a new --output-dir."
     found = _readable(previous)
     needed = found.home_files | (found.row_files - _files_of(found.inputs)) if found is not None else set()
-    if any(f"/{file} " in damage for file in needed):
+    if damage is not None and damage.path is not None and damage.path.name in needed:
         return "It did not change between two checkpoints, so the one before needs it too. Start again in a new --output-dir."
     return f"Go on from the checkpoint before it with --resume {previous}."
-
-
-def _with_checksum(body: object) -> str:
-    text = json.dumps(body)
-    return f'{{"xxh3_64": "{xxhash.xxh3_64_hexdigest(text.encode())}",\n"checkpoint": {text}}}\n'

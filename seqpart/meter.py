@@ -34,12 +34,33 @@ class Sampler:
         self.peak = self.violations = self.samples = 0
         self.peak_label = self.violation_label = ""
         self.file_growth = 0
+        self.known = 0
+        """The peak when the plan was made: what came before is no matter of its prediction."""
         self._file_start = read_process().file
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="seqpart-sampler", daemon=True)
 
     def start(self) -> None:
+        if self._thread.is_alive():
+            return
+        self.gauge.watch()
+        self.sample()
         self._thread.start()
+
+    def hold(self, limit: int) -> None:
+        """The limit is known now, and has counted from the start."""
+        self.limit = limit
+        if self.peak > limit:
+            self.violations += 1
+            self.violation_label = self.violation_label or self.peak_label or "planning"
+
+    def heed(self, held: int, label: str = "planning") -> None:
+        """Somebody else saw that much held, between two looks perhaps."""
+        if held > self.peak:
+            self.peak, self.peak_label = held, label
+        if held > self.limit:
+            self.violations += 1
+            self.violation_label = self.violation_label or label
 
     def stop(self) -> None:
         self._stop.set()
@@ -124,6 +145,11 @@ def left_of(limit: int) -> str:
     return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
 
 
+def refused(message: str, smallest: int) -> DoesNotFit:
+    """A refusal that names the least limit that is enough."""
+    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}.")
+
+
 def limit_for(peak: int) -> int:
     """The least limit whose margin leaves room for `peak`, also where the runtime of the next process is a little larger."""
     return -(-(peak + _SLACK + _VARIES) * 100 // 99) + 1
@@ -141,8 +167,8 @@ def enforced(device: Device, limit: int) -> Iterator[None]:
             yield
         return
     now = read_process()
-    if now.anon + now.shmem >= limit:
-        raise too_small(limit, now.anon + now.shmem)
+    if now.held >= limit:
+        raise too_small(limit, now.held)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     ours = limit + (now.data - now.anon)
     capped = [value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY]
@@ -168,11 +194,10 @@ def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device.torch)
 
 
-def too_small(limit: int, runtime: int) -> DoesNotFit:
+def too_small(limit: int, held: int) -> DoesNotFit:
     return DoesNotFit(
-        f"the limit of {format_size(limit)} is used up before training begins: the imported libraries hold "
-        f"{format_size(runtime)} of it. Give more than {format_limit(runtime)}.",
-        smallest=None,
+        f"the limit of {format_size(limit)} is used up before training begins: the process holds {format_size(held)}, for the "
+        f"imported libraries and what the program has loaded beside the model. Give more than {format_limit(held)}."
     )
 
 

@@ -17,6 +17,8 @@ from seqpart.layout import Layout, TensorSpec
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
+_TUNED = ("lr", "weight_decay")
+"""Options of a group that a later update may take other values of."""
 NAMES = ("adam", "adamw", "sgd")
 
 
@@ -37,7 +39,9 @@ class Optimizer:
     fused: bool
     """One kernel, without a temporary the size of a parameter."""
     options: str = ""
-    """What its groups say, learning rate among it: a run that goes on must have the same."""
+    """What its groups say: a run that goes on must have the same."""
+    tuned: str = ""
+    """Learning rate and weight decay of its groups, which may be others."""
 
     def state_layout(self, parameters: Mapping[str, TensorSpec]) -> Layout:
         """Layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
@@ -46,7 +50,8 @@ class Optimizer:
             for tensor in self.state:
                 shape = spec.shape if tensor.like_parameter else ()
                 dtype = spec.dtype if tensor.like_parameter else torch.float32
-                specs.append(TensorSpec(name=f"{name}.{tensor.name}", shape=shape, dtype=dtype))
+                stride = spec.stride if tensor.like_parameter else None
+                specs.append(TensorSpec(name=f"{name}.{tensor.name}", shape=shape, dtype=dtype, stride=stride))
         return Layout.of(specs)
 
     def adopt(
@@ -102,8 +107,16 @@ def _tried(name: str, build: Build) -> Optimizer:
     parameter.grad = torch.zeros(2, 3)
     optimizer.step()
     state = tuple(_state_tensor(name, key, value) for key, value in optimizer.state[parameter].items() if value is not None)
-    options = [{key: str(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    found = Optimizer(name, build, state, bool(optimizer.defaults.get("fused")), repr(options))
+    tuned, options = (
+        repr(
+            [
+                {key: str(group[key]) for key in group if key != "params" and (key in _TUNED) is free}
+                for group in optimizer.param_groups
+            ]
+        )
+        for free in (True, False)
+    )
+    found = Optimizer(name, build, state, bool(optimizer.defaults.get("fused")), options, tuned)
     step = next((n for n, (one, other) in enumerate(_steps_both_ways(found), 1) if not _same(one, other)), None)
     if step is not None:
         raise OptionError(

@@ -4,6 +4,7 @@ What a partition reads and leaves depends on its place in the phase alone: the f
 the loss, and between them the relay hands activations up and gradients down.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,10 +16,11 @@ import torch
 from seqpart.activations import Batch, Boundaries, Reader, ReaderThread
 from seqpart.blocks import Tied
 from seqpart.device import Device
-from seqpart.errors import ModelError, OptionError
+from seqpart.errors import Diverged, ModelError, OptionError
 from seqpart.graphs import Arrival, entering
 from seqpart.losses import label_dtype
 from seqpart.methods.method import PartitionLoss, SyntheticLoss
+from seqpart.reductions import Kind, Verdict
 from seqpart.relay import Relay
 from seqpart.resident import Resident
 from seqpart.rows import RowLayout, Rows
@@ -56,6 +58,8 @@ class Passes:
         self.loaded: dict[int, Resident] = {}
         self.tally, self.rested = Tally(), tally or Tally()
         """Sums over the pass so far; the same at the end of the last update."""
+        self.judged = 0
+        """Losses that were computed."""
         self._phases, self._residents, self._losses = phases, residents, losses
         self._boundaries, self._cache_layouts, self._relay = boundaries, cache_layouts, relay
         self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
@@ -68,6 +72,8 @@ class Passes:
         self._ties = [tie for resident in residents for _, tie in resident.tied]
         self._lent: set[tuple[int, int]] = set()
         """Keys of shared weights' gradients that wait in the relay."""
+        self._counted: float | None = None
+        """Of the unfinished update, what its loss counted so far; None where micro-batches count by their rows."""
 
     def forward(self, step: Step) -> tuple[int, int]:
         phase = self._phases[step.phase]
@@ -215,28 +221,45 @@ class Passes:
         self._relay.put((p, m), gradient)
 
     def _back_propagate_loss(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> None:
-        """The partition's own loss, weighted so that the micro-batches of an update add up to its mean."""
-        loss = self._judge(step, self._output(step, x, training=True), labels)
-        assert loss is not None
+        """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
+        verdict = self._judge(step, self._output(step, x, training=True), labels)
+        assert verdict is not None
         share = self.span(step)
         part = (share.stop - share.start) / share.update_rows
-        if loss.requires_grad:
-            (loss if part == 1.0 else loss * part).backward()  # type: ignore[no-untyped-call]
+        if part < 1.0 and verdict.kind is Kind.COUNTED:  # what all of them count is known with the last one: see `scale`
+            self._counted = (self._counted or 0.0) + verdict.weight
+            part = verdict.weight / share.update_rows
+        elif part < 1.0 and verdict.kind is Kind.WHOLE:
+            raise OptionError(
+                "memory ran out for a whole batch, and this loss is not the sum of its parts': give a larger --mem-limit, or a "
+                "smaller --batch-size with the same --micro-batch-size."
+            )
+        elif verdict.kind is Kind.SUM:
+            part = 1.0
+        if verdict.loss.requires_grad:
+            (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
+
+    def scale(self, step: Step) -> float | None:
+        """What gradients are yet to be multiplied by behind an update's last micro-batch; None: nothing."""
+        share = self.span(step)
+        return share.update_rows / self._counted if share.ends_update and self._counted else None
 
     def _entering(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
         """The partition's input as the beginning of its graph; with a gradient if a partition below is to learn."""
         below = step.partition > self._phases[step.phase].lowest
         return entering(x, wants_gradient=below and x.is_floating_point())
 
-    def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> Verdict | None:
         judge = self._loss_of(step.partition)
         if judge is None:
             return None
         with self.loaded[step.partition].autocast():
-            loss = judge(output, labels)
+            found = judge(output, labels)
+        verdict = found if isinstance(found, Verdict) else Verdict(found, len(output))
         with torch.no_grad():
-            self.tally.add(loss, len(output), judge.scores(output.detach(), labels))
-        return loss
+            self.tally.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
+        self.judged += 1
+        return verdict
 
     def _loss_of(self, p: int) -> PartitionLoss | None:
         if p not in self._own_loss:
@@ -306,18 +329,25 @@ class Passes:
 
     def rest(self) -> None:
         """An update is finished: what was summed up so far is what a later run goes on with."""
+        self._counted = None
         self.rested = replace(self.tally)
 
+    def refuse_divergence(self, number: int, update: int | None = None) -> None:
+        """Raises Diverged where a loss of phase `number` so far, up to `update` (from 1), is not finite. CUDA has to wait."""
+        loss = self.tally.mean_loss
+        if not math.isfinite(loss):
+            where = "" if update is None else f"update {update} of "
+            raise Diverged(f"training diverged: the loss is {loss} in {where}{self._phases[number]}.")
+
     def end_phase(self, number: int) -> None:
-        """The last row of phase `number` is through. Raises OptionError if the loss is not finite."""
+        """The last row of phase `number` is through. Raises Diverged if the loss is not finite."""
         if self._sink is not None:
             self._sink.finish()
             self._sink = None
         self.close_reader()
         tally, phase = self.tally, self._phases[number]
         loss = tally.mean_loss if tally.rows else None
-        if loss is not None and (loss != loss or abs(loss) == float("inf")):
-            raise OptionError(f"training diverged: the loss of {phase} is {loss}. Lower --lr, or give --clip-grad-norm 1.")
+        self.refuse_divergence(number)
         self.rested = Tally()
         seconds = time.perf_counter() - self._began
         self._listen(PhaseDone(phase=phase, loss=loss, accuracy=tally.accuracy, rows=phase.rows, seconds=seconds))
@@ -337,6 +367,7 @@ class Passes:
         self._sink = None
         self._labels.clear()
         self._lent.clear()
+        self._counted = None
         self._own_loss.clear()  # the executor that goes on has fixed targets of its own
 
 

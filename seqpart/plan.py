@@ -5,26 +5,24 @@ A plan is a frozen value of ints. It can be printed, saved as JSON, compared and
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, TypeVar
 
 from seqpart.activations import reader_bytes, writer_bytes
 from seqpart.blocks import Chain
 from seqpart.costs import BlockCost
-from seqpart.cutting import Piece, best_cut
-from seqpart.errors import DoesNotFit, ModelError, OptionError
+from seqpart.errors import ModelError, OptionError
 from seqpart.layout import Layout
-from seqpart.meter import WARM_UP_BYTES, left_of, limit_for, margin_of
+from seqpart.meter import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.rows import RowLayout
 from seqpart.simulate import LossCost, Means, PartitionCost, Rates, growing
-from seqpart.units import format_limit, format_size
+from seqpart.textfile import parsed
+from seqpart.units import format_size
 
 T = TypeVar("T")
 
 FORMAT = 2
-SMALLEST_EASY_MICRO_BATCH = 32
-"""Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +72,8 @@ class Plan:
     """Where boundaries wait within an update: device, host or disk."""
     keeps_graph_from: int | None
     """Partitions from this one on keep activations for backward instead of computing them again."""
+    given: int = 0
+    """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 
     @property
     def peak(self) -> int:
@@ -90,7 +90,7 @@ class Plan:
     def from_json(cls, text: str, name: str) -> Self:
         """Raises OptionError, naming the file, for anything that `to_json` did not write."""
         try:
-            found = json.loads(text)
+            found = parsed(text)
             version = found.pop("format")
             parts = tuple(_typed(PartitionPlan, part) for part in found.pop("partitions"))
             found["reasons"] = tuple(found["reasons"])
@@ -150,8 +150,15 @@ class Request:
     """Whether a partition may end with a block."""
     train_rows: int
     test_rows: int
+    given: int = 0
+    """Bytes of modules given alive, which are in memory before and after everything else."""
     known: dict[tuple[int, int], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
     """Of `costs_from`: what it has found already."""
+
+    def peak(self, work: int) -> int:
+        """Of the process or device, where a partition takes `work` bytes."""
+        warm_up = WARM_UP_BYTES if self.host_counts else 0
+        return self.runtime + max(self.growth + work, warm_up, self.given + self.growth if self.given else 0)
 
 
 ALONE = Means()
@@ -168,24 +175,7 @@ class Candidate:
     keeps_graph_from: int | None = None
 
 
-def choose_cut(request: Request) -> tuple[Candidate, tuple[str, ...]]:
-    """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words."""
-    found: list[Candidate] = []
-    for micro_batch in micro_batches(request):
-        if found and micro_batch < SMALLEST_EASY_MICRO_BATCH:
-            break
-        if not _measurable(request, micro_batch):
-            break
-        candidate = _cut_at(request, micro_batch)
-        if candidate is not None:
-            found.append(candidate)
-    if not found:
-        raise _does_not_fit(request)
-    best = min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch))
-    return best, _reasons(request, best)
-
-
-def _measurable(request: Request, micro_batch: int) -> bool:
+def measurable(request: Request, micro_batch: int) -> bool:
     """Whether the model takes so few rows at all (BatchNorm refuses one); the largest must, or the error is the user's."""
     try:
         request.costs_at(micro_batch)
@@ -194,6 +184,11 @@ def _measurable(request: Request, micro_batch: int) -> bool:
             raise
         return False
     return True
+
+
+def fewest_rows(request: Request) -> int:
+    """The smallest micro-batch that the model takes."""
+    return next(rows for rows in reversed(micro_batches(request)) if measurable(request, rows))
 
 
 def micro_batches(request: Request) -> list[int]:
@@ -211,37 +206,6 @@ def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
     last = rows % batch or batch
     sizes = {micro_batch, batch % micro_batch, last % micro_batch, min(last, micro_batch)} - {0}
     return tuple(size / micro_batch for size in sorted(sizes))
-
-
-def _cut_at(request: Request, micro_batch: int, limit: int | None = None) -> Candidate | None:
-    room = (request.limit - margin_of(request.limit)) if limit is None else limit
-    chain = len(request.chain)
-    if request.count is None and request.starts is None and _fits_whole(request, micro_batch, room):
-        pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
-    else:
-        pieces = [piece for first in starts_of(request) for piece in _pieces(request, micro_batch, first, room)]
-    count = len(request.starts) if request.starts is not None else request.count
-    chosen = best_cut(pieces, chain, count)
-    if chosen is None:
-        return None
-    return Candidate(micro_batch, tuple((p.first, p.last, _cost_of(request, micro_batch, p)) for p in chosen))
-
-
-def _fits_whole(request: Request, micro_batch: int, room: int) -> bool:
-    *_, (last, cost) = costs_from(request, micro_batch, 0).items()
-    return peak_of(request, cost, 0, last, micro_batch) <= room
-
-
-def _pieces(request: Request, micro_batch: int, first: int, room: int) -> Iterator[Piece]:
-    for last, cost in costs_from(request, micro_batch, first).items():
-        if peak_of(request, cost, first, last, micro_batch) > room:
-            return
-        if cost.trainable or request.starts is not None or last - first == len(request.chain):
-            yield Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
-
-
-def _cost_of(request: Request, micro_batch: int, piece: Piece) -> PartitionCost:
-    return costs_from(request, micro_batch, piece.first)[piece.last]
 
 
 def starts_of(request: Request) -> list[int]:
@@ -272,7 +236,7 @@ def peak_of(request: Request, cost: PartitionCost, first: int, last: int, micro_
     reading, writing = buffers_of(request, first, last, micro_batch)
     train = max(cost.train_peak, cost.again_peak if micro_batch < request.batch_size else 0, cost.update_peak)
     work = max(train + reading if cost.trainable else 0, cost.inference_peak + reading + writing)
-    return request.runtime + max(request.growth + cost.slot + work, WARM_UP_BYTES if request.host_counts else 0)
+    return request.peak(cost.slot + work)
 
 
 def buffers_of(request: Request, first: int, last: int, micro_batch: int) -> tuple[int, int]:
@@ -287,43 +251,6 @@ def buffers_of(request: Request, first: int, last: int, micro_batch: int) -> tup
     return reader_bytes(row, max(request.train_rows, request.test_rows), micro_batch), writing
 
 
-def _does_not_fit(request: Request) -> DoesNotFit:
-    smallest_micro = next(size for size in reversed(micro_batches(request)) if _measurable(request, size))
-    cost, where, peak = _largest_need(request, smallest_micro)
-    smallest = limit_for(peak)
-    wanted = _largest_need(request, micro_batches(request)[0])[2]
-    lines = [
-        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(request)[0]}, and {left_of(request.limit)}.",
-        f"  runtime {format_size(request.runtime)}, weights {format_size(cost.weights)}, gradients "
-        f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations at micro-batch {smallest_micro} "
-        f"{format_size(cost.saved)}",
-        f"  smallest limit that fits: {format_limit(smallest)} (micro-batch {smallest_micro}).",
-    ]
-    if request.count or request.starts:
-        lines.append("  Or leave --partitions out, and the plan cuts where it must.")
-    else:
-        lines.append("  Or split that block into smaller ones, or use an optimizer with less state (--optimizer sgd).")
-    return DoesNotFit("\n".join(lines), smallest=smallest)
-
-
-def _largest_need(request: Request, micro_batch: int) -> tuple[PartitionCost, str, int]:
-    """The partition that needs most when everything is cut as fine as allowed."""
-    if request.count is not None:
-        best = _best_effort(request, micro_batch, request.count)
-        if best is not None:
-            return best
-    worst: tuple[PartitionCost, str, int] | None = None
-    for first in starts_of(request):
-        for last, cost in costs_from(request, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
-            if cost.trainable:
-                break
-        peak = peak_of(request, cost, first, last, micro_batch)
-        if worst is None or peak > worst[2]:
-            worst = (cost, _named(request, first, last), peak)
-    assert worst is not None
-    return worst
-
-
 def too_many(request: Request, count: int) -> OptionError:
     return OptionError(
         f"--partitions {count}: the model has {len(starts_of(request))} blocks at which a partition can begin; "
@@ -331,40 +258,16 @@ def too_many(request: Request, count: int) -> OptionError:
     )
 
 
-def _best_effort(request: Request, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
-    """With the number of partitions given: the least limit under which some cut of so many fits, by bisection."""
-    low, high = request.runtime, request.runtime
-    high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in request.costs_at(micro_batch)) + (1 << 30)
-    if _cut_at(request, micro_batch, high) is None:
-        raise too_many(request, count)
-    while high - low > 1 << 20:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _cut_at(request, micro_batch, middle) is not None else (middle, high)
-    candidate = _cut_at(request, micro_batch, high)
-    assert candidate is not None
-    first, last, cost = max(candidate.parts, key=lambda part: peak_of(request, part[2], part[0], part[1], micro_batch))
-    return cost, _named(request, first, last), peak_of(request, cost, first, last, micro_batch)
-
-
-def _named(request: Request, first: int, last: int) -> str:
-    block = request.chain[first]
-    return str(block) if last - first == 1 else f"blocks {first}..{last - 1}, from {block.kind} on,"
-
-
-def _reasons(request: Request, best: Candidate) -> tuple[str, ...]:
-    count = len(best.parts)
-    reasons = []
-    if request.starts is not None:
-        reasons.append(f"{count} partition(s): as asked")
-    elif count > 1:
-        asked = "as asked" if request.count else f"the fewest that stay under {format_size(request.limit)}"
-        reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
-    else:
-        reasons.append("1 partition: the whole network fits, so nothing is cut")
-    if best.micro_batch < request.batch_size:
-        asked = "as asked" if request.micro_batch else "the largest that fits with so few partitions"
-        reasons.append(f"micro-batch {best.micro_batch} of {request.batch_size}: {asked}")
-    return tuple(reasons)
+def refuse_given(request: Request, peak: int) -> None:
+    """Raises DoesNotFit where `peak` is what a model given alive takes, and no cut would help."""
+    if request.given and peak <= request.peak(0):
+        raise refused(
+            f"the model was given alive, which needs {format_size(peak)}, and {left_of(request.limit)}.\n"
+            f"  Its weights, {format_size(request.given)}, are all in memory when the run begins and when it ends, beside the "
+            f"runtime of {format_size(request.runtime)}.\n"
+            "  Give factories, which build one block at a time, or give more.",
+            limit_for(peak),
+        )
 
 
 def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int, ...]) -> str:

@@ -10,20 +10,21 @@ from seqpart.arena import first_piece, piece_sizes
 from seqpart.blocks import Chain
 from seqpart.costs import BlockCost
 from seqpart.direct import round_up
-from seqpart.errors import DiskFull, OptionError
+from seqpart.errors import DiskFull, DoesNotFit, OptionError
 from seqpart.exactplan import Foretold, choose_exact, fastest_of, peaks_by_partition
 from seqpart.inputs import Inputs
 from seqpart.losses import label_dtype
-from seqpart.meter import margin_of
+from seqpart.meter import margin_of, refused
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
 from seqpart.optimizers import Optimizer
+from seqpart.phases import Phases
 from seqpart.plan import Candidate, PartitionPlan, Plan, Request
 from seqpart.rates import existing
 from seqpart.relaying import relay_room
 from seqpart.rows import RowLayout
-from seqpart.schedule import Phase
 from seqpart.settings import OF_SIL, at_least_one
+from seqpart.silplan import choose_cut
 from seqpart.simulate import Means, PartitionCost, Rates, foretell, growing
 from seqpart.slotlayout import state_layouts
 from seqpart.units import format_size, parse_size
@@ -48,7 +49,7 @@ class Prepared:
     chain: Chain
     method: Method
     costs: tuple[BlockCost, ...]
-    phases: tuple[Phase, ...]
+    phases: Phases
     stages: tuple[Stage, ...]
     cache_layouts: tuple[RowLayout, ...]
     input_layout: RowLayout
@@ -71,8 +72,16 @@ class Prepared:
         return homes
 
 
+_UNMEASURED = 16 << 20
+"""Bytes that a limit is named larger by where blocks could not be run under the one that was given. An LSTM's library and its
+workspaces took 10 MB more than was counted."""
+
+
 class Preparation(Inputs):
     """Makes the plan, and makes it again when a failed allocation asks for a smaller micro-batch."""
+
+    trained_epochs: tuple[int, ...] = ()
+    """Of the first partitions, in a run that goes on after they were trained."""
 
     def request(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Request:
         count, asked = self.settings.partition_choice()
@@ -88,11 +97,32 @@ class Preparation(Inputs):
             host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
             batch_size=batch, micro_batch=micro_batch or self.settings.micro_batch_size, starts=starts or asked, count=count,
             input_row=self.input_layout, cache_row=self.cache_row, cuts_behind=self.cuts_behind,
-            train_rows=self.train.count, test_rows=self.test.count,
+            train_rows=self.train.count, test_rows=self.test.count, given=self.given_bytes,
         )  # fmt: skip
 
     def planned(self) -> Prepared:
         """The plan: a new one, or the cut and micro-batch of the one to reuse. Raises like `prepare`."""
+        return self.measured(self._planned)
+
+    def measured(self, plan: Callable[[], Prepared]) -> Prepared:
+        """What `plan` decides once the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
+        while True:
+            try:
+                prepared = plan()
+            except DoesNotFit as refusal:  # the limit that it names is to be one that fits
+                smallest = planning.fewest_rows(self.request(None, None))
+                if self.try_blocks([(smallest, 0, len(self.chain))]):
+                    continue
+                if refusal.smallest is None or self.trials.has_run(smallest):
+                    raise
+                raise refused(refusal.message, refusal.smallest + _UNMEASURED) from None
+            parts = prepared.plan.partitions
+            sizes = {stage.micro_batch for stage in prepared.stages[1:]}
+            wanted = [(part.micro_batch, part.first, part.last) for part in parts]
+            if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
+                return prepared
+
+    def _planned(self) -> Prepared:
         reuse = self._reuse
         if reuse is None:
             return self.prepare()
@@ -108,18 +138,42 @@ class Preparation(Inputs):
 
     def prepare(self, *, micro_batch: int | None = None, starts: tuple[int, ...] | None = None) -> Prepared:
         """The plan and its parts. Raises DoesNotFit, DataError, ModelError or OptionError, in words."""
+        try:
+            return self._prepare(micro_batch, starts)
+        except DoesNotFit as refusal:
+            raise self._tried(refusal, micro_batch, starts) from None
+
+    def _tried(self, refusal: DoesNotFit, micro_batch: int | None, starts: tuple[int, ...] | None) -> DoesNotFit:
+        """The refusal with a limit at which a plan was really made: synthetic labels, and recovery, may need more there."""
+        limit, label_bytes, smallest = self.limit, self.label_bytes, refusal.smallest
+        try:
+            for _ in range(4):
+                if smallest is None:
+                    break
+                self.limit, self.label_bytes = smallest, smallest // 10 if label_bytes == limit // 10 else label_bytes
+                try:
+                    self._prepare(micro_batch, starts)
+                    return refused(refusal.message, smallest)
+                except DoesNotFit as again:
+                    smallest = again.smallest
+        finally:
+            self.limit, self.label_bytes = limit, label_bytes
+        return refusal
+
+    def _prepare(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Prepared:
         request = self.request(micro_batch, starts)
         if self.exact:
             method, candidate, reasons = choose_exact(request, self.methods)
         else:
             method = self.methods[0]
-            candidate, reasons = planning.choose_cut(request)
+            candidate, reasons = choose_cut(request)
             reasons = (*reasons, *self._idle_options(len(candidate.parts)))
         count = len(candidate.parts)
         training = self._training(count, candidate)
         recovery = self._recovery(request, candidate)
         if recovery is not None:
             reasons = (*reasons, *self._recovery_reasons(recovery))
+        reasons = (*reasons, *self.trials.untold)
         optimizers = self.optimizers(count)
         costs = self._partition_costs(candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
@@ -139,8 +193,13 @@ class Preparation(Inputs):
             relay_bytes=relay_bytes,
         )  # fmt: skip
 
+    def epochs(self, count: int) -> list[int]:
+        """Of each of `count` partitions."""
+        asked = self.values("--epochs", self.settings.epochs, int, count)
+        return [*self.trained_epochs, *asked[len(self.trained_epochs) :]]
+
     def _training(self, count: int, candidate: Candidate) -> tuple[PartitionTraining, ...]:
-        epochs = self.values("--epochs", self.settings.epochs, int, count)
+        epochs = self.epochs(count)
         batches = self.values("--batch-size", self.settings.batch_size, int, count)
         at_least_one("--epochs", epochs)
         batches = [min(batch, self.train.count) for batch in batches]
@@ -183,11 +242,11 @@ class Preparation(Inputs):
             f"{candidate.micro_batch}, {candidate.means.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
         ]
 
-    def _stages(self, phases: Sequence[Phase], candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:
+    def _stages(self, phases: Phases, candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:
         count = len(candidate.parts)
-        first = next((number for number, phase in enumerate(phases) if phase.stage == 1), len(phases))
         begun = Stage(
-            end=first, means=candidate.means, micro_batch=candidate.micro_batch, optimizers=self.optimizers(count)
+            end=len(phases.of_stage(0)), means=candidate.means, micro_batch=candidate.micro_batch,
+            optimizers=self.optimizers(count),
         )  # fmt: skip
         if recovery is None:
             return (begun,)
@@ -267,12 +326,11 @@ class Preparation(Inputs):
 
     def _plan(
         self, request: Request, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
-        costs: Sequence[PartitionCost], phases: Sequence[Phase], reasons: tuple[str, ...],
+        costs: Sequence[PartitionCost], phases: Phases, reasons: tuple[str, ...],
         cache_layouts: Sequence[RowLayout], arena_bytes: int, at_host: frozenset[int], recovery: Foretold | None,
     ) -> Plan:  # fmt: skip
         means = replace(candidate.means, at_host=at_host)
-        first_stage = [phase for phase in phases if phase.stage == 0]
-        walked, moments, seconds = foretell(first_stage, costs, self.rates, means)
+        walked, moments, seconds = foretell(phases.of_stage(0), costs, self.rates, means)
         if self.exact:
             peaks = peaks_by_partition(request, candidate, walked, moments)
         else:
@@ -298,7 +356,7 @@ class Preparation(Inputs):
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=arena_bytes,
             disk_bytes=self._disk_bytes(costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.means.slots, relay=used.means.relay, keeps_graph_from=used.keeps_graph_from,
+            slots=used.means.slots, relay=used.means.relay, keeps_graph_from=used.keeps_graph_from, given=self.given_bytes,
         )  # fmt: skip
 
     def _peaks_one_by_one(
@@ -319,11 +377,12 @@ class Preparation(Inputs):
         versions = 4 if self.settings.saves else 2
         rows = self.input_layout.home_bytes(count)
         rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
-        return versions * (weights + state) + weights + rows
+        return versions * (weights + state) + weights + rows + self.given_bytes
 
 
-def refuse_small_disk(plan: Plan, folder: Path) -> None:
-    free = shutil.disk_usage(existing(folder)).free
+def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:
+    """Raises DiskFull; `written`: what of the plan's bytes is there already."""
+    free = written + shutil.disk_usage(existing(folder)).free
     if free < plan.disk_bytes:
         raise DiskFull(
             f"{folder} has {format_size(free)} free, and the plan needs {format_size(plan.disk_bytes)} for homes, boundary "

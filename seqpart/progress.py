@@ -1,28 +1,34 @@
 """How far a run has come: what a checkpoint says beside tensors, and whether it may go on here."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 import seqpart.manifest as manifests
-from seqpart.checkpoint import WEIGHTS
-from seqpart.errors import DoesNotFit, OptionError
+from seqpart.changes import Place, different, kept_words, refuse_fixed, told, trained_epochs
+from seqpart.errors import CorruptFile, DoesNotFit, OptionError
 from seqpart.ingest import Split
 from seqpart.manifest import Manifest
 from seqpart.methods import methods_named
+from seqpart.phases import counted, trains_again
 from seqpart.plan import Plan
 from seqpart.preparation import Preparation, Prepared
-from seqpart.rundir import has_checkpoint, is_begun_anew
-from seqpart.schedule import START, Phase, Position, trains_again
+from seqpart.publication import is_begun_anew
+from seqpart.rundir import finish_what_was_published
+from seqpart.schedule import START, Phase, Position
+from seqpart.scratch import WEIGHTS, has_checkpoint
 from seqpart.settings import Settings
 from seqpart.tally import Tally
 from seqpart.units import format_limit
 
-FREE = {"mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size"}
-"""Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
+_KINDS = {
+    "settings": dict, "position": list, "place": list, "epochs": list, "losses": list, "plan": str, "micro_batches": list,
+    "data": str,
+}  # fmt: skip
+"""Of a checkpoint's state."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,10 +47,16 @@ class Progress:
     micro_batches: tuple[int, ...] = ()
     """Of each stage."""
     changed: frozenset[str] = frozenset()
-    """Free settings that are not what they were."""
+    """Settings that are not what they were, and may be others."""
+    said: list[str] = field(default_factory=list)
+    """The same, for the user."""
+    place: Place | None = None
+    epochs: tuple[int, ...] = ()
+    """Of each partition, as they were."""
     data: str = ""
     functions: dict[str, str] | None = None
     """What tells one loss or optimizer that was given as a function from another."""
+    tuned: str = ""
     label_bytes: int | None = None
     """Of synthetic labels that are kept whole: the limit may be another now."""
 
@@ -53,13 +65,14 @@ class Progress:
             return f"{self.root} was ended before anything was saved: it begins anew"
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
-        return f"going on from {self.manifest.path}, with {where}; the proof at the end is of what runs from here on"
+        other = f"; from here on: {', '.join(self.said)}" if self.said else ""
+        return f"going on from {self.manifest.path}, with {where}{other}; the proof at the end is of what runs from here on"
 
     def unused_states(self, prepared: Prepared) -> Iterator[str]:
         """Homes of optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""
         at, phases = self.position, prepared.phases
         stage = phases[at.phase].stage if at.phase < len(phases) else None
-        begun = [phase for phase in phases[: at.phase + bool(at.updates)] if phase.stage == stage]
+        begun = [phase for phase, _ in counted(phases[: at.phase + bool(at.updates)]) if phase.stage == stage]
         for p, part in enumerate(prepared.plan.partitions):
             midway = any(phase.trains(p) for phase in begun) and trains_again(phases, at, p, begun[0].stage, stepped=False)
             if not midway:
@@ -82,16 +95,30 @@ class Progress:
                     f"--resume: {self.root} was trained with {name} {was}, and this run has "
                     f"{preparation.functions[name]}. Give the same, or start anew elsewhere."
                 )
+        if self.tuned != preparation.tuned:
+            self.said.append(f"the optimizer's options were {self.tuned}, are {preparation.tuned}")
+        self._keep_epochs(preparation)
         tests_between = preparation.settings.test_every is not None  # as many phases as there are partitions
-        cut_matters = not preparation.exact or tests_between or self.position.phase >= _passes(preparation)
+        cut_matters = not preparation.exact or tests_between or (self.place is None or self.place.behind is not None)
         if cut_matters:  # `auto` must not take another method, whose phases are others
             preparation.methods = methods_named(self.plan.method)
-        prepared = self._prepared(preparation, cut_matters)
+        prepared = preparation.measured(lambda: self._prepared(preparation, cut_matters))
         if prepared.plan.fingerprint != self.plan.fingerprint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
+        if self.place is not None and {"epochs", "recovery_epochs"} & self.changed:
+            self.position = self.place.position(prepared.phases, self.position.updates)
         return prepared
+
+    def _keep_epochs(self, preparation: Preparation) -> None:
+        """Partitions that are trained keep the epochs that they had, whatever --epochs says now."""
+        if self.place is None:
+            return
+        asked = preparation.epochs(len(self.epochs))
+        trained = trained_epochs(self.place, self.epochs, sorted(self.changed), exact=preparation.exact)
+        self.said += kept_words(trained, asked)
+        preparation.trained_epochs = trained
 
     def _prepared(self, preparation: Preparation, cut_matters: bool) -> Prepared:
         assert self.plan is not None
@@ -112,17 +139,13 @@ class Progress:
                     raise
                 continue
             found = tuple(stage.micro_batch for stage in prepared.stages)
-            if found == self.micro_batches:
+            if all(one == other for one, other in zip(found, self.micro_batches, strict=False)):  # there may be no recovery now
                 return prepared
         raise OptionError(
             f"--resume: the run in {self.root} has micro-batches {self.micro_batches}, and under this limit they would be "
             f"{found}, which give other bits. Give --mem-limit {format_limit(self.plan.limit)} as before, or accept other bits "
             f"with --micro-batch-size {min(found)}."
         )
-
-
-def _passes(preparation: Preparation) -> int:
-    return max(preparation.values("--epochs", preparation.settings.epochs, int, 1))
 
 
 def progress_of(path: Path, settings: Settings) -> Progress:
@@ -132,22 +155,30 @@ def progress_of(path: Path, settings: Settings) -> Progress:
     """
     root = path if path.is_dir() else path.parent
     if path.is_dir() and not has_checkpoint(path):
+        finish_what_was_published(root)
         _refuse_finished(root)
         return Progress(root=root)
     manifest = manifests.load(path)
-    state = manifest.state
+    state = _well_formed(manifest)
     mine = settings_of(settings)
-    different = sorted(name for name, value in state["settings"].items() if mine.get(name) != value)
-    fixed = [name for name in different if name not in FREE]
-    if fixed:
-        said = ", ".join(f"{name} was {state['settings'][name]}, not {mine.get(name)}" for name in fixed)
-        raise OptionError(f"--resume: the run in {root} has other settings: {said}. Give the same, or start anew elsewhere.")
+    place = Place(*state["place"])
+    changed = different(state["settings"], mine)
+    refuse_fixed(root, changed, state["settings"], mine, recovers=place.recovers)
     return Progress(
         root=root, manifest=manifest, position=Position(*state["position"]), tally=state["tally"], losses=state["losses"],
         test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
-        micro_batches=tuple(state["micro_batches"]), changed=frozenset(different), data=state["data"],
-        functions=state.get("functions"), label_bytes=state.get("label_bytes"),
+        micro_batches=tuple(state["micro_batches"]), changed=frozenset(changed), said=told(changed, state["settings"], mine),
+        place=place, epochs=tuple(state["epochs"]), data=state["data"], functions=state["functions"], tuned=state["tuned"],
+        label_bytes=state["label_bytes"],
     )  # fmt: skip
+
+
+def _well_formed(manifest: Manifest) -> dict[str, Any]:
+    """The state. Raises CorruptFile where it is whole, by its checksum, and yet nothing that a run wrote."""
+    state = manifest.state
+    if isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in _KINDS.items()):
+        return state
+    raise CorruptFile(f"{manifest.path} is no checkpoint that seqpart wrote. It was not used.", manifest.path)
 
 
 def _refuse_finished(root: Path) -> None:
@@ -164,14 +195,16 @@ def _refuse_finished(root: Path) -> None:
 
 def state_of(
     preparation: Preparation, prepared: Prepared, position: Position, tally: Tally,
-    *, losses: list[float], test: tuple[float, float | None] | None, data: str,
+    *, losses: list[float], test: tuple[float, float | None] | None, data: str, job: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `progress_of` reads again."""
     return {
         "settings": settings_of(preparation.settings), "plan": prepared.plan.to_json(),
-        "position": [position.phase, position.updates],
+        "position": [position.phase, position.updates], "place": astuple(Place.of(prepared.phases, position)),
+        "epochs": preparation.epochs(len(prepared.plan.partitions)),
         "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": tally.to_json(), "losses": losses,
-        "test": test, "data": data, "functions": preparation.functions, "label_bytes": preparation.label_bytes,
+        "test": test, "data": data, "functions": preparation.functions, "tuned": preparation.tuned,
+        "label_bytes": preparation.label_bytes, "job": job,
     }  # fmt: skip
 
 

@@ -11,9 +11,12 @@ from seqpart.optimizers import Optimizer
 from seqpart.simulate import Rates
 
 
-def measure_rates(device: Device, optimizer: Optimizer, rows: int, folder: Path) -> Rates:
-    """For micro-batches of `rows` rows and homes under `folder`. Raises StoreError where it cannot be written."""
-    read, write = probe_disk(existing(folder))  # first: its buffer is gone when the others come
+def measure_rates(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Rates:
+    """For micro-batches of `rows` rows and homes under `folder`, where a `dry` run leaves no trace, not for a moment.
+
+    Raises StoreError where it cannot be written.
+    """
+    read, write = probe_disk(existing(folder), hidden=dry)  # first: its buffer is gone when the others come
     weight = torch.ones(1024, 1024, device=device.torch)
     x = torch.ones(rows, 1024, device=device.torch)
 

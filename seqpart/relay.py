@@ -23,6 +23,7 @@ import torch
 
 from seqpart.device import Device
 from seqpart.direct import DirectFile, aligned, aligned_bytes, bytes_of, round_up
+from seqpart.ownfiles import remove
 
 BUFFERS = 6
 """Of the disk relay: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
@@ -276,7 +277,7 @@ class OnDisk:
     def close(self) -> None:
         self._pool.shutdown()
         self._file.__exit__()
-        self._file.path.unlink(missing_ok=True)
+        remove(self._file.path)
         self._buffers, self._holds = [], {}
 
     def _number_of(self, key: Key) -> int | None:

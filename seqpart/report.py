@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import Progress, TextColumn
+from rich.table import Column
 
 from seqpart.direct import explained
 from seqpart.executor import Event, StepDone
 from seqpart.meter import Proof
+from seqpart.output import standard_output
+from seqpart.ownfiles import added_to, made
 from seqpart.passes import PhaseBegun, PhaseDone
+from seqpart.phases import counted
 from seqpart.plan import Plan, as_text_rows
 from seqpart.schedule import Phase, PhaseKind, Verb
-from seqpart.units import format_size
+from seqpart.terminal import as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
 
@@ -42,7 +45,7 @@ class Reporter:
     def open_log(self, path: Path, *, add: bool = False) -> None:
         """Write events to `path`; `add` behind those of the run that goes on."""
         try:
-            self._log = open(path, "a" if add else "w")  # noqa: SIM115 (closed by close)
+            self._log = open(added_to(path) if add else made(path, 0o666), "w")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise explained(error, path) from None
         self._log_path = path
@@ -58,10 +61,18 @@ class Reporter:
                 raise explained(error, self._log_path) from None
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        width = width_of(self.console)
+        self.console.print(text if width is None else wrapped(text, width), markup=False)
 
     def plan(self, plan: Plan) -> None:
-        self.console.print(plan_table(plan))
+        rows, width = as_text_rows(plan), width_of(self.console)
+        table, left_out = plan_table(rows, width)
+        self.say(plan_title(plan))
+        if width is None:
+            self.console.width = table_width(rows)  # a file has none, and rich cuts at 80
+        self.console.print(table)
+        if left_out:
+            self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
         for line in plan_notes(plan):
             self.say(line)
 
@@ -95,10 +106,11 @@ class Reporter:
         )  # fmt: skip
         epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
         accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
-        self.say(
-            f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}{accuracy}  "
-            f"{event.seconds:6.1f} s  {speed:8.0f} samples/s"
-        )
+        parts = (
+            f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}", accuracy, f"  {event.seconds:6.1f} s",
+            f"  {speed:8.0f} samples/s",
+        )  # fmt: skip
+        self.say(as_many(parts, width_of(self.console)))
 
     def end(self) -> None:
         if self._bar is not None:
@@ -118,40 +130,38 @@ class Reporter:
 
 
 def _console(quiet: bool) -> Console:
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 120  # a file or a pipe has no width; the plan's table needs this much
-    return console
+    return Console(quiet=quiet, highlight=False, soft_wrap=True, file=standard_output())
 
 
 def _who(phase: Phase) -> str:
     return f"partition {phase.partition}" if phase.through is None else f"partitions {phase.partition}-{phase.through}"
 
 
+def _passes(phase: Phase) -> int:
+    """In forward passes, of which a backward pass costs about two: the bar counts them, so that its ETA is honest."""
+    return 3 if phase.kind is PhaseKind.TRAIN else 1
+
+
 class _Bar:
     """The live line; absent where the output is not a terminal."""
 
     def __init__(self, console: Console, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
-        self._limit, self._used, self._phases = limit, used, phases
+        self._console, self._limit, self._used, self._phases = console, limit, used, phases
         self._progress: Progress | None = None
-        self._rows = 0
+        self._rows, self._what = 0, "starting"
         self._began = time.perf_counter()
         self._shown = 0.0
         if console.is_terminal and not console.quiet:
             # No refresh thread: its stack would be reserved under the limit.
-            self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
-                TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, auto_refresh=False, transient=True,
-            )  # fmt: skip
-            # A backward pass costs about three forward passes: the bar counts that, so that its ETA is honest.
-            total = sum(phase.rows * (3 if phase.kind is PhaseKind.TRAIN else 1) for phase in phases[first:])
-            self._task = self._progress.add_task("starting", total=total, note="")
+            line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+            self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
+            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[first:]))
+            self._task = self._progress.add_task(self._what, total=total)
             self._progress.start()
 
     def enter(self, event: PhaseBegun) -> None:
-        if self._progress is not None:
-            epoch = f" epoch {event.phase.epoch}" if event.phase.kind is PhaseKind.TRAIN else ""
-            self._progress.update(self._task, description=f"{_who(event.phase)} {_WHAT[event.phase.kind]}{epoch}")
+        epoch = f" epoch {event.phase.epoch}" if event.phase.kind is PhaseKind.TRAIN else ""
+        self._what = f"{_who(event.phase)} {_WHAT[event.phase.kind]}{epoch}"
 
     def step(self, event: StepDone) -> None:
         if self._progress is None or event.step.micro_batch is None:
@@ -161,14 +171,16 @@ class _Bar:
             return
         span = phase.span(event.step.micro_batch)
         self._rows += span.stop - span.start
+        self._progress.advance(self._task, (span.stop - span.start) * _passes(phase))
         now = time.perf_counter()
-        note = (
-            f"{self._rows / (now - self._began):.0f} samples/s  peak {format_size(self._used())} of {format_size(self._limit)}"
-        )
-        self._progress.advance(self._task, (span.stop - span.start) * (3 if phase.kind is PhaseKind.TRAIN else 1))
         if now - self._shown > 0.2:
             self._shown = now
-            self._progress.update(self._task, note=note)
+            task = self._progress.tasks[0]
+            line = bar_line(
+                self._what, task.percentage / 100, task.time_remaining, self._rows / (now - self._began), self._used(),
+                self._limit, width=self._console.width,
+            )  # fmt: skip
+            self._progress.update(self._task, description=line)
             self._progress.refresh()
 
     def close(self) -> None:
@@ -176,15 +188,8 @@ class _Bar:
             self._progress.stop()
 
 
-def plan_table(plan: Plan) -> Table:
-    title = f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    rows = as_text_rows(plan)
-    for name in rows[0]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+def plan_title(plan: Plan) -> str:
+    return f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
 
 
 def plan_notes(plan: Plan) -> Iterable[str]:
@@ -194,5 +199,5 @@ def plan_notes(plan: Plan) -> Iterable[str]:
         f"predicted peak {format_size(plan.peak)} of {format_size(plan.limit)}"
     )
     host = f", host memory {format_size(plan.host_limit)}" if plan.host_limit else ""
-    yield f"homes: {format_size(plan.disk_bytes)} on disk{host}; predicted time {plan.seconds:.0f} s"
+    yield f"homes: {format_size(plan.disk_bytes)} on disk{host}; predicted time {format_seconds(plan.seconds)}"
     yield from plan.reasons

@@ -241,6 +241,12 @@ class Resident:
             elif parameter.grad is not None:
                 known.add(place)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Of the parameters whose home is here: what a later partition shares comes to the one that owns it."""
+        for parameter in self.trainable:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def gradient_norms(self) -> list[torch.Tensor]:
         """Of each trained parameter that has a gradient, in the model's order."""
         return [torch.linalg.vector_norm(p.grad) for p in self.trainable if p.grad is not None]

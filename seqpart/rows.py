@@ -16,10 +16,12 @@ import xxhash
 
 from seqpart.arena import Arena
 from seqpart.device import Device
-from seqpart.direct import PAGE, DirectFile, aligned, bytes_of, round_up, sync
+from seqpart.direct import PAGE, DirectFile, aligned, bytes_of, explained, round_up, sync
 from seqpart.errors import CorruptFile
 from seqpart.layout import TensorSpec, encode_header
-from seqpart.rundir import write_text
+from seqpart.ownfiles import PRIVATE, opened, remove
+from seqpart.replacing import write_text
+from seqpart.textfile import parsed
 
 CHUNK = 1 << 20
 """About this many bytes are read at a time."""
@@ -160,12 +162,13 @@ class Rows:
         nbytes = self.rows_in(chunk) * self.layout.stride
         offset = len(self._header) + chunk * self.layout.chunk_bytes
         if file.read_into(bytes_of(into[: round_up(nbytes)]), offset) < nbytes:
-            raise CorruptFile(f"{self.path} is shorter than it was written. It was not used.")
+            raise CorruptFile(f"{self.path} is shorter than it was written. It was not used.", self.path)
 
     def _compare(self, chunk: int, memory: torch.Tensor) -> None:
         nbytes = self.rows_in(chunk) * self.layout.stride
         if xxhash.xxh3_64_intdigest(bytes_of(memory)[:nbytes]) != self._checksums[chunk]:
-            raise CorruptFile(f"{self.path} is damaged in its rows from {chunk * self.layout.chunk_rows} on. It was not used.")
+            first = chunk * self.layout.chunk_rows
+            raise CorruptFile(f"{self.path} is damaged in its rows from {first} on. It was not used.", self.path)
 
     def persist(self) -> dict[str, Any]:
         """Bring finished rows to the disk, once; says how another process can `adopt` them."""
@@ -177,7 +180,7 @@ class Rows:
                 sync(self.path)
             file, sums = self.files
             text = json.dumps([f"{checksum:016x}" for checksum in self._checksums])
-            write_text(self.path.with_name(sums), text)
+            write_text(self.path.with_name(sums), text, PRIVATE)
             self._described = {
                 "file": file, "sums": sums, "digest": xxhash.xxh3_64_hexdigest(text.encode()), "count": self.count,
                 "shape": list(self.layout.shape), "dtype": str(self.layout.dtype).removeprefix("torch."),
@@ -193,7 +196,7 @@ class Rows:
                     file.write_from(bytes_of(host)[start : start + nbytes], len(self._header) + start)
                 file.finish(self._size, durable=True)
         except BaseException:
-            self.path.unlink(missing_ok=True)
+            remove(self.path)
             raise
 
     @classmethod
@@ -204,25 +207,31 @@ class Rows:
         the rows themselves are read by `verify`.
         """
         sums = folder / described["sums"]
-        text = sums.read_bytes() if sums.is_file() else b""
+        text = _bytes_of_file(sums)
         if xxhash.xxh3_64_hexdigest(text) != described["digest"]:
-            raise CorruptFile(f"{sums} is {'damaged' if text else 'missing or empty'}. Its rows were not used.")
-        checksums = [int(checksum, 16) for checksum in json.loads(text)]
-        layout = RowLayout(tuple(described["shape"]), getattr(torch, described["dtype"]))
+            raise CorruptFile(f"{sums} is {'damaged' if text else 'missing or empty'}. Its rows were not used.", sums)
+        checksums = [int(checksum, 16) for checksum in parsed(text)]
+        dtype = getattr(torch, described["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptFile(f"{sums} belongs to rows of an unknown type, {described['dtype']}. They were not used.", sums)
+        layout = RowLayout(tuple(described["shape"]), dtype)
         rows = cls(layout, described["count"], folder / described["file"], device, arena, checksums)
         rows._described = dict(described)
         return rows
 
     def _reopen(self) -> None:
         if not self.path.is_file():
-            raise CorruptFile(f"{self.path} is missing.")
-        size, head = self.path.stat().st_size, aligned(len(self._header))
+            raise CorruptFile(f"{self.path} is missing.", self.path)
+        self._file, head = DirectFile(self.path), aligned(len(self._header))
+        self._done, self.finished = self.chunks, True
+        size = self._file.size
         if size != self._size:
-            raise CorruptFile(f"{self.path} has {size} bytes and was saved with {self._size}. It was not used.")
-        self._file, self._done, self.finished = DirectFile(self.path), self.chunks, True
+            raise CorruptFile(f"{self.path} has {size} bytes and was saved with {self._size}. It was not used.", self.path)
         self._file.read_into(bytes_of(head), 0)
         if bytes(bytes_of(head)) != self._header:
-            raise CorruptFile(f"{self.path} is damaged, or not the file that was saved: its header differs. It was not used.")
+            raise CorruptFile(
+                f"{self.path} is damaged, or not the file that was saved: its header differs. It was not used.", self.path
+            )
         if self._host is not None:
             for chunk in range(self.chunks):
                 start = chunk * self.layout.chunk_bytes
@@ -251,7 +260,18 @@ class Rows:
     def discard(self) -> None:
         self.close()
         for name in self.files:
-            self.path.with_name(name).unlink(missing_ok=True)
+            remove(self.path.with_name(name))
+
+
+def _bytes_of_file(path: Path) -> bytes:
+    """Raises StoreError, naming it, where it is no plain file."""
+    try:
+        with open(opened(path), "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise explained(error, path) from None
 
 
 def _header_of(layout: RowLayout, count: int) -> bytes:

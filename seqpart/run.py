@@ -3,34 +3,41 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import seqpart.manifest as manifests
 from seqpart.activations import Boundaries, ReaderThread
+from seqpart.adoption import open_scratch
 from seqpart.arena import Arena
 from seqpart.blocks import attach, detach, layout_of, tensors_of
-from seqpart.checkpoint import WEIGHTS, export_weights
-from seqpart.device import describe_versions
+from seqpart.checkpoint import export_weights
+from seqpart.device import Device, describe_versions
 from seqpart.direct import aligned
-from seqpart.errors import CorruptFile, Interrupted, LimitExceeded, ModelError, OutOfMemory, StoreError
+from seqpart.errors import CorruptFile, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory, SeqpartError
 from seqpart.executor import AllocationFailed, Event, Executor, Hooks
 from seqpart.ingest import pour
 from seqpart.interrupts import Interrupts
+from seqpart.leftovers import tell_leftovers
 from seqpart.meter import Proof, Sampler, enforced
-from seqpart.passes import Passes, PhaseDone
+from seqpart.passes import Passes, PhaseDone, reads
+from seqpart.phases import counted
 from seqpart.plan import Plan
 from seqpart.preparation import Preparation, Prepared, Stage, refuse_small_disk
 from seqpart.progress import Progress, data_digest, state_of
 from seqpart.rateschedule import rate_schedule
 from seqpart.relay import Relay
 from seqpart.relaying import open_relay
+from seqpart.replacing import write_text
 from seqpart.report import EVENTS, Reporter
 from seqpart.resident import Resident
-from seqpart.rundir import SCRATCH_PREFIX, RunDirectory, clear_leftovers, new_name, resumable, write_text
+from seqpart.rundir import RunDirectory, new_name
+from seqpart.saving import Saving
 from seqpart.schedule import Phase, PhaseKind, Position, Step, checked, steps_of
+from seqpart.scratch import WEIGHTS
+from seqpart.sealed import sealed
 from seqpart.slots import Slots
 from seqpart.store import Store
 from seqpart.tally import Tally
@@ -59,6 +66,21 @@ class Result:
     final_micro_batch: int
 
 
+@contextmanager
+def told(device: Device, when: str) -> Iterator[None]:
+    """Outside the loop no smaller micro-batch helps: say when memory ran out. Raises OutOfMemory."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SeqpartError) or not device.is_out_of_memory(error):
+            raise
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")
+        for note in getattr(error, "__notes__", []):
+            found.add_note(note)
+        raise found from error
+
+
 class Run:
     """Everything that it opens is closed by `stack`."""
 
@@ -76,12 +98,11 @@ class Run:
         self._residents: list[Resident] = []
         self._state = "failed"
         self._interrupts = Interrupts()
-        self._saved_at, self._updates_since = time.monotonic(), 0
 
     def carry_out(self, began: float) -> Result:
         plan = self._prepared.plan
         self._reporter.plan(plan)
-        directory = self._directory = self._open_directories(plan)
+        directory = self._open_directories(plan)
         reader_thread = self._stack.enter_context(ReaderThread())
         self._sampler.gauge.grant(plan.host_limit)
         arena_bytes, relay_bytes = self._prepared.arena_bytes, self._prepared.relay_bytes
@@ -93,8 +114,11 @@ class Run:
             self._store.reserve(self._prepared.hosted())
         self._boundaries = Boundaries(self._scratch.rows, self._device, self._arena)
         self._stack.callback(self._boundaries.close)
-        self._stack.callback(self._give_back)
         self._digest = data_digest(self._preparation.train, self._preparation.test)
+        self._saving = Saving(
+            self._settings, self._state_at, root=directory.root, scratch=self._scratch.root, store=self._store,
+            boundaries=self._boundaries, reporter=self._reporter, interrupts=self._interrupts,
+        )  # fmt: skip
         with directory.interruptible():
             with enforced(self._device, plan.limit):
                 self._fill_homes()
@@ -102,21 +126,12 @@ class Run:
                     self._run_stages(reader_thread)
                     with self._told("the weights were written"):
                         export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
-                    self._obey(Position(len(self._prepared.phases)), Tally())
+                    self._saving.obey(Position(len(self._prepared.phases)), Tally())
+                self._give_back()
             return self._conclude(directory, time.perf_counter() - began)
 
-    @contextmanager
-    def _told(self, when: str) -> Iterator[None]:
-        """Outside the loop no smaller micro-batch helps: say when memory ran out."""
-        try:
-            yield
-        except Exception as error:
-            if not self._device.is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"memory ran out while {when}, inside the limit of {format_size(self._prepared.plan.limit)}: "
-                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. Give a larger --mem-limit."
-            ) from error
+    def _told(self, when: str) -> AbstractContextManager[None]:
+        return told(self._device, f"{when}, inside the limit of {format_size(self._prepared.plan.limit)}")
 
     # --- directories and homes ------------------------------------------------------------------------------------
 
@@ -126,37 +141,27 @@ class Run:
         name = new_name(plan.method)
         root = progress.root if progress is not None else settings.output_dir or Path("runs") / name
         directory = RunDirectory(root, overwrite=settings.overwrite, resume=manifest is not None)
-        self._stack.callback(lambda: directory.close(self._state))
-        self._scratch = directory
-        elsewhere = manifest.scratch if manifest is not None and manifest.scratch.resolve() != root.resolve() else None
-        if elsewhere is None and manifest is None and settings.offload_dir is not None:
-            elsewhere = settings.offload_dir / f"{SCRATCH_PREFIX}{name}"
-        if elsewhere is not None:
-            self._scratch = RunDirectory(elsewhere, run=root, resume=manifest is not None)
+
+        def close(kind: type[BaseException] | None, *_: object) -> None:
+            directory.close("interrupted" if kind is Interrupted else self._state)
+
+        self._stack.push(close)
+        self._scratch = open_scratch(directory, manifest, settings.offload_dir, name)
+        if self._scratch is not directory:
             self._stack.callback(self._scratch.vanish)
         if manifest is None:
-            refuse_small_disk(plan, self._scratch.root)
-        self._tell_leftovers(directory)
+            refuse_small_disk(plan, self._scratch.root, written=plan.given)
+        for line in tell_leftovers(self._scratch.root.parent, directory.cleaned):
+            self._reporter.say(line)
         self._reporter.open_log(directory.result(EVENTS), add=manifest is not None)
         self._reporter.record("start", **describe_versions(), settings={k: str(v) for k, v in asdict(settings).items()})
         write_text(directory.result(PLAN), plan.to_json())
         if self._job is not None:
-            write_text(directory.result(JOB), json.dumps(self._job, indent=1) + "\n")
+            write_text(directory.result(JOB), sealed("job", self._job))
         self._reporter.say(f"run directory {directory.root}")
         if progress is not None:
             self._reporter.say(progress.words(self._prepared.phases))
         return directory
-
-    def _tell_leftovers(self, directory: RunDirectory) -> None:
-        parent = self._scratch.root.parent
-        found, freed = clear_leftovers(parent)
-        if found or directory.cleaned:
-            self._reporter.say(f"cleaned up {format_size(freed + directory.cleaned)} that killed runs had left")
-        waiting, held = resumable(parent)
-        if waiting:
-            self._reporter.say(
-                f"{waiting} interrupted run(s) beside this one hold {format_size(held)}: --resume them, or remove them"
-            )
 
     def _fill_homes(self) -> None:
         """Weights and rows: from the checkpoint, or from the model and the data."""
@@ -168,12 +173,20 @@ class Run:
         if progress is not None and progress.manifest is not None:
             with self._told("the checkpoint was read"):
                 manifests.restore(progress.manifest, self._store, self._boundaries, self._pour_again)
+                self._pour_missing(progress.position)
             for name in progress.unused_states(self._prepared):
                 self._store.discard(name)
             return
         with self._told("the data were read"):
             self._pour("train")
             self._pour("test")
+
+    def _pour_missing(self, at: Position) -> None:
+        """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
+        ahead = {reads(phase) for phase, _ in counted(self._prepared.phases[at.phase :])}
+        for name in ("train", "test"):
+            if (name, 0) in ahead and (name, 0) not in self._boundaries:
+                self._pour(name)
 
     def _pour_again(self, name: str, error: CorruptFile) -> None:
         self._reporter.say(f"{error} It is made again from the data.")
@@ -191,29 +204,28 @@ class Run:
         staging = aligned(max(cost.layout.room for cost in self._prepared.costs))
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(self._device, self._settings.seed)
-            tensors = block.own(tensors_of(module))
-            if layout_of(tensors) != cost.layout:
+            tensors = {} if block.given_alive else block.own(tensors_of(module))
+            if not block.given_alive and layout_of(tensors) != cost.layout:
                 raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
             if not keep:
                 views = cost.layout.views(staging)
+                if block.given_alive:
+                    self._preparation.given.read(block, views)
                 for name, tensor in tensors.items():
                     views[name].copy_(tensor.detach())
                 self._store.put(block.home, cost.layout, staging)
             detach(module)
 
     def _give_back(self) -> None:
-        """Weights of modules that were given alive, back from their homes: trained, or as they came if the run failed."""
+        """The trained weights, to modules that were given alive. A run that ends early leaves them as they came."""
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
-            if block.given_alive and block.home in self._store and not block.live_bytes and cost.weights:
+            if block.given_alive:
                 flat = aligned(cost.layout.room)
-                try:
+                if cost.weights:
                     self._store.get(block.home, flat)
-                except StoreError:
-                    if self._state == "done":
-                        raise
-                    continue  # the run has its own error to tell
                 attach(block.husk, cost.layout.views(flat))
                 block.restore_modes()
+                self._preparation.given.keep(block)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -223,7 +235,7 @@ class Run:
         if self._progress is not None and self._progress.manifest is not None:
             position = self._progress.position
             tally = Tally.from_json(self._progress.tally, self._device.torch) if self._progress.tally else None
-        self._saved_at = time.monotonic()
+        self._saving.begin(changed=self._progress is not None and bool(self._progress.said))
         number = 0
         while number < len(self._prepared.stages):
             stage = self._prepared.stages[number]
@@ -232,7 +244,7 @@ class Run:
                 continue
             failed, position, tally = self._run_stage(stage, position, tally, thread)
             if failed is not None:
-                self._obey(position, tally or Tally())
+                self._saving.obey(position, tally or Tally())
                 self._halve_micro_batch(*failed)
 
     def _run_stage(
@@ -251,10 +263,12 @@ class Run:
                 executor.run(checked(steps_of(phases[: stage.end], position), stage.means.slots))
             except AllocationFailed as failure:
                 return (str(failure), executor), executor.position, executor.passes.rested
+            except Diverged as error:
+                raise Diverged(f"{error} {self._saving.fallback(phases[executor.step.phase].stage)}") from None
             return None, executor.position, None
 
     def _relay(self, stage: Stage) -> Relay:
-        rows = max(phase.batch for phase in self._prepared.phases)
+        rows = max(phase.batch for phase, _ in counted(self._prepared.phases))
         return open_relay(
             stage.means.relay, self._prepared.partition_costs, rows, stage.micro_batch, self._boundary_room,
             self._scratch.rows / "relay.part", self._device,
@@ -282,7 +296,7 @@ class Run:
         def rate(phase: Phase, done: int) -> float:
             return factor((phase.epoch - 1) * phase.updates + done, phase.epochs * phase.updates)
 
-        gradients = any(phase.clips and phase.streamed for phase in prepared.phases[: stage.end])
+        gradients = any(phase.clips and phase.streamed for phase, _ in counted(prepared.phases[: stage.end]))
         rooms = sorted(resident.needs(to_update=True, gradients=gradients) for resident in residents)
         hooks = Hooks(listen=self._listen, guard=self._guard, at_rest=self._at_rest)
         if self._witness is not None:
@@ -302,7 +316,13 @@ class Run:
                 f"Give more than {format_limit(plan.limit)}, or cut finer with --partitions {len(plan.partitions) + 1}."
             )
         self._preparation.methods = (self._prepared.method,)  # another one has other phases, and the position counts these
-        self._prepared = self._preparation.prepare(micro_batch=largest // 2, starts=plan.starts)
+        try:
+            self._prepared = self._preparation.prepare(micro_batch=largest // 2, starts=plan.starts)
+        except ModelError as error:  # as BatchNorm says of a single row
+            raise OutOfMemory(
+                f"memory ran out in {executor.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
+                f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
+            ) from error
         self._reporter.record("allocation failed", step=str(executor.step), micro_batch=largest // 2, text=text)
         self._reporter.say(
             f"an allocation failed in {executor.step} inside the limit; going on from the last finished update with "
@@ -331,38 +351,19 @@ class Run:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def _at_rest(self, executor: Executor) -> None:
-        """Everything stands at a position: the moment to save, if it is time to, or to obey a signal."""
-        self._updates_since += 1
-        updates, seconds = self._settings.saving
-        due = (updates is not None and self._updates_since >= updates) or (
-            seconds is not None and time.monotonic() - self._saved_at >= seconds
-        )
-        if due or self._interrupts.waiting:
-            executor.settle()
-            for resident in self._residents:  # also one that is coming, and may be on its way home before that
-                resident.transfer.wait()
-            self._obey(executor.position, executor.passes.rested, due=due)
+        self._saving.at_rest(executor, self._residents, self._prepared.phases)
 
-    def _obey(self, position: Position, tally: Tally, *, due: bool = False) -> None:
-        """The homes are what `position` says: save if it is `due`, end if a signal waits."""
-        waiting = self._interrupts.waiting  # once: what comes from here on is not saved
-        if self._settings.saves and (due or waiting):
-            self._save(position, tally)
-        if waiting and self._settings.saves:
-            self._state = "interrupted"
-            raise Interrupted(self._directory.root)
-        if waiting:
-            self._interrupts.check()
-
-    def _save(self, position: Position, tally: Tally) -> None:
-        began = time.perf_counter()
-        state = state_of(
-            self._preparation, self._prepared, position, tally, losses=self._losses, test=self._test, data=self._digest
-        )
-        manifests.save(self._directory.root, self._scratch.root, state, self._store, self._boundaries)
-        self._saved_at, self._updates_since = time.monotonic(), 0
-        self._reporter.record(
-            "checkpoint", phase=position.phase, updates=position.updates, took=round(time.perf_counter() - began, 3)
+    def _state_at(self, position: Position, tally: Tally) -> dict[str, Any]:
+        """What a checkpoint says beside tensors."""
+        return state_of(
+            self._preparation,
+            self._prepared,
+            position,
+            tally,
+            losses=self._losses,
+            test=self._test,
+            data=self._digest,
+            job=self._job,
         )
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -374,7 +375,8 @@ class Run:
         self._guard()
         assert self._test is not None
         proof = Proof(
-            limit=plan.limit, peak=sampler.peak, source=sampler.gauge.source, predicted=plan.peak, runtime=plan.runtime,
+            limit=plan.limit, peak=sampler.peak, source=sampler.gauge.source,
+            predicted=max(plan.peak, sampler.known), runtime=plan.runtime,
             allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth,
             samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip
@@ -383,14 +385,8 @@ class Run:
             train_losses=tuple(self._losses), proof=proof, plan=plan,
             seconds=round(seconds, 2), final_micro_batch=max(part.micro_batch for part in plan.partitions),
         )  # fmt: skip
-        summary = {
-            **asdict(result),
-            "weights": str(weights),
-            "peak at": sampler.peak_label,
-            "plan": PLAN,
-            **describe_versions(),
-        }
-        write_text(directory.result(RESULT), json.dumps(summary, indent=1) + "\n")
+        summary = {**asdict(result), "weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
+        write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
         directory.publish()
         self._reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
         accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "

@@ -163,16 +163,6 @@ class Position:
 START = Position()
 
 
-def trains_again(phases: Sequence[Phase], at: Position, p: int, stage: int, *, stepped: bool) -> bool:
-    """Whether the optimizer state of `p` in `stage` will be used after `at`. `stepped`: its update there is done already."""
-    for number in range(at.phase, len(phases)):
-        phase = phases[number]
-        done = at.updates + stepped if number == at.phase else 0
-        if phase.stage == stage and phase.trains(p) and done < phase.updates:
-            return True
-    return False
-
-
 class _Loaded(dict[int, int | None]):
     """Partitions on the device, each with the stage whose optimizer state came along (None: weights only)."""
 

@@ -13,9 +13,12 @@ from seqpart.errors import OptionError
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, WITH_DIRECTIONS, default_scales
 from seqpart.rateschedule import rate_schedule
+from seqpart.textfile import refuse_unusable, short
 
 T = TypeVar("T", int, float, str)
 
+MOST = 10**9
+"""Epochs, or rows of a batch: whoever gives more has mistyped."""
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -99,6 +102,9 @@ class Settings:
     def __post_init__(self) -> None:
         rate_schedule(self.lr_schedule, self.warmup_updates)
         _ = self.saving
+        for field in fields(self):
+            if isinstance(path := getattr(self, field.name), Path):
+                refuse_unusable(f"--{field.name.replace('_', '-')}", path)
         problems = [text for text in self._problems() if text]
         if problems:
             raise OptionError("; ".join(problems) + ".")
@@ -127,7 +133,9 @@ class Settings:
                 for name in ("recover", "recovery_batch_size", "recovery_lr")
                 if getattr(self, name) is not None and not self.recovery_epochs
             ),
-            "" if self.recovery_epochs >= 0 else f"--recovery-epochs: expected 0 or more; found {self.recovery_epochs}",
+            ""
+            if 0 <= self.recovery_epochs <= MOST
+            else f"--recovery-epochs: expected 0 or more, and at most {MOST}; found {short(self.recovery_epochs)}",
             _positive("--recovery-batch-size", self.recovery_batch_size),
             _positive("--recovery-lr", self.recovery_lr),
             "" if self.recover in (None, "left", "all") else f"--recover: expected left or all; found {self.recover!r}",
@@ -262,7 +270,7 @@ def listed(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
         return [kind(part.strip()) for part in text.split(",")]
     except ValueError:
         number = "whole number" if kind is int else "number"
-        raise OptionError(f"{name}: expected a {number}, or {number}s with commas; found {text!r}.") from None
+        raise OptionError(f"{name}: expected a {number}, or {number}s with commas; found {short(text)}.") from None
 
 
 def per_partition(name: str, text: str, kind: Callable[[str], T], count: int) -> list[T]:
@@ -272,7 +280,7 @@ def per_partition(name: str, text: str, kind: Callable[[str], T], count: int) ->
         return values * count
     if len(values) != count:
         raise OptionError(
-            f"{name} {text} gives {len(values)} values, and the plan has {count} partition(s). "
+            f"{name} {text if len(text) < 60 else '...'} gives {len(values)} values, and the plan has {count} partition(s). "
             f"Give one value, or {count}; or fix the number with --partitions {len(values)}."
         )
     return values
@@ -281,3 +289,5 @@ def per_partition(name: str, text: str, kind: Callable[[str], T], count: int) ->
 def at_least_one(name: str, values: Sequence[int]) -> None:
     if min(values) < 1:
         raise OptionError(f"{name}: expected whole numbers from 1 up; found {min(values)}.")
+    if max(values) > MOST:
+        raise OptionError(f"{name}: expected whole numbers up to {MOST}; found {short(max(values))}.")

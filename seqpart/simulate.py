@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from seqpart.costs import BlockCost, written_input
 from seqpart.layout import Layout
-from seqpart.schedule import Phase, PhaseKind, Position, Step, Verb, steps_of, trains_again
+from seqpart.phases import Phases, trains_again
+from seqpart.schedule import Phase, PhaseKind, Position, Step, Verb, steps_of
 
 LossCost = Callable[[BlockCost], tuple[int, int]]
 """(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
@@ -355,7 +356,7 @@ class _Clock:
 
 
 def foretell(
-    phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates, means: Means
+    phases: Phases, partitions: Sequence[PartitionCost], rates: Rates, means: Means
 ) -> tuple[list[Phase], list[Moment], float]:
     """(phases walked through, moments, seconds of the whole run): the first updates of a pass, and its last.
 
@@ -383,16 +384,12 @@ _WALKED = 4
 """Updates of a pass that are walked through."""
 
 
-def _shortened(phases: Sequence[Phase]) -> tuple[list[Phase], dict[int, tuple[int, int]]]:
+def _shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]]]:
     """(phases with few updates and epochs, {number in them: (updates it stands for, passes left out)})."""
     short: list[Phase] = []
     more: dict[int, tuple[int, int]] = {}
-    for phase in phases:
-        if phase.kind is PhaseKind.TRAIN and phase.epoch > 2 and short and short[-1].epoch == 2:
-            updates, repeats = more[len(short) - 1]
-            more[len(short) - 1] = updates, repeats + 1
-            continue
-        more[len(short)] = phase.updates, 0
+    for phase, stands_for in (pair for stretch in phases.stretches for pair in stretch.walked()):
+        more[len(short)] = phase.updates, stands_for - 1
         ragged = phase.rows % phase.batch or phase.batch
         rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged
         short.append(replace(phase, rows=rows))

@@ -10,6 +10,7 @@ old (benchmarks/LOG.md).
     spare    every other one, to be written over: two files a home, four where two checkpoints are kept
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +27,7 @@ from seqpart.direct import bytes_of, sync
 from seqpart.homefile import HomeFiles, Version
 from seqpart.kept import Kept
 from seqpart.layout import Layout
-from seqpart.rundir import SCRATCH
+from seqpart.scratch import HOME_FILES
 
 IO_THREADS = 2
 
@@ -256,7 +257,7 @@ class Store:
             host = self._host_for(name, version.layout.nbytes)
             self._homes[name] = _Home(version.layout, host, now=version, files={version.path.name})
         Transfer([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None]).wait()
-        self._kept.sweep(SCRATCH, [file.name for file in files])
+        self._kept.sweep(HOME_FILES, [file.name for file in files])
 
     def verify(self) -> None:
         """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
@@ -303,7 +304,7 @@ class Store:
             if file not in self._kept:
                 return file
         files = (f"{name}.{number}.safetensors" for number in count())
-        return next(file for file in files if file not in home.files and file not in self._kept)
+        return next(file for file in files if file not in self._kept and not os.path.lexists(self.folder / file))
 
     def _go_back(self, home: _Home) -> None:
         if home.epoch == self._epoch:

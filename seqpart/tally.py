@@ -10,30 +10,35 @@ import torch
 class Tally:
     loss: torch.Tensor | float = 0.0
     correct: torch.Tensor | float = 0.0
-    judged: int = 0
+    judged: torch.Tensor | int = 0
     rows: int = 0
+    weight: float = 0
+    """What the sum of losses is to be divided by: rows, or what the loss counted."""
 
-    def add(self, loss: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """`loss` is the mean over `rows` rows; `judged` scores (n, classes) and labels (n,), where there are classes."""
-        self.loss = self.loss + loss.detach() * rows
+    def add(self, total: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None, *, weight: float) -> None:
+        """`total` is the mean loss of `rows` rows times `weight`; `judged` scores (n, classes) and labels (n,), of which
+        those below 0 do not count, where there are classes."""
+        self.loss = self.loss + total
         self.rows += rows
+        self.weight += weight
         if judged is not None:
             scores, labels = judged
             self.correct = self.correct + (scores.detach().argmax(1) == labels).sum()
-            self.judged += len(labels)
+            self.judged = self.judged + (labels >= 0).sum()
 
     @property
     def mean_loss(self) -> float:
-        return float(self.loss) / max(1, self.rows)
+        return float(self.loss) / (self.weight or 1)
 
     @property
     def accuracy(self) -> float | None:
-        return float(self.correct) / self.judged if self.judged else None
+        return float(self.correct) / float(self.judged) if self.judged else None
 
     def to_json(self) -> dict[str, Any]:
         dtype = str(self.loss.dtype).removeprefix("torch.") if isinstance(self.loss, torch.Tensor) else None
         return {
-            "loss": float(self.loss), "dtype": dtype, "correct": float(self.correct), "judged": self.judged, "rows": self.rows,
+            "loss": float(self.loss), "dtype": dtype, "correct": float(self.correct), "judged": int(self.judged),
+            "rows": self.rows, "weight": self.weight,
         }  # fmt: skip
 
     @classmethod
@@ -42,4 +47,4 @@ class Tally:
         loss: torch.Tensor | float = found["loss"]
         if found["dtype"] is not None:
             loss = torch.tensor(loss, dtype=getattr(torch, found["dtype"]), device=device)
-        return cls(loss, found["correct"], found["judged"], found["rows"])
+        return cls(loss, found["correct"], found["judged"], found["rows"], found.get("weight", found["rows"]))

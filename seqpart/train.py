@@ -1,29 +1,32 @@
 """The door: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, verify, doctor)."""
 
 import itertools
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
 
-import tyro
-
-from seqpart.arguments import gathered, kept_options
+from seqpart.arguments import kept_options, options_of
+from seqpart.device import Device
 from seqpart.doctor import doctor
 from seqpart.errors import BadInput, Interrupted, OptionError, SeqpartError
+from seqpart.interrupts import like_ctrl_c
 from seqpart.job import Job, opened
+from seqpart.output import lasting_output
 from seqpart.plan import Plan
 from seqpart.preparation import refuse_small_disk
+from seqpart.replacing import write_text
 from seqpart.report import Reporter
-from seqpart.rundir import write_text
+from seqpart.run import told
 from seqpart.schedule import steps_of, to_text
+from seqpart.terminal import fitted
+from seqpart.textfile import read_text
 from seqpart.verify import verified
 
 PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130
+_PARSERS = ("tyro", "argparse")
 SHOWN_STEPS = 40
 
 
@@ -31,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _guarded(
-        lambda: _train(tyro.cli(Job, args=gathered(arguments, Job), prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))),
+        lambda: _train(options_of(Job, arguments, PROGRAM), alone=argv is None),
         debug="--debug" in arguments,
     )
 
@@ -40,7 +43,8 @@ def console() -> None:
     """The console script: `seqpart train`, `seqpart plan` (a dry run), `seqpart verify`, `seqpart doctor`."""
     command, *arguments = sys.argv[1:] or [""]
     if command == "train":
-        sys.exit(main(arguments))
+        sys.argv[1:] = arguments
+        sys.exit(main())
     if command == "plan":
         sys.exit(main([*arguments, "--dry-run"]))
     if command == "verify":
@@ -55,7 +59,11 @@ def console() -> None:
 
 def _guarded(work: Callable[[], None], *, debug: bool) -> int:
     """Run `work`; a user's mistake becomes one message and its exit code."""
-    before = signal.signal(signal.SIGTERM, _terminated)
+    with lasting_output(), like_ctrl_c():
+        return _ended(work, debug=debug)
+
+
+def _ended(work: Callable[[], None], *, debug: bool) -> int:
     try:
         work()
     except SeqpartError as error:
@@ -63,7 +71,7 @@ def _guarded(work: Callable[[], None], *, debug: bool) -> int:
             traceback.print_exc()
         else:
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-            print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
+            print(fitted(f"{type(error).__name__}: {error}{notes}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupt:
         print(f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {interrupt.directory}", file=sys.stderr)
@@ -71,20 +79,30 @@ def _guarded(work: Callable[[], None], *, debug: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted: the run's scratch files are removed; earlier results are untouched.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads on (`| head`): no mistake, but the interpreter's last flush would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as error:
+        origin = _origin(error)
+        if origin is None:  # the command line's parser has said why, or shown the help
+            raise
+        if debug:
+            traceback.print_exc()
+        print(f"SystemExit: {origin} ended the program with {error.code!r}. Let it return, or raise an error.", file=sys.stderr)
         return SeqpartError.exit_code
-    finally:
-        signal.signal(signal.SIGTERM, before)
     return 0
 
 
-def _terminated(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _origin(error: SystemExit) -> str | None:
+    """The last place of the user's own code that led to it; None where none did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    rooms = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    outside = [n for n, room in enumerate(rooms) if room not in (__package__, "__main__")]
+    if not outside or rooms[outside[0]] in _PARSERS:
+        return None
+    frame = next((frames[n] for n in reversed(outside) if rooms[n] not in _PARSERS), frames[outside[0]])
+    return f"{frame.f_code.co_name} in {frame.f_code.co_filename}, line {frame.f_lineno},"
 
 
-def _train(job: Job) -> None:
+def _train(job: Job, *, alone: bool) -> None:
+    """alone: this process does nothing else."""
     if job.plan and (job.partitions != "auto" or job.micro_batch_size is not None):
         raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
     if job.resume and (job.plan or job.dry_run or job.plan_out or job.overwrite or job.output_dir):
@@ -92,10 +110,12 @@ def _train(job: Job) -> None:
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
     reporter = Reporter(quiet=job.quiet)
-    job, trainer, train, test = opened(job, reporter)
+    with told(Device(), "the data and the model were read"):
+        job, trainer, train, test = opened(job, reporter, alone=alone)
     reuse = _saved_plan(job.plan) if job.plan else None
     if job.print_schedule or job.plan_out or job.dry_run:
-        prepared = trainer.prepare(train, test, reuse=reuse).planned()
+        with closing(trainer.prepare(train, test, reuse=reuse, dry=job.dry_run)) as preparation:
+            prepared = preparation.planned()
         if job.plan_out:
             write_text(job.plan_out, prepared.plan.to_json())
         if job.dry_run:
@@ -110,8 +130,10 @@ def _train(job: Job) -> None:
 
 def _saved_plan(path: Path) -> Plan:
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except OSError as error:
+        raise OptionError(f"--plan: cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
         raise OptionError(f"--plan: cannot read {path}: {error}.") from None
     return Plan.from_json(text, str(path))
 

@@ -1,14 +1,17 @@
 """The facade: `Trainer(model, mem_limit="2GB").fit(train, test)`. It wires rooms together and schedules nothing."""
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from seqpart.device import open_device
 from seqpart.errors import OptionError
-from seqpart.gauge import Gauge
+from seqpart.gauge import Gauge, highest
 from seqpart.ingest import as_split
+from seqpart.interrupts import like_ctrl_c
 from seqpart.losses import LossFunction
 from seqpart.meter import Sampler
 from seqpart.optimizers import Build, describe
@@ -16,8 +19,9 @@ from seqpart.plan import Plan
 from seqpart.preparation import Preparation
 from seqpart.progress import Progress, progress_of
 from seqpart.report import Reporter
-from seqpart.run import Result, Run, Witness
+from seqpart.run import Result, Run, Witness, told
 from seqpart.settings import Settings
+from seqpart.surroundings import refuse_poor_surroundings
 
 __all__ = ["Result", "Trainer"]
 
@@ -26,9 +30,19 @@ class Trainer:
     """Trains `model` under a memory limit.
 
     model: an nn.Sequential, a list of modules, or a list of factories that each return a module (then the model never
-        exists whole). Modules given alive are emptied while the run lasts and get their trained weights at the end.
-    loss: (output, labels) -> mean loss, for the end of the network; default cross-entropy (for each position where rows
-        have several labels), or mean squared error for float labels.
+        exists whole). Modules given alive are emptied into a file while the run lasts, and get their trained weights at
+        the end; a run that ends early leaves them as they came.
+    loss: (output, labels) -> loss, for the end of the network; default cross-entropy (for each position where rows
+        have several labels; labels of -100 do not count), or mean squared error for float labels. An update is that of the
+        whole batch, whatever micro-batches it is divided into; so what the loss divides by must be known. It may be
+        - a mean over rows, or over equally many numbers of each row: micro-batches count by their rows;
+        - torch's cross_entropy or nll_loss with ignore_index or weights of classes, as a module, a function or a
+          functools.partial: micro-batches count by the labels, or the weights, that they are a mean of;
+        - a function that returns (sum, count), two scalars; or a mean with an attribute `counts`, a function from labels
+          to what a mean over them is divided by: micro-batches count by their count, and those of no count not at all;
+        - a sum: micro-batches are added as they are.
+        Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
+        any of these ways needs `micro_batch_size` = `batch_size`.
     optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
     options: the fields of Settings; `mem_limit` is required. A list gives each partition its own value.
 
@@ -39,6 +53,7 @@ class Trainer:
         self, model: object, loss: LossFunction | None = None, optimizer: str | Build | None = None,
         *, quiet: bool = False, **options: Any,
     ) -> None:  # fmt: skip
+        refuse_poor_surroundings(torch.get_num_threads() - 1)
         self._optimizer = None
         if callable(optimizer):
             clash = sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(options))
@@ -50,19 +65,33 @@ class Trainer:
         self.settings = Settings.of(**options)
         self.model, self._loss, self._quiet = model, loss, quiet
         self.device = open_device(self.settings.device)
+        self._held = highest()
         self.device.settle()
+        self._sampler: Sampler | None = None
 
     def plan(self, train: object, test: object, *, reuse: Plan | None = None) -> Plan:
         """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
-        return self.prepare(train, test, reuse=reuse).planned().plan
+        with closing(self.prepare(train, test, reuse=reuse, dry=True)) as preparation:
+            return preparation.planned().plan
 
-    def prepare(self, train: object, test: object, *, reuse: Plan | None = None) -> Preparation:
-        """Everything checked and measured, ready to be planned."""
-        with self.device.own_random_state():
+    def prepare(self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False) -> Preparation:
+        """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
+
+        dry: no file of any name is made for that, not for a moment.
+        """
+        with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
             return Preparation(
                 self.model, self.settings, as_split(train, "training"), as_split(test, "test"), self.device,
-                final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, reuse=reuse,
+                final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
             )  # fmt: skip
+
+    def count_from_start(self) -> None:
+        """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""
+        self._sampler = Sampler(Gauge(self.device), limit=1 << 62)
+        self._sampler.label = lambda: "start"
+        if self.device.kind == "cpu":
+            self._sampler.heed(self._held, "the import of libraries")
+        self._sampler.start()
 
     @property
     def scratch_parent(self) -> Path:
@@ -76,23 +105,31 @@ class Trainer:
         """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items.
 
         resume: the directory of a run that ended early, or one of its checkpoint files; it goes on to the bits that it
-            would have reached. Model, data and settings must be the same (but for limits and the like).
+            would have reached. Model, data and settings must be the same, but for limits and places, and for learning rate,
+            schedule, clipping, weight decay and epochs, which hold from there on.
         job: JSON that is kept in the run directory, for who starts the run again. witness: sees gradients; see `Hooks`.
 
         Raises DoesNotFit before anything is trained, LimitExceeded when the limit was passed, StoreError for disks and
-        damaged checkpoints, Interrupted when a signal came and the run was saved.
+        damaged checkpoints, Diverged when a loss is not finite any more, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
+        in the main thread) came and the run was saved.
         """
-        sampler = Sampler(Gauge(self.device), limit=1 << 62)
+        sampler = self._sampler or Sampler(Gauge(self.device), limit=1 << 62)
+        self._sampler = None
         reporter = reporter or Reporter(quiet=self._quiet)
         began = time.perf_counter()
         with ExitStack() as stack:
+            stack.enter_context(like_ctrl_c())
             stack.callback(reporter.close)
             stack.enter_context(self.device.own_random_state())
             sampler.start()
             stack.callback(sampler.stop)
             progress: Progress | None = progress_of(Path(resume), self.settings) if resume is not None else None
-            preparation = self.prepare(train, test, reuse=reuse)
-            sampler.limit = preparation.limit
+            stack.enter_context(told(self.device, "the run was planned, begun or ended"))
+            preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse)))
+            sampler.hold(preparation.limit)
             prepared = progress.planned(preparation) if progress is not None else preparation.planned()
+            if self.device.kind == "cpu":
+                sampler.heed(preparation.trials.peak)
+            sampler.known = sampler.peak
             run = Run(preparation, prepared, reporter, sampler, stack, progress=progress, job=job, witness=witness)
             return run.carry_out(began)

@@ -5,6 +5,7 @@ in which limits are usually given, so that a limit and a peak can be compared by
 """
 
 import re
+import reprlib
 
 from seqpart.errors import OptionError
 
@@ -13,7 +14,9 @@ for _power, _letter in enumerate("kmgt", start=1):
     _FACTORS[f"{_letter}b"] = 1000**_power
     _FACTORS[f"{_letter}ib"] = 1024**_power
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})\s*([a-z]*)\s*", re.IGNORECASE)
+_LARGEST = 2 * 10**18
+"""Bytes. No machine has more, and no float holds a number of 400 digits."""
 
 
 def parse_size(text: str | int | float, *, total: int | None = None, free: int | None = None, name: str = "size") -> int:
@@ -33,7 +36,7 @@ def parse_size(text: str | int | float, *, total: int | None = None, free: int |
         return free
     match = _SIZE.fullmatch(str(text))
     if not match or match[2].lower() not in _FACTORS:
-        raise OptionError(f"{name}: expected a size such as 2GB, 1.5GiB, 0.8 (a share) or auto; found {text!r}.")
+        raise OptionError(f"{name}: expected a size such as 2GB, 1.5GiB, 0.8 (a share) or auto; found {reprlib.repr(text)}.")
     number, unit = match[1], match[2].lower()
     if not unit and "." in number:
         return _share(float(number), total, name)
@@ -57,6 +60,8 @@ def _share(share: float, total: int | None, name: str) -> int:
 def _positive(size: int, name: str, found: object) -> int:
     if size <= 0:
         raise OptionError(f"{name}: expected a size above zero; found {found!r}.")
+    if size > _LARGEST:
+        raise OptionError(f"{name}: expected at most {format_size(_LARGEST)}; found more.")
     return size
 
 
@@ -66,6 +71,17 @@ def format_size(size: int) -> str:
         if abs(size) >= factor:
             return f"{size / factor:.{digits}f} {unit}"
     return f"{size} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`42 s`, `12 min`, `5 h 12 min`, `20 d 5 h`: for people."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 100 else f"{hours // 24} d {hours % 24} h"
 
 
 def format_limit(size: int) -> str:

@@ -4,46 +4,42 @@
     (2) control     the same with a wrong replay: a check that does not notice it is blind, and proves nothing
     (3) reference   the whole network, in as much memory as that takes: a digest of every tensor, compared with (1)
     (4) again       only where they differ: (1) up to the tensor that (3) left on disk, for the numbers
+    (5) cut in N    (1) cut in two, and behind every block: the same digests
+    (6) divided     (1) with half the micro-batch: the same losses but for rounding, where blocks treat rows alike
+
+(1), (3) and (5) are followed by an evaluation, which is compared too.
 
 Digests, because all tensors of some updates are many times the model. (3) needs the memory that the limit is there to
 avoid: equality with full training is seen where full training can run, on a smaller model of the same blocks if need be.
 """
 
 import shutil
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
 import xxhash
 
-from seqpart.activations import ReaderThread
-from seqpart.arguments import gathered
-from seqpart.direct import aligned
-from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, VerifyMismatch
-from seqpart.executor import Executor
+from seqpart.arguments import options_of
+from seqpart.direct import explained
+from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.gauge import Gauge
-from seqpart.ingest import as_split
 from seqpart.job import Job, opened
 from seqpart.losses import LossFunction
-from seqpart.meter import Sampler, limit_for
+from seqpart.meter import limit_for
 from seqpart.methods import EXACT
 from seqpart.optimizers import Build
+from seqpart.phases import counted
 from seqpart.plan import Plan
-from seqpart.preparation import Preparation, Prepared
 from seqpart.report import Reporter
-from seqpart.run import Run
-from seqpart.rundir import new_name
 from seqpart.schedule import PhaseKind
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.watch import STATE, VALUE, Enough, Key, Watch
-
-_KEPT = ".given"
-"""Home of the weights with which a module was given."""
+from seqpart.watch import Key, Watch
+from seqpart.ways import Way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +59,18 @@ class Agreement:
     """Of all that was compared."""
     caught: str
     """The first tensor in which the wrong replay was noticed."""
+    cuts: tuple[int, ...] = ()
+    """Other numbers of partitions that gave the same bits."""
+    divided: str = ""
+    """What another micro-batch gave, in words."""
 
     def __str__(self) -> str:
         return (
             f"proof: {self.method} in {len(self.plan.partitions)} partitions under {format_size(self.plan.limit)} equals "
             f"{self.reference}, bit for bit: {self.tensors} tensors (weights, gradients, optimizer state, buffers, loss) in "
             f"{self.comparisons} comparisons over {self.steps} update(s), digest {self.digest}; a wrong replay was noticed"
+            + (f"; the same bits in {' and '.join(map(str, self.cuts))} partitions" if self.cuts else "")
+            + f"; the same evaluation{self.divided}"
         )
 
 
@@ -76,8 +78,9 @@ def verify(
     model: object, train: object, loss: LossFunction | None = None, optimizer: str | Build | None = None,
     *, steps: int = 3, reference: str = "full", reporter: Reporter | None = None, **options: Any,
 ) -> Agreement:  # fmt: skip
-    """Train `model` for `steps` updates under the limit and again by `reference`, and compare every bit.
+    """Train `model` for `steps` updates under the limit, by `reference` and with other cuts, and compare every bit.
 
+    An evaluation behind them is compared too, and the losses of half the micro-batch, which agree but for rounding.
     model, train, loss, optimizer, options: as `Trainer` and its `fit` take them; `method` is "streamed" if it is left
     out. Modules that were given alive get back the weights that they came with.
 
@@ -86,35 +89,129 @@ def verify(
     """
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, options)
-    folder = Path(options.get("offload_dir") or "runs") / new_name("verify")
-    options = {"method": "streamed", **options, "offload_dir": None, "output_dir": folder, "save_every": "never"}
-    limited = _Way.planned("limited", Trainer(model, loss, optimizer, quiet=True, **options), train)
+    with _own_folder(Path(options.get("offload_dir") or "runs")) as folder:
+        options = {"method": "streamed", **options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
+        return _compared(model, train, loss, optimizer, steps, reference, reporter, folder / "tensor", options)
+
+
+@contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="verify-", dir=parent))
+    except OSError as error:
+        raise explained(error, parent) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compared(
+    model: object, train: object, loss: LossFunction | None, optimizer: str | Build | None, steps: int, reference: str,
+    reporter: Reporter, kept: Path, options: dict[str, Any],
+) -> Agreement:  # fmt: skip
+    """`verify` with its options complete; `kept` is the file for a tensor that differs."""
+    limited = Way.planned("limited", Trainer(model, loss, optimizer, quiet=True, **options), train)
     _refuse_plan(limited, steps, reference)
     other = _reference(limited, Trainer(model, loss, optimizer, quiet=True, **_whole(options, limited, reference)), train)
     reporter.say(_announced(limited, other, steps))
 
-    first, kept = Watch(steps), folder.with_suffix(".tensor")
+    first = Watch(steps)
     limited.run(first, reporter)
     control = Watch(steps, expected=first.seen)
     # What falsifies needs memory of its own: the control is not held to the limit.
     replace(limited, name="control", limit=max(limited.limit, other.limit)).run(control, reporter, falsify=True)
     compared = Watch(steps, expected=first.seen, keeps=kept)
-    try:
-        other.run(compared, reporter)
-        if compared.first is not None:
-            again = Watch(steps, wanted=(compared.first, kept))
-            replace(limited, name="again").run(again, reporter)
-            raise VerifyMismatch(_told(limited, other, compared.first, first, again))
-    finally:
-        kept.unlink(missing_ok=True)
+    other.run(compared, reporter)
+    if compared.first is not None:
+        again = Watch(steps, wanted=(compared.first, kept))
+        replace(limited, name="again").run(again, reporter)
+        raise VerifyMismatch(_told(limited, other, compared.first, first, again))
     if control.first is None:
         raise VerifyMismatch(
             f"the check is blind: {limited.method} was run once more with falsified activations and gradients, and all tensors "
             f"of {steps} update(s) stayed the same. Nothing is proven. Does anything learn? More --steps may tell."
         )
-    found = _agreement(limited, other, first, str(control.first))
+    _compare_evaluations(limited, other, first, compared)
+    room = _whole(options, limited, limited.method)
+
+    def way(name: str, **changed: Any) -> Way:
+        return Way.planned(name, Trainer(model, loss, optimizer, quiet=True, **{**room, **changed}), train)
+
+    cuts = _other_cuts(limited, first, way, reporter)
+    divided = _other_micro_batch(limited, first, way, reporter)
+    found = replace(_agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided)
     reporter.say(str(found))
     return found
+
+
+# --- evaluation, other cuts, another micro-batch ------------------------------------------------------------------
+
+
+def _compare_evaluations(limited: Way, other: Way, first: Watch, second: Watch) -> None:
+    """Raises VerifyMismatch where they differ by more than the rounding of kernels that find rows lying otherwise."""
+    one, two = first.evaluation, second.evaluation
+    close = one is not None and two is not None and _near(one[0], two[0], _CLOSE_EVALUATION) and one[1] == two[1]
+    if not close:
+        raise VerifyMismatch(
+            f"{limited.method} and {other.method} train alike, and their evaluations differ: (loss, accuracy) {one} and {two}. "
+            "Does a block look at whether gradients are wanted, or at what it has seen before, when it evaluates?"
+        )
+
+
+def _other_cuts(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> tuple[int, ...]:
+    """In two partitions, and one for every block: what a block makes of an input that begins a graph shows at its cut."""
+    blocks, cut = len(limited.prepared.chain), len(limited.prepared.plan.partitions)
+    counts = tuple(sorted({2, blocks} - {cut}))
+    for count in counts:
+        starts = range(blocks) if count == blocks else (0, blocks // 2)
+        watch, other = Watch(first.steps, expected=first.seen), way(f"cut in {count}", partitions=",".join(map(str, starts)))
+        other.run(watch, reporter)
+        if watch.first is not None:
+            raise VerifyMismatch(
+                f"{limited.method} in {cut} partitions and in {count} differ, first in {watch.first} "
+                f"{watch.first.when(first.steps)}: a block does something else where a partition begins with it. Does one look "
+                "at its input's grad_fn, or detach it?"
+            )
+        _compare_evaluations(limited, other, first, watch)
+    return counts
+
+
+def _other_micro_batch(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> str:
+    """Half the micro-batch, in words. Sums are added in another order there, so losses agree but for rounding.
+
+    Raises VerifyMismatch where the first update's losses agree and later ones do not: its gradients were weighed otherwise.
+    """
+    micro_batch = limited.prepared.plan.partitions[0].micro_batch
+    if micro_batch == 1:
+        return ""
+    watch, size = Watch(first.steps), micro_batch // 2
+    way("divided", micro_batch_size=size, partitions=",".join(map(str, limited.prepared.plan.starts))).run(watch, reporter)
+    narrow = limited.preparation.settings.autocast is not None
+    close = _CLOSE_NARROW if narrow else _CLOSE
+    pairs = list(zip(first.losses, watch.losses, strict=True))
+    if not _near(*pairs[0], close):
+        return (
+            f"; micro-batches of {size} are not compared: a block takes statistics of a micro-batch (BatchNorm), or draws "
+            f"random numbers for it (Dropout): the first loss is {pairs[0][1]:.6g} instead of {pairs[0][0]:.6g}"
+        )
+    for number, (one, two) in enumerate(pairs, 1):
+        if not _near(one, two, close):
+            raise VerifyMismatch(
+                f"micro-batches of {micro_batch} and of {size} differ: the mean loss of {number} update(s) is {one:.6g} and "
+                f"{two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be."
+            )
+    return f"; micro-batches of {size} give the same losses within {close:g} (sums are added in another order)"
+
+
+_CLOSE, _CLOSE_NARROW, _CLOSE_EVALUATION = 1e-3, 5e-2, 1e-4
+"""Of losses. Updates amplify rounding; bfloat16 rounds at 4e-3; an evaluation starts from equal weights."""
+
+
+def _near(one: float, other: float, close: float) -> bool:
+    return abs(one - other) <= close * max(abs(one), abs(other), 1e-6)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -136,7 +233,7 @@ def _refuse(steps: int, reference: str, options: dict[str, Any]) -> None:
         raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
 
 
-def _refuse_plan(limited: "_Way", steps: int, reference: str) -> None:
+def _refuse_plan(limited: Way, steps: int, reference: str) -> None:
     plan, phases = limited.prepared.plan, limited.prepared.phases
     if len(plan.partitions) == 1:
         raise OptionError(
@@ -145,12 +242,12 @@ def _refuse_plan(limited: "_Way", steps: int, reference: str) -> None:
         )
     if plan.method == reference:
         raise OptionError(f"--reference {reference} is what is to be verified. Give another one, or another --method.")
-    updates = sum(phase.updates for phase in phases if phase.kind is PhaseKind.TRAIN)
+    updates = sum(times * phase.updates for phase, times in counted(phases) if phase.kind is PhaseKind.TRAIN)
     if steps > updates:
         raise OptionError(f"--steps {steps}: training has {updates} update(s) in all. Give at most that, or more --epochs.")
 
 
-def _whole(options: dict[str, Any], limited: "_Way", reference: str) -> dict[str, Any]:
+def _whole(options: dict[str, Any], limited: Way, reference: str) -> dict[str, Any]:
     """The settings of the reference: the same micro-batches, in all the memory that there is."""
     device = limited.preparation.device
     room = min(device.total_memory(), Gauge(device).read() + device.free_memory())
@@ -158,10 +255,10 @@ def _whole(options: dict[str, Any], limited: "_Way", reference: str) -> dict[str
     return {**options, "method": reference, "mem_limit": room, "micro_batch_size": micro_batch, "partitions": "auto"}
 
 
-def _reference(limited: "_Way", trainer: Trainer, train: object) -> "_Way":
+def _reference(limited: Way, trainer: Trainer, train: object) -> Way:
     """Raises DoesNotFit where there is no room for it: then there is nothing to compare with."""
     try:
-        found = _Way.planned("reference", trainer, train)
+        found = Way.planned("reference", trainer, train)
     except DoesNotFit as error:
         needs = "" if error.smallest is None else f" needs {format_size(error.smallest)}, and"
         settings = trainer.settings
@@ -180,7 +277,7 @@ def _reference(limited: "_Way", trainer: Trainer, train: object) -> "_Way":
 # --- what is said -------------------------------------------------------------------------------------------------
 
 
-def _announced(limited: "_Way", other: "_Way", steps: int) -> str:
+def _announced(limited: Way, other: Way, steps: int) -> str:
     plan = limited.prepared.plan
     count, micro_batch = len(plan.partitions), plan.partitions[0].micro_batch
     kept = count - 1 - plan.keeps_graph_from if plan.keeps_graph_from is not None else 0
@@ -191,7 +288,7 @@ def _announced(limited: "_Way", other: "_Way", steps: int) -> str:
     )
 
 
-def _agreement(limited: "_Way", other: "_Way", watch: Watch, caught: str) -> Agreement:
+def _agreement(limited: Way, other: Way, watch: Watch, caught: str) -> Agreement:
     total = xxhash.xxh3_128()
     for key in sorted(watch.seen):
         total.update(repr(key).encode() + watch.seen[key])
@@ -201,7 +298,7 @@ def _agreement(limited: "_Way", other: "_Way", watch: Watch, caught: str) -> Agr
     )  # fmt: skip
 
 
-def _told(limited: "_Way", other: "_Way", key: Key, first: Watch, again: Watch) -> str:
+def _told(limited: Way, other: Way, key: Key, first: Watch, again: Watch) -> str:
     """What differs, by how much, and whether the model repeats itself at all."""
     if again.seen.get(key) == first.seen.get(key):
         cause = (
@@ -215,124 +312,6 @@ def _told(limited: "_Way", other: "_Way", key: Key, first: Watch, again: Watch) 
             "any order?"
         )
     return f"{limited.method} and {other.method} differ, first in {key} {key.when(first.steps)}: {again.difference}.\n  {cause}"
-
-
-# --- one run, and what is seen of it ------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class _Way:
-    """One way to train, planned and ready; each `run` begins anew, with the weights that the model came with."""
-
-    name: str
-    method: str
-    preparation: Preparation
-    prepared: Prepared
-    limit: int
-    """What its runs are held to: the user's limit, or more."""
-    peak: int = 0
-    """Measured in the last run."""
-
-    @classmethod
-    def planned(cls, name: str, trainer: Trainer, train: object) -> "_Way":
-        split = as_split(train, "training")
-        preparation = trainer.prepare(split, split)
-        prepared = preparation.planned()
-        plan = prepared.plan
-        return cls(name=name, method=plan.method, preparation=preparation, prepared=prepared, limit=plan.limit)
-
-    def run(self, watch: Watch, reporter: Reporter, *, falsify: bool = False) -> None:
-        """Train until `watch` has seen enough. Nothing stays on the disk."""
-        preparation, began = self.preparation, time.perf_counter()
-        preparation.falsify = falsify
-        prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
-        sampler = Sampler(Gauge(preparation.device), limit=self.limit)
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, preparation.folder, ignore_errors=True)
-            silent = Reporter(quiet=True)
-            stack.callback(silent.close)
-            stack.enter_context(preparation.device.own_random_state())
-            sampler.start()
-            stack.callback(sampler.stop)
-            with suppress(Enough):
-                _Watched(preparation, prepared, silent, sampler, stack, watch).carry_out(began)
-        self.peak = sampler.peak
-        word = "noticed" if falsify else "differs"
-        seen = "" if watch.first is None else f"  {word} in {watch.first} {watch.first.when(watch.steps)}"
-        seconds = time.perf_counter() - began
-        reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
-
-
-class _Watched(Run):
-    """A run that ends where its watch has seen enough, leaves no results, and gives weights back as they came."""
-
-    def __init__(
-        self,
-        preparation: Preparation,
-        prepared: Prepared,
-        reporter: Reporter,
-        sampler: Sampler,
-        stack: ExitStack,
-        watch: Watch,
-    ) -> None:
-        super().__init__(preparation, prepared, reporter, sampler, stack, progress=None, job=None, witness=watch.before_update)
-        self._watch, self._goes_on = watch, True
-
-    def _pour(self, name: str) -> None:
-        """The training rows alone: nothing is tested."""
-        if name == "train":
-            super()._pour(name)
-
-    def _build_homes(self, *, keep: bool) -> None:
-        super()._build_homes(keep=keep)
-        for block in self._prepared.chain:
-            if block.given_alive and block.home in self._store:
-                self._copy_home(block.home, block.home + _KEPT)
-
-    def _give_back(self) -> None:
-        for block in self._prepared.chain:
-            if block.home + _KEPT in self._store:
-                self._copy_home(block.home + _KEPT, block.home)
-        super()._give_back()
-
-    def _copy_home(self, source: str, target: str) -> None:
-        layout = self._store.layout(source)
-        flat = aligned(layout.room)
-        self._store.get(source, flat)
-        self._store.put(target, layout, flat)
-
-    def _at_rest(self, executor: Executor) -> None:
-        self._interrupts.check()
-        self._goes_on = self._prepared.phases[executor.position.phase].kind is PhaseKind.TRAIN
-        self._watch.at_rest(executor)
-
-    def _halve_micro_batch(self, text: str, executor: Executor) -> None:
-        micro_batch = max(stage.micro_batch for stage in self._prepared.stages)
-        raise OutOfMemory(
-            f"memory ran out in {executor.step} at micro-batch {micro_batch}, inside the limit of "
-            f"{format_size(self._prepared.plan.limit)}: {text}. Training would go on with half of it; to verify that, give "
-            f"--micro-batch-size {max(1, micro_batch // 2)}."
-        )
-
-    def _run_stages(self, thread: ReaderThread) -> None:
-        with suppress(Enough):
-            super()._run_stages(thread)
-        if not self._watch.found:  # nothing is loaded any more: there is room to read the homes
-            self._see_homes()
-            self._watch.miss()
-        raise Enough
-
-    def _see_homes(self) -> None:
-        """What the last update left. Of optimizer state nothing is kept where no update would follow."""
-        for block in self._prepared.chain:
-            for home, kind in ((block.home, VALUE), (block.state_home, STATE))[: 2 if self._goes_on else 1]:
-                if home not in self._store:
-                    continue
-                layout = self._store.layout(home)
-                flat = aligned(layout.room)
-                self._store.get(home, flat)
-                for name, tensor in layout.views(flat).items():
-                    self._watch.see(Key(self._watch.steps, kind, block.number, f"{block.name}.{name}"), tensor)
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -361,9 +340,7 @@ _NOT_OURS = (
 
 def verified(arguments: Sequence[str]) -> None:
     """`seqpart verify ARGUMENTS`. Raises what `verify` raises."""
-    job = tyro.cli(
-        VerifyJob, args=gathered(list(arguments), VerifyJob), prog="seqpart verify", config=(tyro.conf.OmitArgPrefixes,)
-    )
+    job = options_of(VerifyJob, list(arguments), "seqpart verify")
     given = [f"--{name.replace('_', '-')}" for name in _NOT_OURS if getattr(job, name)]
     if given:
         raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")

@@ -57,6 +57,10 @@ class Watch:
         self.steps, self.seen = steps, dict[Key, bytes]()
         self.first: Key | None = None
         self.difference: str | None = None
+        self.losses: list[float] = []
+        """The mean loss of the first update, of the first two, ..."""
+        self.evaluation: tuple[float, float | None] | None = None
+        """Loss and accuracy behind the last update."""
         self._expected, self._keeps, self._wanted = expected, keeps, wanted
         self._done, self._updates = 0, dict[int, int]()
 
@@ -77,6 +81,7 @@ class Watch:
     def at_rest(self, executor: Executor) -> None:
         """An update is over. Raises Enough behind the last one that is to be seen, with everything at home."""
         self.see(Key(self._done, LOSS, 0, ""), torch.as_tensor(executor.passes.tally.loss))
+        self.losses.append(executor.passes.tally.mean_loss)
         self._done += 1
         if self.found or self._done == self.steps:
             executor.settle()

@@ -16,13 +16,13 @@ OWN = """
         return [first, *([middle] if middle else []), nn.Linear(32, outputs)]
 
     class Meddler(nn.Module):
-        # Does its mischief in its third real forward pass; costs are found on fake tensors.
+        # Does its mischief in its third forward pass of the run, which has homes: planning runs every block too.
         def __init__(self, mischief):
             super().__init__()
             self.linear, self.mischief, self.calls = nn.Linear(32, 32), mischief, 0
 
         def forward(self, x):
-            if type(x) is torch.Tensor:
+            if type(x) is torch.Tensor and any(Path().glob("**/homes")):
                 self.calls += 1
                 if self.calls == 3:
                     self.mischief()

@@ -21,7 +21,7 @@ from seqpart.direct import PAGE, aligned
 from seqpart.layout import Layout, TensorSpec
 from seqpart.manifest import load, restore, save
 from seqpart.rows import RowLayout
-from seqpart.rundir import has_checkpoint
+from seqpart.scratch import has_checkpoint
 from seqpart.store import Store
 
 NAMES = ("block-0", "block-1", "block-1.optimizer")

@@ -61,7 +61,7 @@ def test_factories_are_called_only_when_the_block_is_built():
     chain = as_chain([made, functools.partial(nn.Linear, 2, 3), nn.ReLU])
     assert calls == []
     assert [block.kind for block in chain] == ["made", "Linear", "ReLU"]
-    assert not any(block.given_alive or block.live_bytes for block in chain)
+    assert not any(block.given_alive for block in chain)
     assert isinstance(chain[0].build(Device(), 0), nn.Linear)
     assert calls == [1]
 
@@ -80,10 +80,9 @@ def test_initial_weights_are_a_function_of_seed_and_place():
     assert not torch.equal(weights(1, 7), weights(1, 8))
 
 
-def test_a_living_module_is_itself_and_its_bytes_are_known():
+def test_a_living_module_is_itself():
     module = nn.Linear(3, 4)
     (block,) = as_chain([module])
-    assert block.live_bytes == (12 + 4) * 4
     assert block.build(Device(), 0) is module is block.husk
 
 
@@ -109,6 +108,22 @@ def test_what_is_no_chain_is_refused_with_the_kinds_that_are(model):
 def test_an_empty_model_is_refused(model):
     with pytest.raises(ModelError, match="has no blocks"):
         as_chain(model)
+
+
+@pytest.mark.parametrize("wrap", [lambda make: make(), lambda make: make], ids=["alive", "factory"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight of a Sequential has no shape before the first rows"),
+        (lambda: nn.LazyBatchNorm1d(), "has no shape before the first rows"),
+        (lambda: nn.Linear(3, 4, device="meta"), r"weight is on the meta device and has no values; .*bias"),
+    ],
+    ids=["lazy", "lazy norm", "meta"],
+)
+def test_tensors_without_shape_or_values_are_refused_by_name(make, words, wrap):
+    """They ended in a traceback, deep inside torch."""
+    with pytest.raises(ModelError, match=words):
+        as_chain([wrap(make)])[0].fake(FakeTensorMode(allow_non_fake_inputs=True))
 
 
 def test_all_wrong_entries_are_named_at_once():

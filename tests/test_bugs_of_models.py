@@ -221,10 +221,10 @@ def test_tensors_in_plain_attributes_are_counted_for_every_block_of_the_chain(tm
 def test_a_run_does_not_go_on_with_another_optimizer_or_loss_function(tmp_path):
     """Functions are no settings, so nobody compared them: moments were misread, or another rate was taken silently."""
 
-    def trainer(rate=0.1, loss=None):
+    def trainer(rate=0.1, loss=None, of=torch.optim.SGD, momentum=0.9):
         return Trainer(
             [lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 4)], loss,
-            lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9), mem_limit="2GB", method="streamed",
+            lambda parameters: of(parameters, lr=rate, momentum=momentum), mem_limit="2GB", method="streamed",
             partitions="2", epochs=2, batch_size=8, quiet=True,
         )  # fmt: skip
 
@@ -232,8 +232,11 @@ def test_a_run_does_not_go_on_with_another_optimizer_or_loss_function(tmp_path):
     first.settings = replace(first.settings, output_dir=tmp_path / "run")
     with pytest.raises(Interrupted):
         first.fit(rows(), rows(), reporter=Stopping(12))
-    with pytest.raises(OptionError, match="was trained with optimizer"):
-        trainer(rate=0.01).fit(rows(), rows(), resume=tmp_path / "run")
+    for other in ({"of": torch.optim.RMSprop}, {"momentum": 0.5}):
+        with pytest.raises(OptionError, match="was trained with optimizer"):
+            trainer(**other).fit(rows(), rows(), resume=tmp_path / "run")
     with pytest.raises(OptionError, match="was trained with loss"):
         trainer(loss=nn.functional.multi_margin_loss).fit(rows(), rows(), resume=tmp_path / "run")
-    assert trainer().fit(rows(), rows(), resume=tmp_path / "run").weights.exists()
+    reporter = Stopping()
+    assert trainer(rate=0.01).fit(rows(), rows(), resume=tmp_path / "run", reporter=reporter).weights.exists()
+    assert any("the optimizer's options were" in text and "0.01" in text for text in reporter.said)

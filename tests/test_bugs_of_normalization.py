@@ -1,9 +1,11 @@
 """Past bugs around BatchNorm, one test and one story each."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from seqpart import Trainer
+from seqpart import DoesNotFit, Trainer
 
 
 def test_running_statistics_are_not_applied_twice_when_an_update_is_done_again(tmp_path):
@@ -45,3 +47,14 @@ def test_batch_norm_is_planned_although_it_refuses_a_single_row(tmp_path):
         blocks, mem_limit="2GB", partitions=2, epochs=1, batch_size=20, output_dir=tmp_path / "run", quiet=True
     ).fit((x, y), (x[:4], y[:4]))
     assert len(result.plan.partitions) == 2
+
+
+@pytest.mark.parametrize("method", ["auto", "streamed", "full", "sil"])
+def test_a_limit_that_is_too_small_for_a_model_that_takes_no_single_row_is_refused_with_the_one_that_is_not(method, tmp_path):
+    """The exact methods tried one row last, and BatchNorm's refusal of it came out as bad input (exit code 2)."""
+    model = [lambda: nn.Linear(12, 12), lambda: nn.BatchNorm1d(12), lambda: nn.Linear(12, 4)]
+    rows = torch.randn(64, 12), torch.arange(64) % 4
+    options = {"method": method, "batch_size": 32, "output_dir": tmp_path}
+    with pytest.raises(DoesNotFit, match="smallest limit that fits") as refused:
+        Trainer(model, mem_limit="60MB", **options).plan(rows, rows)
+    Trainer(model, mem_limit=refused.value.smallest + (4 << 20), **options).plan(rows, rows)

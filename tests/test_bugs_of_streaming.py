@@ -1,6 +1,5 @@
 """Past bugs of runs that bring one partition after the other, one test and one story each."""
 
-import json
 import threading
 import time
 import weakref
@@ -19,8 +18,10 @@ from seqpart.errors import CorruptFile
 from seqpart.homefile import HomeFiles
 from seqpart.job import Job
 from seqpart.layout import Layout, TensorSpec
-from seqpart.rundir import RunDirectory, write_text
+from seqpart.replacing import write_text
+from seqpart.rundir import RunDirectory
 from seqpart.schedule import Verb
+from seqpart.sealed import sealed, unsealed
 from seqpart.slots import Slot, at_once
 from seqpart.store import Store
 from tests.exactly import How, numbers
@@ -71,13 +72,13 @@ def test_a_run_that_replaces_another_s_results_leaves_its_options_alone_until_it
     """job.json was written over at once: had the new run failed, the old results stood beside the new run's options."""
     for epochs, done in ((1, True), (7, False)):
         directory = RunDirectory(tmp_path, overwrite=True)
-        write_text(directory.result("job.json"), json.dumps({"epochs": epochs}))
+        write_text(directory.result("job.json"), sealed("job", {"epochs": epochs}))
         assert gathered(["--resume", str(tmp_path)], Job)[0] == f"--epochs={epochs}"
         if done:
             (tmp_path / "model.safetensors").write_text("trained")
             directory.publish()
         directory.close("done" if done else "failed")
-    assert json.loads((tmp_path / "job.json").read_text()) == {"epochs": 1}
+    assert unsealed("job", (tmp_path / "job.json").read_text()) == {"epochs": 1}
 
 
 # --- Runs that go on -------------------------------------------------------------------------------------------------

@@ -281,3 +281,10 @@ def test_a_dry_run_refuses_a_disk_that_is_too_small(here, capsys, monkeypatch):
 def test_the_package_runs_as_the_console_script_does(tmp_path):
     done = subprocess.run([sys.executable, "-m", "seqpart", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: seqpart {train,plan,verify,doctor}")
+
+
+def test_the_help_says_a_default_once_and_types_in_one_word(help_words):
+    """It said `Default: 10. (default: None)`, and `{None}|STR` for a text that may be left out."""
+    assert "None" not in help_words
+    assert "--kappa FLOAT Size of the paper's synthetic labels, for objective mse. Default: 10. --" in help_words
+    assert "--output-dir PATH" in help_words

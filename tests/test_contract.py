@@ -49,7 +49,7 @@ def few(tmp_path_factory):
         # The main job at half its size: training state twice the limit, four partitions.
         ("1GB", ["--epochs", "1"]),
         # Even the weights alone (672 MB) are larger than the limit: the model never exists whole.
-        ("640MB", ["--epochs", "1", "--depth", "40", "--batch-size", "256"]),
+        pytest.param("640MB", ["--epochs", "1", "--depth", "40", "--batch-size", "256"], marks=pytest.mark.slow),
     ],
 )
 def test_seen_from_outside_the_limit_is_never_passed_and_the_peak_is_the_foretold_one(limit, arguments, few, tmp_path):
@@ -77,11 +77,20 @@ def test_on_a_gpu_nvml_sees_the_limit_kept_and_the_peak_foretold(limit, tmp_path
     assert 0.99 * measured <= predicted <= 1.05 * measured
 
 
-def test_the_proof_reports_what_a_watcher_outside_sees(few, tmp_path):
-    ran = Ran(tmp_path, ["--mem-limit", "700MB", "--width", "1024", "--depth", "16", "--epochs", "1", *few])
+@pytest.mark.parametrize(
+    ("limit", "job"),
+    [
+        ("700MB", ["--width", "1024", "--depth", "16"]),
+        # Less than the libraries hold while they are loaded, before the tables for a GPU are laid into a file.
+        ("340MB", ["--width", "64", "--depth", "2", "--method", "full"]),
+    ],
+)
+def test_the_proof_reports_what_a_watcher_outside_sees(limit, job, few, tmp_path):
+    ran = Ran(tmp_path, ["--mem-limit", limit, *job, "--epochs", "1", *few])
     assert ran.code == 0, ran.out + ran.err
-    # Two samplers look at different moments: a short spike may be seen by one only.
-    assert ran.proof("peak") == pytest.approx(ran.watched.peak, rel=0.02)
+    # The kernel's counters lag behind by some pages of each thread.
+    assert 0.998 * ran.watched.peak <= ran.proof("peak") <= 1.02 * ran.watched.peak
+    assert ran.proof("predicted") >= 0.99 * ran.watched.peak
 
 
 def test_host_memory_that_was_granted_lies_beside_the_limit_and_is_used(few, tmp_path):
@@ -104,6 +113,26 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(f
     done = Ran(tmp_path, ["--mem-limit", named, *few, *SMALL])
     assert done.code == 0, done.out + done.err
     assert done.watched.peak <= parse_size(named)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("lstm_alive", "streamed"), ("conv_alive", "full"), ("transformer", "sil"), ("mlp_alive", "auto"), ("lstm", "full"),
+    ],
+)  # fmt: skip
+def test_whatever_the_model_and_the_method_a_run_at_the_limit_that_a_refusal_named_ends_well(model, method, tmp_path):
+    """An LSTM given alive ended in a traceback at the very limit that was named for it; 14 of 16 others ended well."""
+    job = ["--model", f"tests.kinds:{model}", "--data", "tests.kinds:rows", "--epochs", "1", "--batch-size", "64"]
+    refused = Ran(tmp_path, ["--mem-limit", "120MB", "--dry-run", "--method", method, *job])
+    assert refused.code == 3, refused.out + refused.err
+    named = re.search(r"smallest limit that fits: (\w+)", refused.err)[1]
+    done = Ran(tmp_path, ["--mem-limit", named, "--method", method, *job])
+    assert done.code == 0, done.out + done.err
+    assert done.watched.peak <= parse_size(named)
+    # Importing torch takes more for a moment, before the limit counts.
+    assert done.proof("peak") >= 0.997 * done.watched.peak or done.watched.peak < 330_000_000
 
 
 def test_full_training_is_refused_with_the_bytes_it_needs_and_runs_when_given_them(few, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from seqpart import manifest as manifests
 from seqpart.errors import CorruptFile, DiskFull
-from seqpart.rundir import CHECKPOINT, PREVIOUS, has_checkpoint
+from seqpart.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
 from tests.exactly import How, numbers, split
 from tests.resuming import Arm, Killed, Stopping, ended, flip, kill
 from tests.test_exact import dropping, fresh
@@ -83,6 +83,29 @@ def test_each_damaged_file_is_named_and_the_checkpoint_before_goes_on_to_the_sam
             assert ended(arm.fit(resume=arm.root / PREVIOUS)) == whole, (SEED, path)
 
 
+def first_bytes(path, chance):
+    flip(path, chance.randrange(8), chance.randrange(8))
+
+
+def made_a_directory(path, chance):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [first_bytes, made_a_directory])
+def test_damage_of_any_kind_advises_no_checkpoint_that_needs_the_same_file(damage, arms):
+    """A home whose first 8 bytes were damaged was not recognized in the message, and advised to take the one before."""
+    arm, chance = arms(**WAYS["sil"]), random.Random(SEED)
+    whole, kept = halfway(arm), arm.folder / "kept"
+    latest, before = files_of(kept, CHECKPOINT), files_of(kept, PREVIOUS)
+    shared = min(path for path in latest & before if path.parts[0] == "homes")
+    assert "the one before needs it too. Start again" in refused(arm, shared, damage, chance)
+    only = {path.suffix: path for path in sorted(latest - before) if path != Path(CHECKPOINT)}
+    for path in only.values():
+        assert f"--resume {arm.root / PREVIOUS}" in refused(arm, path, damage, chance)
+        assert ended(arm.fit(resume=arm.root / PREVIOUS)) == whole, path
+
+
 def test_rows_of_the_data_that_are_made_again_are_told_and_must_be_the_same(arms):
     arm, chance = arms(How()), random.Random(SEED)
     whole = halfway(arm)
@@ -115,16 +138,15 @@ def test_a_home_that_is_damaged_while_the_run_lives_ends_it_with_the_way_on(arms
 
 
 def fill(monkeypatch, name, call):
-    """From the `call`-th call of os.`name` on, or of write() to a text file, the disk is full."""
-    owner, attribute = (Path, "write_text") if name == "write" else (os, name)
-    real, calls = getattr(owner, attribute), iter(range(1, 1 << 30))
+    """From the `call`-th call of os.`name` on, the disk is full."""
+    real, calls = getattr(os, name), iter(range(1, 1 << 30))
 
     def filling_up(*arguments, **named):
         if next(calls) >= call:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*arguments, **named)
 
-    monkeypatch.setattr(owner, attribute, filling_up)
+    monkeypatch.setattr(os, name, filling_up)
 
 
 @pytest.mark.parametrize("call", [1, 4])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 
 import psutil
 import pytest
@@ -100,6 +101,51 @@ def test_an_error_of_memory_is_told_from_others():
     assert device.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not device.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not device.is_out_of_memory(ValueError("can't allocate memory"))
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [
+        ("could not create a primitive", True),
+        ("could not execute a primitive", True),
+        ("could not create a memory object", True),
+        ("std::bad_alloc", True),
+        ("could not create a primitive descriptor for the convolution forward propagation primitive", False),
+    ],
+)
+def test_what_onednn_and_the_c_library_say_of_memory_is_told_from_what_they_cannot_do(text, memory):
+    """mobilenet under 436 MB ended in a traceback: oneDNN does not say why it could not create a primitive."""
+    assert Device().is_out_of_memory(RuntimeError(text)) is memory
+
+
+REFUSED = """
+    import mmap, resource, sys, threading, time
+    import torch
+    from seqpart.device import Device
+    from seqpart.gauge import read_process
+
+    takes = {
+        "map": lambda: mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE),
+        "file": lambda: torch.from_file(sys.argv[1], shared=False, size=1 << 30, dtype=torch.uint8),
+        "thread": lambda: [threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(99)],
+        "bytes": lambda: bytearray(1 << 30),
+    }
+    open(sys.argv[1], "wb").truncate(1 << 30)
+    resource.setrlimit(resource.RLIMIT_DATA, (read_process().data + (32 << 20),) * 2)
+    for name, take in takes.items():
+        try:
+            take()
+        except Exception as error:
+            print(name, Device().is_out_of_memory(error), repr(error))
+"""
+
+
+def test_whatever_the_kernel_s_limit_refuses_is_an_allocation_that_failed(tmp_path):
+    program = [sys.executable, "-c", textwrap.dedent(REFUSED), tmp_path / "file"]
+    said = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert [line.split()[:2] for line in said.stdout.splitlines()] == [
+        ["map", "True"], ["file", "True"], ["thread", "True"], ["bytes", "True"],
+    ], said.stdout + said.stderr  # fmt: skip
 
 
 def test_memory_is_what_the_cgroup_leaves(monkeypatch):

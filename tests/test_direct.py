@@ -1,9 +1,12 @@
 """Files around the page cache: every byte comes back, and a refusing file system or a full disk is met in words."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,25 +51,16 @@ def refuse_direct_open(monkeypatch):
 
 def refuse_direct_transfers(monkeypatch):
     """A file system that takes the flag when a file is opened, and refuses the transfer."""
-    opened_direct = set()
-    real_open, real_read, real_write = os.open, os.preadv, os.pwritev
-
-    def opening(path, flags, *rest, **named):
-        fd = real_open(path, flags & ~os.O_DIRECT, *rest, **named)
-        opened_direct.discard(fd)
-        if flags & os.O_DIRECT:
-            opened_direct.add(fd)
-        return fd
+    real_read, real_write = os.preadv, os.pwritev
 
     def transfer(real):
         def refusing(fd, *rest):
-            if fd in opened_direct:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 raise OSError(errno.EINVAL, "Invalid argument")
             return real(fd, *rest)
 
         return refusing
 
-    monkeypatch.setattr(os, "open", opening)
     monkeypatch.setattr(os, "preadv", transfer(real_read))
     monkeypatch.setattr(os, "pwritev", transfer(real_write))
 
@@ -218,3 +212,70 @@ def test_a_failing_probe_leaves_nothing_either(tmp_path, monkeypatch):
     with pytest.raises(DiskFull):
         probe_disk(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def forbid_nameless(monkeypatch):
+    """A file system that knows no files without names. Returns the paths that are opened to be written."""
+    real, paths = os.open, []
+
+    def refusing(path, flags, *rest, **named):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        if flags & os.O_CREAT:
+            paths.append(Path(path))
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    return paths
+
+
+def test_the_probe_writes_through_no_link_and_removes_nobody_s_file(tmp_path):
+    """`.probe-<pid>` was a name that anybody could foresee: a link of that name lost 64 MiB of the file it led to."""
+    (tmp_path / "mine").write_text("years of work")
+    for name in (f".probe-{os.getpid()}", ".seqpart-probe", ".probe-1"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    before = sorted(tmp_path.iterdir())
+    probe_disk(tmp_path, nbytes=direct.REQUEST)
+    assert (tmp_path / "mine").read_text() == "years of work"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_where_every_file_has_a_name_the_probe_s_is_new_and_gone_at_once_and_a_dry_run_s_is_elsewhere(tmp_path, monkeypatch):
+    paths = forbid_nameless(monkeypatch)
+    names = set()
+    for _ in range(3):
+        probe_disk(tmp_path, nbytes=direct.REQUEST)
+        names.add(paths.pop())
+        assert list(tmp_path.iterdir()) == []
+    assert len(names) == 3 and {path.parent for path in names} == {tmp_path}
+    changed = tmp_path.stat().st_mtime_ns
+    probe_disk(tmp_path, nbytes=direct.REQUEST, hidden=True)
+    assert [path.parent for path in paths] == [Path(tempfile.gettempdir())]
+    assert tmp_path.stat().st_mtime_ns == changed
+
+
+def test_a_file_is_written_over_only_where_it_has_no_other_name(tmp_path):
+    """A copy of a run that was made of hard links, `cp -al`, was written over with the original."""
+    for keep in (False, True):
+        for lay in (os.link, os.symlink):
+            mine = tmp_path / f"mine-{keep}-{lay.__name__}"
+            mine.write_bytes(b"years of work")
+            lay(mine, tmp_path / "a")
+            with DirectFile(tmp_path / "a", write=True, keep=keep) as file:
+                file.write_from(bytes_of(noise(PAGE)), 0)
+                file.finish(PAGE)
+            assert mine.read_bytes() == b"years of work"
+            assert (tmp_path / "a").stat().st_size == PAGE and not (tmp_path / "a").is_symlink()
+            inode = (tmp_path / "a").stat().st_ino
+            DirectFile(tmp_path / "a", write=True, keep=True).__exit__()
+            assert (tmp_path / "a").stat().st_ino == inode, "its blocks are used again"
+            (tmp_path / "a").unlink()
+
+
+@pytest.mark.parametrize("lay", [lambda path: path.symlink_to("/etc/passwd"), lambda path: path.mkdir(), os.mkfifo])
+def test_what_is_no_plain_file_is_not_read(tmp_path, lay):
+    """A pipe in the place of a home made the run wait for ever."""
+    lay(tmp_path / "a")
+    for options in ({}, {"patch": True}):
+        with pytest.raises(CorruptFile, match=r"/a is a link, a directory or a pipe, and no file that seqpart wrote"):
+            DirectFile(tmp_path / "a", **options)

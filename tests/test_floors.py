@@ -10,18 +10,19 @@ import seqpart
 HOUSE = Path(seqpart.__file__).parent
 
 FLOORS = [
-    ["errors", "units"],
-    ["schedule", "direct", "interrupts", "kept", "ballast"],
-    ["layout", "device", "arena", "losses"],
-    ["gauge", "blocks", "homefile", "store", "rows", "rundir", "optimizers"],
-    ["meter", "costs", "activations", "ingest"],
-    ["resident", "simulate", "cutting", "slots", "relay", "lookahead", "tally", "graphs", "slotlayout"],
+    ["errors", "units", "textfile", "output", "surroundings"],
+    ["schedule", "phases", "direct", "interrupts", "kept", "ballast", "ownfiles", "sealed", "replacing"],
+    ["layout", "device", "arena", "losses", "sharing", "scratch", "marker", "publication", "leftovers", "rundir"],
+    ["gauge", "blocks", "homefile", "store", "rows", "optimizers", "reductions"],
+    ["terminal", "meter", "costs", "activations", "ingest", "given"],
+    ["resident", "inplace", "simulate", "cutting", "slots", "relay", "lookahead", "tally", "graphs", "slotlayout"],
+    ["trial"],
     ["methods.method", "methods.exact", "methods.labels", "methods.objectives", "methods.synthetic", "methods", "rateschedule"],
-    ["plan", "exactplan", "relaying", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
-    ["inputs", "preparation", "progress", "report"],
-    ["run", "trainer", "watch"],
-    ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.datasets"],
-    ["job", "arguments", "doctor", "verify", "train", "__main__"],
+    ["plan", "silplan", "exactplan", "relaying", "passes", "executor", "checkpoint", "manifest", "settings", "rates"],
+    ["changes", "adoption", "inputs", "preparation", "progress", "report"],
+    ["saving", "run", "trainer", "watch"],
+    ["", "zoo", "zoo.models", "zoo.loading", "zoo.text", "zoo.folders", "zoo.datasets"],
+    ["job", "arguments", "doctor", "ways", "verify", "train", "__main__"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -137,3 +137,14 @@ def test_without_a_driver_torch_s_own_count_stands_in_and_is_named(card, monkeyp
     gauge = _NvmlGauge(0)
     assert gauge.read() == 1 << 30
     assert "NVML: no driver; the context is not counted" in gauge.source
+
+
+def test_a_thread_that_looks_while_the_interpreter_ends_says_nothing():
+    """The open file was closed under it: an early refusal had the traceback of a thread behind its message."""
+    program = (
+        "import atexit, time; atexit.register(time.sleep, 0.3)\n"  # runs after what is registered later
+        "from seqpart.device import Device; from seqpart.gauge import Gauge; from seqpart.meter import Sampler\n"
+        "Sampler(Gauge(Device()), limit=1 << 62).start()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,5 +1,7 @@
 """Data as it comes from the user: what is taken, what is refused, and how it is streamed."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,18 @@ class Items(Dataset):
 def split_of(labels, name="training"):
     labels = torch.as_tensor(labels)
     return as_split((torch.zeros(len(labels), 2), labels), name)
+
+
+@pytest.mark.parametrize(("length", "said"), [(-3, "ValueError"), (2.5, "TypeError"), (None, "TypeError")])
+def test_a_data_set_that_does_not_know_its_length_is_refused_in_words(length, said):
+    """It ended in a traceback out of len()."""
+
+    class Unsure(Items):
+        def __len__(self):
+            return length
+
+    with pytest.raises(DataError, match=rf"training data: len\(\) of the Unsure failed: {said}.*number of its rows"):
+        as_split(Unsure([(X[0], 1)]), "training")
 
 
 def poured(split):
@@ -283,3 +297,46 @@ def test_labels_of_different_numbers_of_positions_are_refused():
     items = Items([(X[0], torch.zeros(2, dtype=torch.int64)), (X[1], torch.zeros(3, dtype=torch.int64))])
     with pytest.raises(DataError, match="training labels: expected one number for each row"):
         as_split(items, "training")
+
+
+class Augmented(Items):
+    """Rows that are flipped at random, or have noise, as torchvision's transforms make them."""
+
+    def __init__(self, pairs, change):
+        super().__init__(pairs)
+        self.change = change
+
+    def __getitem__(self, index):
+        x, y = self.pairs[index]
+        return self.change(x, y)
+
+
+RANDOM = {
+    "noise": lambda x, y: (x + torch.randn_like(x), y),
+    "a flip now and then": lambda x, y: (x.flip(0) if torch.rand(()) < 0.3 else x, y),
+    "numpy's numbers": lambda x, y: (x + np.random.default_rng().normal(), y),
+    "python's numbers": lambda x, y: (x * random.random(), y),
+    "labels": lambda x, y: (x, int(torch.randint(3, ()))),
+}
+
+
+@pytest.mark.parametrize("change", RANDOM.values(), ids=RANDOM)
+def test_items_that_are_others_when_they_are_read_again_are_refused_with_the_way_on(change):
+    """Augmentation was frozen at its first draw, in every epoch the same, and nobody said so."""
+    items = Augmented([(torch.arange(4.0) + i, i % 3) for i in range(40)], change)
+    with pytest.raises(DataError, match=r"item \d+ is another one when it is read again.*first block.*keep one draw"):
+        as_split(items, "training")
+    assert as_split([items[i] for i in range(len(items))], "training").count == 40  # on purpose
+
+
+def test_items_that_are_random_by_their_number_are_no_augmentation():
+    def seeded(x, y):
+        return x + torch.randn(4, generator=torch.Generator().manual_seed(y)), y
+
+    assert as_split(Augmented([(torch.zeros(4), i % 3) for i in range(9)], seeded), "training").count == 9
+
+
+def test_labels_are_those_of_the_items_where_targets_says_otherwise():
+    """A wrapper that changes labels and hands on the `targets` of what it wraps trained on labels that no item has."""
+    items = Items([(x, 1 - int(y) % 2) for x, y in zip(X, Y, strict=True)], targets=Y.tolist())
+    assert as_split(items, "training").labels.tolist() == [1, 0, 1, 1, 0, 1]

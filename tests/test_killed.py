@@ -11,8 +11,9 @@ import time
 import numpy as np
 import pytest
 
+from seqpart.publication import latest
 from seqpart.run import JOB, RESULT
-from seqpart.rundir import has_checkpoint, latest
+from seqpart.scratch import has_checkpoint
 from tests.command import ENVIRONMENT, SECONDS, command, end, start
 from tests.resuming import Processes
 
@@ -96,6 +97,25 @@ def test_a_run_killed_again_and_again_ends_with_the_bits_of_one_that_nobody_kill
         status, *_ = processes.run(here, to_go_on(here, arguments))
         assert status == 0, (history, (here / "said").read_text())
     assert ended(here) == whole, history
+
+
+def test_another_digit_in_job_json_trains_no_other_job(processes, here):
+    """Before the first checkpoint the run went on with the other number, and said nothing."""
+    arguments = [*COMMON, *STREAMED]
+    whole, _, _ = whole_run(processes, here, arguments)
+    job = here / "out" / JOB
+    assert processes.run(here, arguments, at=("update", 1))[0] == -signal.SIGKILL
+    text = job.read_text()
+    job.write_text(text.replace('"epochs": "2"', '"epochs": "3"'))
+    assert job.read_text() != text
+    assert processes.run(here, ["--resume", "out"])[0] == 6
+    assert "job.json is damaged: its checksum is not the one that was written" in (here / "said").read_text()
+    job.write_text(text)
+    assert processes.run(here, ["--resume", "out"], at=("update", 30))[0] == -signal.SIGKILL
+    assert has_checkpoint(here / "out")
+    job.write_text("{}")  # the checkpoint holds it too
+    assert processes.run(here, ["--resume", "out"])[0] == 0, (here / "said").read_text()
+    assert ended(here) == whole
 
 
 def test_there_are_more_than_twenty_moments_and_streamed_has_two_slots(processes, here):

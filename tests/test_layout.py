@@ -94,7 +94,7 @@ def test_a_type_without_a_home_is_refused_by_name():
 
 @pytest.mark.parametrize("head", [b"", b"\0\0", bytes(8), (4089).to_bytes(8, "little"), b"\xff" * 8])
 def test_a_length_that_seqpart_never_writes_is_named(head):
-    with pytest.raises(CorruptFile, match=r"home\.safetensors: not a file that seqpart wrote whole"):
+    with pytest.raises(CorruptFile, match=r"home\.safetensors is not a file that seqpart wrote whole"):
         decode_header(head, HOME)
 
 

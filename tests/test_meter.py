@@ -8,7 +8,7 @@ import torch
 
 from seqpart.device import Device
 from seqpart.errors import DoesNotFit
-from seqpart.gauge import read_process
+from seqpart.gauge import Gauge, read_process
 from seqpart.meter import Proof, Sampler, enforced, measure_runtime, seconds_of, too_small
 from seqpart.units import parse_size
 
@@ -24,6 +24,9 @@ class Scripted:
         self.figures = list(figures)
         self.exhausted = threading.Event()
 
+    def watch(self):
+        pass
+
     def read(self):
         if len(self.figures) > 1:
             return self.figures.pop(0)
@@ -32,8 +35,7 @@ class Scripted:
 
 
 def held_now():
-    reading = read_process()
-    return reading.anon + reading.shmem
+    return read_process().held
 
 
 def test_the_peak_and_what_was_running_then_are_remembered():
@@ -61,6 +63,28 @@ def test_the_thread_samples_until_it_is_stopped():
     assert not sampler._thread.is_alive()
     assert sampler.peak == 50
     assert sampler.samples >= 3
+
+
+def test_a_limit_that_becomes_known_later_has_counted_from_the_start():
+    """What planning took was in the peak, and was no violation."""
+    sampler = Sampler(Scripted(50, 9), limit=1 << 62)
+    sampler.sample()
+    sampler.hold(50)
+    assert sampler.violations == 0
+    sampler.hold(49)
+    assert (sampler.violations, sampler.violation_label, sampler.limit) == (1, "planning", 49)
+
+
+def test_a_peak_that_is_shorter_than_a_look_is_seen_all_the_same():
+    """At 405 MB a watcher outside saw 408.6 MB for one sample, and our own sampler 402, with "violations 0"."""
+    sampler = Sampler(Gauge(Device()), limit=1 << 62, interval=60)
+    sampler.start()
+    before = sampler.peak
+    for nbytes in (90 << 20, 40 << 20):
+        held = torch.ones(nbytes, dtype=torch.uint8)
+        del held  # gone before anybody looks
+    sampler.stop()
+    assert sampler.peak - before == pytest.approx(90 << 20, abs=4 << 20)
 
 
 def test_a_sampler_that_never_started_still_takes_the_last_look():

@@ -13,8 +13,8 @@ from seqpart import run
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
 from seqpart.executor import Executor
 from seqpart.report import EVENTS
-from seqpart.rundir import has_checkpoint
 from seqpart.schedule import Verb
+from seqpart.scratch import has_checkpoint
 from seqpart.store import Store
 from tests.exactly import FULL, How, numbers, tokens
 from tests.resuming import Arm, Killed, Stopping, ended, interrupt, kill
@@ -233,7 +233,7 @@ def test_a_run_that_was_ended_before_its_first_checkpoint_begins_anew_and_says_s
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lr": 0.5}, r"has other settings: lr was 0\.01, not 0\.5\. Give the same, or start anew elsewhere"),
+        ({"batch_size": 4}, r"has other settings: batch_size was 8, not 4\. Give the same, or start anew elsewhere"),
         ({"method": "full", "seed": 8}, "method was streamed, not full, seed was 7, not 8"),
         ({"optimizer": "adam", "momentum": 0.0}, r"momentum was 0\.9, not 0\.0, optimizer was sgd, not adam"),
     ],

@@ -3,23 +3,17 @@
 import json
 import os
 import re
-import time
 
 import pytest
 
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
-from seqpart.rundir import (
-    CHECKPOINT,
-    MARKER,
-    PREVIOUS,
-    SCRATCH_PREFIX,
-    RunDirectory,
-    clear_leftovers,
-    clear_scratch,
-    new_name,
-    resumable,
-    write_text,
-)
+from seqpart.leftovers import SCRATCH_PREFIX, clear_leftovers, resumable
+from seqpart.marker import MARKER
+from seqpart.ownfiles import Folder
+from seqpart.replacing import write_text
+from seqpart.rundir import RunDirectory, new_name
+from seqpart.scratch import CHECKPOINT, PREVIOUS, clear_scratch
+from seqpart.sealed import sealed
 
 
 def state(folder):
@@ -27,14 +21,14 @@ def state(folder):
 
 
 def fill(directory, size=100):
-    for folder, name in ((directory.homes, "block-00000.0"), (directory.rows, "train-00001")):
+    for folder, name in ((directory.homes, "block-00000.0"), (directory.rows, "train-00001.0")):
         (folder / f"{name}.safetensors").write_bytes(bytes(size))
 
 
-def finish(folder, text="first"):
+def finish(folder, text="first", results=("model.safetensors", "plan.json")):
     """A finished run."""
     directory = RunDirectory(folder)
-    for name in ("model.safetensors", "plan.json"):
+    for name in results:
         directory.result(name).write_text(text)
     directory.publish()
     directory.close("done")
@@ -182,7 +176,8 @@ def test_only_files_of_ours_are_removed_from_scratch(tmp_path):
     fill(directory)
     for folder in (directory.homes, directory.root):
         (folder / "notes.txt").write_text("mine")
-    assert clear_scratch(directory.root) == 200
+    with Folder.at(directory.root) as folder:
+        assert clear_scratch(folder) == 200
     assert names(directory.root) == ["homes", "homes/notes.txt", "notes.txt", MARKER, "seqpart.lock"]
     directory.close("failed")
 
@@ -193,7 +188,7 @@ def test_a_failure_to_mark_does_not_hide_why_the_run_failed(tmp_path, monkeypatc
     def full(path, text):
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr("seqpart.rundir.write_text", full)
+    monkeypatch.setattr("seqpart.marker.write_text", full)
     failed.close("failed")
     with pytest.raises(StoreError, match="the disk is full"):
         done.close("done")
@@ -217,14 +212,14 @@ def test_no_two_runs_have_one_name():
 
 def save(directory, scratch=None, name=CHECKPOINT):
     """As much of a checkpoint as directories look at."""
-    text = json.dumps({"checkpoint": {"scratch": str(scratch.root.resolve()) if scratch else "."}})
-    (directory.root / name).write_text(text)
+    body = {"scratch": str(scratch.root.resolve()) if scratch else "."}
+    (directory.root / name).write_text(sealed("checkpoint", body))
 
 
 def with_scratch(tmp_path, *, saved=True):
     """A run and its scratch directory elsewhere, which a killed run left."""
     directory = RunDirectory(tmp_path / "runs" / "out")
-    scratch = RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}x", run=directory.root)
+    scratch = RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}x", run=directory)
     fill(scratch)
     if saved:
         save(directory, scratch)
@@ -296,16 +291,17 @@ def test_a_resumed_run_finds_everything_and_holds_the_lock(tmp_path):
 
 
 def test_a_run_killed_as_it_began_left_nobody_else_s_files(tmp_path):
-    (tmp_path / f"{MARKER}.part").write_text("{")
+    (tmp_path / f"{MARKER}.seqpart-01234567.part").write_text("{")
     (tmp_path / "seqpart.lock").write_text("")
     RunDirectory(tmp_path).close("failed")
     assert names(tmp_path) == [MARKER, "seqpart.lock"]
 
 
 def test_a_directory_that_is_gone_cannot_be_resumed(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
     with pytest.raises(CorruptFile, match=r"scratch is missing: the checkpoint in .*run needs it"):
-        RunDirectory(tmp_path / "scratch", resume=True, run=tmp_path / "run")
-    assert names(tmp_path) == []
+        RunDirectory(tmp_path / "scratch", resume=True, run=directory)
+    assert not (tmp_path / "scratch").exists()
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -326,7 +322,7 @@ def test_what_a_checkpoint_needs_stays_unless_the_run_is_done(tmp_path, how, sav
 @pytest.mark.parametrize("first", ["scratch", "run"])
 def test_a_scratch_directory_goes_with_its_run_in_whatever_order_they_close(tmp_path, how, first):
     directory = RunDirectory(tmp_path / "runs" / "out")
-    scratch = RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}x", run=directory.root)
+    scratch = RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}x", run=directory)
     fill(scratch)
     save(directory, scratch)
     closing = [scratch.vanish, lambda: directory.close(how)]
@@ -350,7 +346,7 @@ def test_a_scratch_directory_is_left_alone_as_long_as_its_run_s_checkpoint_names
 def test_a_scratch_directory_that_its_run_no_longer_names_goes(tmp_path):
     root, scratch = with_scratch(tmp_path)
     directory = RunDirectory(root, resume=True)
-    save(directory, RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}y", run=root))
+    save(directory, RunDirectory(tmp_path / "fast" / f"{SCRATCH_PREFIX}y", run=directory))
     assert clear_leftovers(scratch.parent) == (1, 200)
     assert not scratch.exists()
 
@@ -373,18 +369,10 @@ def test_overwriting_a_run_removes_no_directory_that_is_not_its_own(tmp_path):
 
 def test_a_run_and_its_scratch_directory_side_by_side_are_one_resumable_run(tmp_path):
     directory = RunDirectory(tmp_path / "out")
-    scratch = RunDirectory(tmp_path / f"{SCRATCH_PREFIX}x", run=directory.root)
+    scratch = RunDirectory(tmp_path / f"{SCRATCH_PREFIX}x", run=directory)
     fill(scratch)
     save(directory, scratch)
     kill(scratch)
     kill(directory)
     assert resumable(tmp_path) == (1, 200)
     assert clear_leftovers(tmp_path) == (0, 0)
-
-
-def test_an_old_probe_of_the_disk_is_cleaned_up_and_one_in_use_is_not(tmp_path):
-    for name, age in ((".probe-1", 3600), (".probe-2", 0)):
-        (tmp_path / name).write_bytes(bytes(50))
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    assert clear_leftovers(tmp_path) == (0, 50)
-    assert names(tmp_path) == [".probe-2"]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.methods.method import with_tests
 from seqpart.passes import PhaseDone
+from seqpart.phases import Epochs, Phases
 from seqpart.report import Reporter
 from seqpart.schedule import Phase, PhaseKind
 from tests.exactly import FULL, How, numbers
@@ -17,9 +17,9 @@ PASS, TEST = (Phase(kind=kind, partition=0, rows=1, batch=1, micro_batch=1) for 
 
 @given(passes=st.integers(0, 40), every=st.one_of(st.none(), st.integers(1, 50)))
 def test_the_test_rows_come_behind_every_nth_pass_and_behind_the_last_once(passes, every):
-    found = list(with_tests([PASS] * passes, [TEST], every))
-    assert found.count(PASS) == passes and found[-1] is TEST
-    behind = [found[:at].count(PASS) for at, phase in enumerate(found) if phase is TEST]
+    found = list(Phases([Epochs(train=PASS, epochs=passes, behind=(TEST,), every=every)]))
+    assert [phase.epoch for phase in found if phase is not TEST] == list(range(1, passes + 1)) and found[-1] is TEST
+    behind = [at - found[:at].count(TEST) for at, phase in enumerate(found) if phase is TEST]
     assert behind == sorted({*(range(every, passes, every) if every else ()), passes})
 
 

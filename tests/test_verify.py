@@ -90,8 +90,17 @@ def check(model, data, **options):
 # --- proof ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["streamed", "checkpointed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param("gpt", "streamed"),
+        pytest.param("batch norm and dropout", "checkpointed"),
+        pytest.param("mlp", "streamed", marks=pytest.mark.slow),
+        pytest.param("mlp", "checkpointed", marks=pytest.mark.slow),
+        pytest.param("gpt", "checkpointed", marks=pytest.mark.slow),
+        pytest.param("batch norm and dropout", "streamed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
     found = check(*MODELS[name], method=method, partitions=3, clip_grad_norm=1.0, steps=4)
     assert (found.method, found.reference, found.steps, len(found.plan.partitions)) == (method, "full", 4, 3)
@@ -100,6 +109,7 @@ def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
     assert f"proof: {method} in 3 partitions" in str(found)
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_for_every_way_and_another_for_another_seed():
     ways = [{"partitions": 4}, {"method": "checkpointed", "partitions": 3}]
     digests = {check(*MODELS["batch norm and dropout"], **way).digest for way in ways}
@@ -107,10 +117,12 @@ def test_the_digest_is_the_same_for_every_way_and_another_for_another_seed():
     assert check(*MODELS["batch norm and dropout"], partitions=2, seed=1).digest not in digests
 
 
+@pytest.mark.slow
 def test_two_ways_that_need_less_memory_can_be_compared_with_each_other():
     assert check(*MODELS["gpt"], method="streamed", reference="checkpointed", partitions=3).reference == "checkpointed"
 
 
+@pytest.mark.slow
 def test_all_updates_of_a_training_can_be_verified():
     found = check(*MODELS["mlp"], partitions=2, epochs=2, steps=6, optimizer="sgd", momentum=0.9)
     assert found.steps == 6
@@ -122,6 +134,22 @@ def test_a_model_that_was_given_alive_keeps_its_weights_and_no_file_stays(tmp_pa
     check(lambda: model, numbers(8), partitions=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_its_files_are_in_a_directory_that_is_new_and_private_and_goes_with_them(tmp_path):
+    """A name of time and process can be foretold, and what lay there under it was removed with all that was in it."""
+    seen = set()
+
+    class Looking(nn.Linear):
+        def forward(self, x):
+            if type(x) is torch.Tensor:
+                seen.update((folder.name, folder.stat().st_mode & 0o777) for folder in (tmp_path / "homes").iterdir())
+            return super().forward(x)
+
+    check(lambda: nn.Sequential(Looking(8, 8), nn.Linear(8, 4)), numbers(8), partitions=2, steps=1, offload_dir="homes")
+    assert {mode for _, mode in seen} == {0o700}
+    assert len(seen) == 1
+    assert not list((tmp_path / "homes").iterdir())
 
 
 def test_tied_weights_and_frozen_blocks_are_proven_too():
@@ -203,6 +231,7 @@ def test_a_wrong_replay_is_noticed_whatever_is_replayed(model, data, partitions)
     assert check(model, data, partitions=partitions).caught
 
 
+@pytest.mark.slow
 def test_a_wrong_replay_is_noticed_where_no_graph_is_kept(monkeypatch):
     monkeypatch.setattr("seqpart.exactplan._with_graphs", lambda _, foretold, __: foretold)
     assert check(*MODELS["mlp"], partitions=3).plan.keeps_graph_from is None
@@ -239,7 +268,7 @@ def test_what_cannot_be_verified_is_refused_in_words(options, words):
 
 def test_a_machine_that_cannot_hold_full_training_is_told_so_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(Device, "free_memory", lambda _: 1 << 20)
-    monkeypatch.setattr("seqpart.verify._Way.run", lambda *_, **__: pytest.fail("it was trained"))
+    monkeypatch.setattr("seqpart.ways.Way.run", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DoesNotFit, match=r"compares with full training, which needs .* and has .*--reference checkpointed"):
         check(*MODELS["mlp"], partitions=2)
 
@@ -291,3 +320,55 @@ def test_the_help_says_what_verify_does_and_that_streamed_is_its_method(monkeypa
     assert code == 0
     assert "--steps" in out
     assert "default: streamed" in out
+
+
+# --- evaluation, other cuts, another micro-batch -----------------------------------------------------------------------
+
+
+class LooksBack(nn.Module):
+    """Does something else where a partition begins with it: its input was made by no ordinary operation then."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) * (2.0 if "Entry" in type(x.grad_fn).__name__ else 1.0)
+
+
+def test_a_block_that_looks_at_where_its_input_comes_from_is_found_by_another_cut():
+    """Where the plan did not cut before it, verify agreed, and training under another limit learned something else."""
+
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), LooksBack(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+    with pytest.raises(VerifyMismatch, match=r"in 2 partitions and in 5 differ.*grad_fn"):
+        check(model, numbers(8), partitions="0,1")
+
+
+class EvaluatesByCalls(nn.Module):
+    """In evaluation it remembers how often it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += not self.training
+        return self.linear(x) * (1.0 if self.training else 1.0 + self.calls)
+
+
+def test_evaluations_are_compared_too():
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), EvaluatesByCalls(), nn.Linear(8, 4))
+
+    with pytest.raises(VerifyMismatch, match="train alike, and their evaluations differ"):
+        check(model, numbers(8), partitions=2)
+
+
+def test_other_cuts_and_another_micro_batch_are_tried_and_said():
+    found = check(*MODELS["mlp"], partitions=3)
+    assert found.cuts == (2, 5)
+    assert "micro-batches of 2 give the same losses within 0.001 (sums are added in another order)" in str(found)
+    found = check(*MODELS["batch norm and dropout"], partitions=3)
+    assert "micro-batches of 2 are not compared: a block takes statistics" in found.divided

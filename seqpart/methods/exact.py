@@ -9,7 +9,8 @@ The three give the same bits: of every parameter, gradient, moment, buffer and l
 
 from dataclasses import replace
 
-from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases, with_tests
+from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases
+from seqpart.phases import Epochs, Phases
 from seqpart.schedule import Phase, PhaseKind
 
 
@@ -24,23 +25,22 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
     )  # fmt: skip
 
 
-def exact_phases(work: Workload, *, streamed: bool) -> tuple[Phase, ...]:
+def exact_phases(work: Workload, *, streamed: bool) -> Phases:
     """All epochs, then the test rows."""
     epochs = work.partitions[0].epochs
     train = replace(whole_network(work, streamed=streamed), epochs=epochs)
-    passes = [replace(train, epoch=e + 1) for e in range(epochs)]
-    return tuple(with_tests(passes, test_phases(work, stays=not streamed), work.test_every))
+    return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work, stays=not streamed), every=work.test_every)])
 
 
-def staying_phases(work: Workload) -> tuple[Phase, ...]:
+def staying_phases(work: Workload) -> Phases:
     return exact_phases(work, streamed=False)
 
 
-def streamed_phases(work: Workload) -> tuple[Phase, ...]:
+def streamed_phases(work: Workload) -> Phases:
     return exact_phases(work, streamed=True)
 
 
-def recovery_phases(work: Workload) -> tuple[Phase, ...]:
+def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
     """The streamed schedule once more, with one side frozen (PNN paper, section 5), then the test rows."""
     recovery = work.recovery
     if recovery is None:
@@ -51,13 +51,13 @@ def recovery_phases(work: Workload) -> tuple[Phase, ...]:
     )  # fmt: skip
     train = replace(train, frozen=train.frozen | recovery.frozen)
     size = recovery.micro_batch
-    tests = [replace(phase, stage=1, batch=size, micro_batch=size) for phase in test_phases(work)]
-    return tuple(with_tests([replace(train, epoch=e + 1) for e in range(recovery.epochs)], tests, work.test_every))
+    tests = tuple(replace(phase, stage=1, batch=size, micro_batch=size) for phase in test_phases(work))
+    return (Epochs(train=train, epochs=recovery.epochs, behind=tests, every=work.test_every),)
 
 
 def true_loss(targets: Targets) -> PartitionLoss | None:
     """The true loss at the end of the network; none elsewhere."""
-    return TrueLoss(targets.final_loss) if targets.partition == targets.partitions - 1 else None
+    return TrueLoss(targets.final_loss, targets.reduction) if targets.partition == targets.partitions - 1 else None
 
 
 FULL = Method(name="full", exact=True, cuts=False, phases=staying_phases, loss=true_loss, stays=True)

@@ -1,12 +1,14 @@
 """What a method is: which phases a run goes through, and which loss each partition owns. Never a loop."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from seqpart.losses import LossFunction, scores_of
+from seqpart.phases import Phases
+from seqpart.reductions import BY_ROWS, Reduction, Verdict, judged
 from seqpart.schedule import Phase, PhaseKind
 
 
@@ -16,11 +18,12 @@ class PartitionLoss(Protocol):
     nbytes: int
     """Memory that its fixed targets take on the device."""
 
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean loss over `output`, (rows, *boundary), with `labels`, (rows, ...); a scalar."""
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | Verdict:
+        """Loss of `output`, (rows, *boundary), with `labels`, (rows, ...): the mean over the rows, a scalar, or a verdict."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(scores (n, classes), labels (n,)), larger is likelier; None where the output says nothing of classes."""
+        """(scores (n, classes), labels (n,)), larger is likelier; None where the output says nothing of classes. A label
+        below 0 counts for nothing."""
 
 
 class SyntheticLoss(PartitionLoss, Protocol):
@@ -84,6 +87,8 @@ class Targets:
     """Bytes that fixed targets may take; beyond that they are drawn whenever they are needed."""
     device: torch.device
     final_loss: LossFunction
+    reduction: Reduction | None = BY_ROWS
+    """Of the final loss; None on fake tensors, of which nothing can be counted."""
     objective: str
     kappa: float
     prototype_scale: float
@@ -96,31 +101,22 @@ class Method:
     """Whether it is back-propagation through the whole network; otherwise every partition has a loss of its own."""
     cuts: bool
     """Whether it may cut the chain at all."""
-    phases: Callable[[Workload], tuple[Phase, ...]]
+    phases: Callable[[Workload], Phases]
     loss: Callable[[Targets], PartitionLoss | None]
     stays: bool = False
     """Whether all partitions are on the device at once."""
 
 
-def test_phases(work: Workload, *, stays: bool = False) -> list[Phase]:
+def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
     """The test rows through one partition after the other, or where all of them stay through all at once."""
     if stays and len(work.partitions) > 1:
         rows, micro_batch = work.test_rows, work.partitions[0].micro_batch
         last = len(work.partitions) - 1
-        return [Phase(kind=PhaseKind.TEST, partition=0, through=last, rows=rows, batch=micro_batch, micro_batch=micro_batch)]
-    return [
+        return (Phase(kind=PhaseKind.TEST, partition=0, through=last, rows=rows, batch=micro_batch, micro_batch=micro_batch),)
+    return tuple(
         Phase(kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch)
         for p, part in enumerate(work.partitions)
-    ]
-
-
-def with_tests(passes: Sequence[Phase], tests: Sequence[Phase], every: int | None) -> Iterator[Phase]:
-    """Training passes with the `tests` behind each `every`-th of them, and behind the last."""
-    for number, phase in enumerate(passes, 1):
-        yield phase
-        if every is not None and number % every == 0 and number < len(passes):
-            yield from tests
-    yield from tests
+    )
 
 
 class TrueLoss:
@@ -128,11 +124,12 @@ class TrueLoss:
 
     nbytes = 0
 
-    def __init__(self, function: LossFunction) -> None:
-        self._function = function
+    def __init__(self, function: LossFunction, reduction: Reduction | None) -> None:
+        self._function, self._reduction = function, reduction
 
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._function(output, labels)
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> Verdict:
+        return judged(self._function, self._reduction, output, labels)
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return scores_of(output, labels)
+        ignored = self._reduction.ignored if self._reduction is not None else None
+        return scores_of(output, labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1))

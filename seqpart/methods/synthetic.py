@@ -16,14 +16,15 @@ section 2. Steps, as the comments below number them:
 from dataclasses import replace
 
 from seqpart.methods.exact import recovery_phases
-from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, with_tests
+from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
 from seqpart.methods.objectives import OBJECTIVES
+from seqpart.phases import Epochs, Phases
 from seqpart.schedule import Phase, PhaseKind
 
 
-def sil_phases(work: Workload) -> tuple[Phase, ...]:
+def sil_phases(work: Workload) -> Phases:
     """Per partition: its epochs (2), the outputs for the next (3), the test rows through it; then recovery (6)."""
-    phases: list[Phase] = []
+    stretches: list[Epochs] = []
     last = len(work.partitions) - 1
     for p, part in enumerate(work.partitions):
         test = Phase(
@@ -32,20 +33,20 @@ def sil_phases(work: Workload) -> tuple[Phase, ...]:
         train = replace(
             test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle, epochs=part.epochs
         )
-        passes = [replace(train, epoch=e + 1) for e in range(part.epochs if part.trainable else 0)]
+        behind: tuple[Phase, ...] = (test,)
         if p < last:
             # A frozen partition never learned its labels: what comes behind it is to see what it really gives.
             outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
-            phases += [*passes, replace(test, kind=outputs, rows=work.train_rows), test]
-        else:
-            phases += with_tests(passes, [test], work.test_every)
-    return (*phases, *recovery_phases(work))
+            behind = replace(test, kind=outputs, rows=work.train_rows), test
+        every = work.test_every if p == last else None
+        stretches.append(Epochs(train=train, epochs=part.epochs if part.trainable else 0, behind=behind, every=every))
+    return Phases([*stretches, *recovery_phases(work)])
 
 
 def sil_loss(targets: Targets) -> PartitionLoss:
     """(1) for an inner partition, the true loss for the last (4)."""
     if targets.partition == targets.partitions - 1:
-        return TrueLoss(targets.final_loss)
+        return TrueLoss(targets.final_loss, targets.reduction)
     return OBJECTIVES[targets.objective](targets)
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -17,13 +17,16 @@ import torch
 
 from seqpart.errors import DataError, OptionError
 from seqpart.ingest import ROWS_AT_ONCE, Split
-from seqpart.zoo import text
+from seqpart.textfile import refuse_unusable
+from seqpart.zoo import folders, text
 from seqpart.zoo.loading import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
 _MNISTS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "emnist": "EMNIST"}
 """torchvision's classes, which are also the names of its directories."""
 
+LARGEST_IMAGE = 4096
+"""Pixels a side: 200 MB as floats, for one row."""
 Array = npt.NDArray[Any]
 
 
@@ -33,10 +36,12 @@ def load(
 ) -> tuple[Any, Any]:  # fmt: skip
     """(training, test) data. Raises DataError for missing or damaged files, OptionError for unknown names."""
     prefix, _, rest = name.partition(":")
+    if prefix in ("idx", "npz", "folder", "text"):
+        refuse_unusable("--data", Path(rest))
     if image_size is not None and prefix != "folder":
         raise OptionError(f"--image-size goes with --data folder:DIR; found --data {name}.")
-    if image_size is not None and image_size < 1:
-        raise OptionError(f"--image-size: expected pixels from 1 up; found {image_size}.")
+    if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
+        raise OptionError(f"--image-size: expected pixels from 1 up, and at most {LARGEST_IMAGE}; found {image_size}.")
     if context is not None and prefix != "text":
         raise OptionError(f"--context goes with --data text:FILE; found --data {name}.")
     if name not in _MNISTS and (download or data_dir is not None):
@@ -50,7 +55,7 @@ def load(
     if prefix == "npz" and rest:
         return _npz(Path(rest))
     if prefix == "folder" and rest:
-        return _folder(Path(rest), image_size)
+        return folders.load(Path(rest), image_size)
     if prefix == "text" and rest:
         return text.load(Path(rest), context)
     if rest:
@@ -152,6 +157,8 @@ def _idx_file(folder: Path, prefix: str, words: tuple[str, ...], kind: str, aske
 def _idx_split(images: Path, labels: Path, title: str, turn: bool) -> Split:
     with _unzipped(images) as file:
         shape = _idx_header(file, images, 3)
+        if max(shape[1:]) > LARGEST_IMAGE:
+            raise DataError(f"{images}: expected images of at most {LARGEST_IMAGE} pixels a side; its header says {shape[1:]}.")
     with _unzipped(labels) as file:
         (count,) = _idx_header(file, labels, 1)
         y = torch.from_numpy(np.frombuffer(_exactly(file, count, labels), np.uint8).astype(np.int64))
@@ -184,7 +191,10 @@ def _idx_header(file: BinaryIO, path: Path, dimensions: int) -> tuple[int, ...]:
     head = _exactly(file, 4 + 4 * dimensions, path)
     if head[:3] != b"\0\0\x08" or head[3] != dimensions:
         raise DataError(f"{path} is not an idx file of {dimensions} dimension(s) of bytes: it starts with {head[:4].hex()}.")
-    return tuple(int(n) for n in np.frombuffer(head[4:], ">i4"))
+    shape = tuple(int(n) for n in np.frombuffer(head[4:], ">i4"))
+    if min(shape) < 0:
+        raise DataError(f"{path} is damaged: its header says shape {shape}. Fetch it again.")
+    return shape
 
 
 def _exactly(file: BinaryIO, size: int, path: Path) -> bytes:
@@ -235,7 +245,9 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    except (OSError, EOFError, ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+    except DataError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy's header each have errors of their own: TokenError, RuntimeError, ...
         raise DataError(f"{path} is damaged or not an npz file: {error}. Write it again with numpy.savez.") from None
 
 
@@ -246,7 +258,11 @@ def _npz_rows(path: Path, name: str) -> "tuple[tuple[int, ...], np.dtype[Any], C
         file = archive.open(f"{name}.npy")
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return file, *read(file)
+        shape, by_columns, dtype = read(file)
+        size = archive.getinfo(f"{name}.npy").file_size - file.tell()
+        if dtype.kind in "buif" and (min(shape, default=0) < 0 or size != dtype.itemsize * math.prod(shape)):
+            raise ValueError(f"{name} has {size} bytes, and its header says {dtype} of shape {shape}")
+        return file, shape, by_columns, dtype
 
     with _archive(path) as archive:
         file, shape, by_columns, dtype = opened(archive)
@@ -289,48 +305,3 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
     kind = np.float32 if label_dtype.kind == "f" else np.int64
     labels = np.concatenate([np.zeros(0, kind), *(rows.reshape(-1).astype(kind) for rows in label_stream())])
     return Split(name=title, count=len(chosen), shape=shape[1:], labels=torch.from_numpy(labels[chosen]), open=passes)
-
-
-def _folder(folder: Path, image_size: int | None) -> tuple[Any, Any]:
-    """Images in train/CLASS and test/CLASS, or in CLASS with every fifth one a test row; (3, height, width), 0 to 1."""
-    if not folder.is_dir():
-        raise DataError(f"--data folder:{folder}: no such directory.")
-    from torchvision import datasets, transforms
-
-    steps = [transforms.Resize((image_size, image_size))] if image_size else []
-    change = transforms.Compose([*steps, transforms.ToTensor()])
-
-    def images(path: Path) -> Any:
-        try:
-            return datasets.ImageFolder(str(path), transform=change)
-        except OSError as error:
-            raise DataError(f"--data folder:{path}: expected one directory of images per class. {error}.") from None
-
-    if (folder / "train").is_dir() and (folder / "test").is_dir():
-        train, test = images(folder / "train"), images(folder / "test")
-        return train, _Part(test, range(len(test)), _numbered_as(train, test, folder))
-    found = images(folder)
-    parts = [[i for i in range(len(found)) if (i % 5 == 4) is is_test] for is_test in (False, True)]
-    train, test = (_Part(found, part, [found.targets[i] for i in part]) for part in parts)
-    return train, test
-
-
-def _numbered_as(train: Any, test: Any, folder: Path) -> list[int]:
-    """Labels of `test` by the class numbers of `train`: each directory alone is numbered by its own names."""
-    unknown = sorted(set(test.classes) - set(train.classes))
-    if unknown:
-        raise DataError(f"--data folder:{folder}: test has class {', '.join(unknown)}, which train has not.")
-    return [train.class_to_idx[test.classes[label]] for label in test.targets]
-
-
-class _Part:
-    """Some items of a map-style data set, with labels of our own."""
-
-    def __init__(self, items: Any, chosen: Sequence[int], targets: list[int]) -> None:
-        self._items, self._chosen, self.targets = items, chosen, targets
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._items[self._chosen[index]][0], self.targets[index]

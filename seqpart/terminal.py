@@ -1,0 +1,98 @@
+"""What fits: lines, the plan's table and the live bar for a terminal of any width. A file or a pipe gets all of it."""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from seqpart.units import format_seconds, format_size
+
+_LEAVE_OUT = ("home", "boundary row", "optimizer", "gradients", "micro-batch", "activations", "weights")
+"""Columns of the plan that a narrow terminal does without, the least important first."""
+_BETWEEN = 3
+"""Characters between two columns of the table, and at its edges together."""
+_QUANTITY = re.compile(r"(?<=[0-9]) (?=(?:[KMGT]?B|%|s|min|h|d|x|samples(?:/s)?|parameters|rows?|updates?)\b|%)")
+_UNBROKEN = "\N{NO-BREAK SPACE}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """`text` in lines of at most `width` characters, broken between words and never between a number and its unit."""
+    return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    indent = " " * min(len(line) - len(line.lstrip()) + 2, width // 4)
+    parts = textwrap.wrap(
+        _QUANTITY.sub(_UNBROKEN, line), max(width, 10), subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True,
+    )  # fmt: skip
+    return "\n".join(parts).replace(_UNBROKEN, " ")
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """`text` as it is for a file, wrapped for a terminal."""
+    return wrapped(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+
+
+def plan_table(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[Table, tuple[str, ...]]:
+    """(the table of `rows`, the columns that were left out because they did not fit `width`; None: everything fits)."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    out: list[str] = []
+    for name in _LEAVE_OUT:
+        if width is None or sum(size + _BETWEEN for key, size in widths.items() if key not in out) <= width:
+            break
+        out.append(name)
+    table = Table(box=SIMPLE, pad_edge=False)
+    for name in widths:
+        if name not in out:
+            table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell for name, cell in row.items() if name not in out))
+    return table, tuple(name for name in widths if name in out)
+
+
+def table_width(rows: Sequence[Mapping[str, str]]) -> int:
+    """Characters of a line of the whole table, so that none is cut in a file."""
+    return sum(max(len(name), *(len(row[name]) for row in rows)) + _BETWEEN for name in rows[0])
+
+
+def as_many(parts: Sequence[str], width: int | None) -> str:
+    """The first of `parts`, and of the others as many as fit `width` too."""
+    line = parts[0]
+    for part in parts[1:]:
+        if width is not None and len(line) + len(part) > width:
+            break
+        line += part
+    return line
+
+
+def bar_line(what: str, share: float, left: float | None, speed: float, peak: int, limit: int, *, width: int) -> str:
+    """The live line: what runs, how far it is, and as much of the time left, peak, bar and speed as `width` has room for.
+
+    share: from 0 to 1. left: seconds, None while nobody knows.
+    """
+    done = f" {100 * share:3.0f} %"
+    ends = f"  ETA {'?' if left is None else format_seconds(left)}"
+    needs = f"  peak {format_size(peak)} of {format_size(limit)}"
+    runs = f"  {speed:.0f} samples/s"
+    room = width - 1 - len(what) - len(done)  # the last column is the cursor's
+    shown = []
+    for part in (ends, needs, runs):
+        if len(part) <= room:
+            shown.append(part)
+            room -= len(part)
+    size = min(30, room - 1)
+    bar = f" {'#' * round(share * size):.<{size}}" if size >= 5 else ""
+    return f"{what}{bar}{done}{''.join(shown)}"[: max(1, width - 1)]
+
+
+def width_of(console: Console) -> int | None:
+    """Characters of a line; None where the output is no terminal and lines may be of any length."""
+    return console.width if console.is_terminal else None

@@ -1,0 +1,47 @@
+"""Paths and small text files that come from outside, looked at before they are used: plans, options, markers, manifests."""
+
+import errno
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from seqpart.errors import OptionError
+
+MOST_BYTES = 256 << 20
+"""A plan takes 1 KB for each partition; whoever names a larger file means another."""
+_SHOWN = 60
+
+
+def short(value: object) -> str:
+    """`value` as it may stand in a message."""
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}...{text[-12:]} ({len(text)} characters)"
+
+
+def refuse_unusable(option: str, path: Path) -> None:
+    """Raises OptionError for a path that no file can have: a zero byte, a name that is too long, links in a circle."""
+    try:
+        path.stat()
+    except ValueError:  # UnicodeEncodeError is one
+        raise OptionError(f"{option}: expected a path; found {short(str(path))}, which no file can be called.") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise OptionError(f"{option}: expected a path; found {short(str(path))}: {error.strerror}.") from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file. Raises OSError or ValueError, in words: a pipe would make us wait, a device never ends."""
+    if not stat.S_ISREG((found := path.stat()).st_mode):
+        raise OSError(errno.EINVAL, "it is a directory" if stat.S_ISDIR(found.st_mode) else "it is no regular file", str(path))
+    if found.st_size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, and we read {MOST_BYTES} at most", str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def parsed(text: str | bytes) -> Any:
+    """JSON. Raises ValueError for anything else, also for what is nested more deeply than Python calls itself."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

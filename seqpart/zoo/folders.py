@@ -1,0 +1,131 @@
+"""`folder:DIR`: images as directories of them, split as the names say or by every fifth image.
+
+    DIR/train/CLASS, DIR/val/CLASS    the splits that there are
+    DIR/CLASS                         every fifth image of all is a test row
+
+A directory of splits that is taken for one of classes trains a network that tells training rows from test rows, and finds
+that easy. So splits are known by many names, and what looks like splits and is not is refused.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from seqpart.direct import explained
+from seqpart.errors import DataError
+
+_IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+TRAINING = ("train", "training", "trainset", "train_set", "training_set")
+TEST = (
+    "test", "testing", "testset", "test_set", "val", "valid", "validation", "validate", "val_set", "validation_set",
+    "eval", "evaluation", "dev", "holdout",
+)  # fmt: skip
+"""The first of these that holds classes is the test split."""
+
+
+def load(folder: Path, image_size: int | None) -> tuple[Any, Any]:
+    """(training, test) sets of images (3, height, width) from 0 to 1.
+
+    Raises DataError where there is no such directory, where classes of the test split are unknown, and for directories that
+    look like splits and are not.
+    """
+    if not folder.is_dir():
+        raise DataError(f"--data folder:{folder}: no such directory.")
+    splits = _splits(folder)
+    if splits is not None:
+        train, test = (_images(path, image_size) for path in splits)
+        return train, _Part(test, range(len(test)), _numbered_as(train, test, *splits))
+    found = _images(folder, image_size)
+    parts = [[i for i in range(len(found)) if (i % 5 == 4) is is_test] for is_test in (False, True)]
+    train, test = (_Part(found, part, [found.targets[i] for i in part]) for part in parts)
+    return train, test
+
+
+def _splits(folder: Path) -> tuple[Path, Path] | None:
+    """(training, test) directories; None where the directories are classes."""
+    inside = _directories(folder)
+    named = {path.name.lower(): path for path in inside}
+    train = [named[name] for name in TRAINING if name in named]
+    tests = [named[name] for name in TEST if name in named]
+    holding = {path: [part.name for part in _directories(path)] for path in inside}
+    if train and holding[train[0]]:
+        test = next((path for path in tests if holding[path]), None)
+        if test is None:
+            raise _unlike_splits(
+                folder, f"{train[0].name} holds classes, and no test, val or the like beside it does",
+                f"--data folder:{train[0]} takes every fifth image of it as a test row",
+            )  # fmt: skip
+        return train[0], test
+    if (train and tests) or (len(train + tests) == len(inside) > 0):
+        names = ", ".join(sorted(path.name for path in train + tests))
+        raise _unlike_splits(folder, f"{names} look like splits, and hold no directories of classes")
+    shared = _shared_names(holding)
+    if shared:
+        one, other, name = shared
+        raise _unlike_splits(folder, f"{one.name} and {other.name} both hold a directory {name}, as splits do")
+    return None
+
+
+def _shared_names(holding: dict[Path, list[str]]) -> tuple[Path, Path, str] | None:
+    """Two directories, and the name of a directory that both hold."""
+    seen: dict[str, Path] = {}
+    for path, names in holding.items():
+        for name in names:
+            if name in seen:
+                return seen[name], path, name
+            seen[name] = path
+    return None
+
+
+def _directories(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
+    except OSError as error:
+        raise explained(error, folder) from None
+
+
+def _unlike_splits(folder: Path, found: str, other: str = "") -> DataError:
+    return DataError(
+        f"--data folder:{folder}: expected train/CLASS/ and test/CLASS/ (or val, valid, validation, eval), or one "
+        f"directory of images per class. Found that {found}. Rename or move the directories{f'; or {other}' if other else ''}."
+    )
+
+
+def _images(path: Path, image_size: int | None) -> Any:
+    from torchvision import datasets, transforms
+
+    steps = [transforms.Resize((image_size, image_size))] if image_size else []
+    try:
+        change = transforms.Compose([*steps, transforms.ToTensor()])
+        return datasets.ImageFolder(str(path), transform=change, is_valid_file=_is_image)
+    except OSError as error:
+        raise DataError(f"--data folder:{path}: expected one directory of images per class. {error}.") from None
+
+
+def _is_image(path: str) -> bool:
+    """A pipe would make us wait, whatever its name."""
+    return path.lower().endswith(_IMAGES) and Path(path).is_file()
+
+
+def _numbered_as(train: Any, test: Any, train_path: Path, test_path: Path) -> list[int]:
+    """Labels of `test` by the class numbers of `train`: each directory alone is numbered by its own names."""
+    unknown = sorted(set(test.classes) - set(train.classes))
+    if unknown:
+        raise DataError(
+            f"--data folder:{train_path.parent}: {test_path.name} has class {', '.join(unknown)}, which train has not."
+        )
+    return [train.class_to_idx[test.classes[label]] for label in test.targets]
+
+
+class _Part:
+    """Some items of a map-style data set, with labels of our own."""
+
+    def __init__(self, items: Any, chosen: Sequence[int], targets: list[int]) -> None:
+        self._items, self._chosen, self.targets = items, chosen, targets
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[self._chosen[index]][0], self.targets[index]

@@ -1,0 +1,87 @@
+"""`--data folder:DIR`: which directories are splits, which are classes, and which only look like one of them."""
+
+import pytest
+from PIL import Image
+
+from seqpart.errors import DataError
+from seqpart.ingest import as_split
+from seqpart.zoo import datasets
+from tests.command import call, refused
+
+CLASSES = ("cat", "dog")
+
+
+def images(folder, count=5, shade=0):
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (4, 4), (number * 20, shade, 0)).save(folder / f"{number}.png")
+
+
+def loaded(folder):
+    return tuple(
+        as_split(part, name) for part, name in zip(datasets.load(f"folder:{folder}"), ("training", "test"), strict=True)
+    )
+
+
+@pytest.mark.parametrize("test", ["test", "val", "valid", "Validation", "eval", "testing"])
+@pytest.mark.parametrize("train", ["train", "Training"])
+def test_splits_are_known_by_their_names(train, test, tmp_path):
+    """With train/ and val/ a classifier of "train or val?" was trained, and reported 77 %."""
+    for name in CLASSES:
+        images(tmp_path / train / name)
+    images(tmp_path / test / "dog", 3)  # numbered by the classes of the training split
+    (tmp_path / ".cache").mkdir()
+    first, second = loaded(tmp_path)
+    assert first.labels.tolist() == [0] * 5 + [1] * 5
+    assert second.labels.tolist() == [1] * 3
+
+
+def test_test_is_taken_before_val_and_an_unlabelled_one_is_passed_over(tmp_path):
+    for name in CLASSES:
+        images(tmp_path / "train" / name)
+        images(tmp_path / "val" / name, 2)
+    images(tmp_path / "test", 7)  # images without classes, as of a competition
+    assert loaded(tmp_path)[1].count == 4
+    images(tmp_path / "test" / "cat", 3)
+    assert loaded(tmp_path)[1].count == 3
+
+
+@pytest.mark.parametrize("names", [CLASSES, ("bus", "train"), ("exam", "test")])
+def test_directories_of_images_are_classes_even_if_one_has_the_name_of_a_split(names, tmp_path):
+    for name in names:
+        images(tmp_path / name)
+    train, test = loaded(tmp_path)
+    assert (train.count, test.count) == (8, 2)
+
+
+def test_a_class_may_hold_directories_of_its_own(tmp_path):
+    for name, inside in zip(CLASSES, ("tom", "rex"), strict=True):
+        images(tmp_path / name / inside)
+    assert loaded(tmp_path)[0].count == 8
+
+
+UNLIKE = {
+    "no test split": (["train/cat", "train/dog"], r"train holds classes, and no test, val.*folder:.*/train takes every fifth"),
+    "an unknown second split": (["train/cat", "train/dog", "extra/cat"], "train holds classes, and no test"),
+    "splits without classes": (["train", "val"], "train, val look like splits, and hold no directories"),
+    "and a third directory": (["train", "val", "more"], "train, val look like splits"),
+    "tests alone": (["test", "val"], "test, val look like splits"),
+    "splits of other names": (["fold1/cat", "fold1/dog", "fold2/cat"], "fold1 and fold2 both hold a directory cat"),
+    "a class that training has not": (["train/cat", "train/dog", "val/cow"], "val has class cow"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_looks_like_splits_and_is_not_is_refused(name, tmp_path):
+    folders, words = UNLIKE[name]
+    for folder in folders:
+        images(tmp_path / folder)
+    with pytest.raises(DataError, match=words):
+        loaded(tmp_path)
+
+
+def test_the_command_says_so_with_exit_code_2(tmp_path, capsys):
+    for folder in ("train", "val"):
+        images(tmp_path / folder)
+    ran = call(capsys, "--data", f"folder:{tmp_path}", "--mem-limit", "1GB")
+    assert refused(ran, 2, "look like splits", "train/CLASS/ and test/CLASS/")

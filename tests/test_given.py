@@ -1,0 +1,205 @@
+"""Modules given alive: empty while a run lasts, and what they were when it does not end well."""
+
+import gc
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from seqpart import SeqpartError, Trainer
+from seqpart.blocks import Block, as_chain, tensors_of
+from seqpart.errors import StoreError
+from seqpart.gauge import read_process
+from seqpart.given import Given
+from seqpart.units import parse_size
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from watch import watch
+
+
+class Odd(nn.Module):
+    """Tensors that lie as few do, some as no chain takes them: transposed, channels last, in one storage, under two names."""
+
+    def __init__(self):
+        super().__init__()
+        shared = torch.randn(40)
+        self.first, self.second = nn.Parameter(shared[:24].view(4, 6)), nn.Parameter(shared[20:32].view(3, 4).t())
+        self.filter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), requires_grad=False)
+        self.narrow = nn.Parameter(torch.randn(5).to(torch.bfloat16))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("none", torch.empty(0, 3))
+        self.inner = nn.BatchNorm1d(3)
+        self.inner.running_mean = self.mean = nn.Buffer(torch.randn(3))
+
+
+def as_found(module):
+    return {
+        name: (id(t), t.detach().clone(), t.stride(), t.storage_offset() * bool(t.numel()), t.requires_grad, type(t))
+        for name, t in module.state_dict(keep_vars=True).items()
+    }
+
+
+def test_tensors_come_back_with_their_bits_strides_and_names(tmp_path):
+    module, others = Odd(), nn.Linear(3, 3)
+    module.eval()
+    before, given = as_found(module), Given([Block(0, "0", module), Block(1, "1", others)], tmp_path)
+    given.take()
+    assert not any(tensor.numel() for tensor in [*tensors_of(module).values(), *others.parameters()])
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+    given.give_back()
+    after = as_found(module)
+    for name, (identity, values, *rest) in before.items():
+        assert after[name][0] == identity and torch.equal(after[name][1], values), name
+        assert after[name][2:] == tuple(rest), name
+    assert module.inner.running_mean is module.mean
+
+
+def test_what_shared_memory_shares_it_again_also_with_what_somebody_else_holds(tmp_path):
+    module = Odd()
+    held = module.filter.detach()
+    given = Given([Block(0, "0", module)], tmp_path)
+    given.take()
+    assert torch.equal(held, held.clone()) and held.numel() == 48, "other holders are left alone"
+    given.give_back()
+    with torch.no_grad():
+        module.first[3, 5] = 100.0
+        module.filter.fill_(3.0)
+    assert module.second[3, 0] == 100.0
+    assert held.unique().tolist() == [3.0]
+
+
+def test_the_memory_of_a_module_is_free_while_it_is_away_and_counted(tmp_path):
+    module = nn.Linear(4096, 4096)
+    given = Given(as_chain([module]), tmp_path)
+    gc.collect()
+    before = read_process().anon
+    given.take()
+    assert before - read_process().anon > 60 << 20
+    assert given.nbytes("cpu") == (4096 * 4096 + 4096) * 4 and given.nbytes("cuda") == 0
+    given.give_back()
+    assert read_process().anon > before - (4 << 20)
+
+
+def test_a_place_that_cannot_be_written_changes_nothing(tmp_path):
+    module = nn.Linear(3, 3)
+    before = module.weight.detach().clone()
+    with pytest.raises(StoreError):
+        Given(as_chain([module]), tmp_path / "missing").take()
+    assert torch.equal(module.weight, before)
+
+
+def data(rows=96):
+    return torch.randn(rows, 5, 8, generator=torch.Generator().manual_seed(3)), torch.arange(rows) % 3
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM keeps its parameters in a list beside, and that list was what it was measured with."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(8, 32, num_layers=2, batch_first=True), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+class Hungry(nn.Module):
+    """Takes no more than 8 rows, as if memory ran out."""
+
+    def __init__(self, error="could not create a primitive"):
+        super().__init__()
+        self.linear, self.norm, self.error = nn.Linear(8, 8), nn.BatchNorm1d(5), error
+
+    def forward(self, x):
+        if type(x) is torch.Tensor and len(x) > 8:
+            raise RuntimeError(self.error)
+        return self.norm(self.linear(x))
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(Hungry(), Recurrent())
+
+
+def trained(model, folder, **options):
+    trainer = Trainer(model, mem_limit="2GB", epochs=1, batch_size=32, output_dir=folder, quiet=True, **options)
+    return trainer.fit(data(), data(9))
+
+
+@pytest.mark.parametrize("options", [{"method": "full"}, {"method": "streamed", "partitions": 2}, {"method": "sil"}])
+def test_a_failed_allocation_halves_the_micro_batch_of_a_model_given_alive(options, tmp_path):
+    """Its blocks were measured again while they were empty: exit 2, "Change the block". The bits are those of the half."""
+    alive = model()
+    result = trained(alive, tmp_path / "alive", **options)
+    assert result.final_micro_batch == 8
+    fewer = trained(model(), tmp_path / "fewer", micro_batch_size=8, **options)
+    assert result.weights.read_bytes() == fewer.weights.read_bytes()
+    assert all(torch.isfinite(parameter).all() for parameter in alive.parameters())
+    assert alive(data()[0][:4]).shape == (4, 3)
+
+
+def test_a_plan_leaves_a_model_given_alive_as_it_is(tmp_path):
+    alive = model()
+    before = as_found(alive)
+    Trainer(alive, mem_limit="2GB", output_dir=tmp_path / "run").plan(data(), data(9))
+    after = as_found(alive)
+    assert all(torch.equal(before[name][1], after[name][1]) and before[name][0] == after[name][0] for name in before)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_run_that_is_refused_leaves_a_model_given_alive_as_it_is(tmp_path):
+    alive = model()
+    before = as_found(alive)
+    with pytest.raises(SeqpartError):
+        Trainer(alive, mem_limit="100MB", output_dir=tmp_path / "run", quiet=True).fit(data(), data(9))
+    assert all(torch.equal(before[name][1], found[1]) for name, found in as_found(alive).items())
+
+
+DEEP = """
+from torch import nn
+
+def blocks():
+    layers = [lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU())] * 12
+    return [lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 1024)), *layers, lambda: nn.Linear(1024, 10)]
+
+def alive():
+    return nn.Sequential(*(block() for block in blocks()))
+"""
+
+
+class Commanded:
+    """`seqpart train` in a folder with a model of 51 MB, of which one partition needs a tenth; watched from outside."""
+
+    def __init__(self, folder, *arguments):
+        (folder / "deep.py").write_text(DEEP)
+        options = ["--epochs", "1", "--method", "streamed", "--optimizer", "sgd", "--batch-size", "64", "--output-dir", "run"]
+        command = [sys.executable, "-m", "seqpart.train", *options, *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        with open(folder / "out", "w+") as out:
+            self.watched = watch(command, stdout=out, stderr=out, cwd=folder, env=environment)
+        self.code, self.said = self.watched.exit_code, (folder / "out").read_text()
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_model_given_alive_are_in_the_plan_and_refusal_dry_run_and_run_agree(tmp_path):
+    """They were in no plan: a limit that a refusal had named was refused by the run, which blamed the imported libraries."""
+    alive, factories = ["--model", "deep:alive"], ["--model", "deep:blocks"]
+    refused = Commanded(tmp_path, *alive, "--mem-limit", "200MB")
+    assert refused.code == 3, refused.said
+    assert "the model was given alive" in refused.said and "Give factories" in refused.said
+    named = re.search(r"smallest limit that fits: (\w+)", refused.said)[1]
+    less = f"{parse_size(named) - 8_000_000}"
+    assert Commanded(tmp_path, *alive, "--mem-limit", less, "--dry-run").code == 3
+    assert Commanded(tmp_path, *factories, "--mem-limit", less, "--dry-run").code == 0
+    assert Commanded(tmp_path, *alive, "--mem-limit", named, "--dry-run").code == 0
+    done = Commanded(tmp_path, *alive, "--mem-limit", named)
+    assert done.code == 0, done.said
+    assert done.watched.peak <= parse_size(named)
+    peak, predicted = (parse_size(re.search(rf"proof:.* {word} (\S+ MB)", done.said)[1]) for word in ("peak", "predicted"))
+    assert peak == pytest.approx(done.watched.peak, rel=0.01)
+    assert 0.99 * peak <= predicted <= 1.05 * peak

@@ -1,0 +1,107 @@
+"""New results take the place of earlier ones together: whoever starts after a kill finds the old ones, or makes all new."""
+
+import os
+from itertools import count
+
+import pytest
+
+from seqpart.errors import CorruptFile, DiskFull, OptionError
+from seqpart.leftovers import clear_leftovers
+from seqpart.rundir import RunDirectory, finish_what_was_published
+from seqpart.scratch import PUBLISHING
+from tests.test_rundir import finish, kill, names
+
+RESULTS = ("model.safetensors", "plan.json", "events.jsonl", "result.json")
+
+
+class Killed(BaseException):
+    """Nothing runs behind it, not even what closes the directory."""
+
+
+def published(tmp_path, monkeypatch, *, dies_at, how=Killed):
+    """A second run's results over a first one's; it ends before its `dies_at`-th change of a name. Whether it did."""
+    finish(tmp_path / "out", "first", RESULTS)
+    directory, numbers = RunDirectory(tmp_path / "out", overwrite=True), count(1)
+    for name in RESULTS:
+        directory.result(name).write_text("second")
+
+    def dying(real):
+        def once(*arguments, **named):
+            if next(numbers) == dies_at:
+                raise how
+            return real(*arguments, **named)
+
+        return once
+
+    with monkeypatch.context() as patched:
+        for name in ("replace", "unlink"):
+            patched.setattr(os, name, dying(getattr(os, name)))
+        try:
+            directory.publish()
+        except Killed:
+            kill(directory)
+            return directory.root, True
+        except DiskFull:
+            directory.close("failed")
+            return directory.root, True
+    directory.close("done")
+    return directory.root, False
+
+
+def begin_anew(root):
+    RunDirectory(root, overwrite=True).close("failed")
+
+
+def begin_by_mistake(root):
+    with pytest.raises(OptionError, match="holds a finished run"):
+        RunDirectory(root)
+
+
+def begin_beside(root):
+    clear_leftovers(root.parent)
+
+
+@pytest.mark.parametrize("start", [begin_anew, begin_by_mistake, begin_beside, finish_what_was_published])
+def test_a_kill_among_the_renames_is_finished_by_the_next_start(tmp_path, monkeypatch, start):
+    """4 of 34 moments to be killed in left the old weights beside the new result.json for good."""
+    found, dies_at, died = [], 0, True
+    while died:
+        dies_at += 1
+        root, died = published(tmp_path / str(dies_at), monkeypatch, dies_at=dies_at)
+        start(root)
+        texts = {(root / name).read_text() for name in RESULTS}
+        assert len(texts) == 1, (dies_at, texts)
+        assert not (root / PUBLISHING).exists()
+        begin_anew(root)
+        assert texts == {(root / name).read_text() for name in RESULTS}
+        assert set(names(root)) - set(RESULTS) == {"seqpart-run.json", "seqpart.lock"}
+        found += texts
+    assert found == ["first", *["second"] * (dies_at - 1)]
+    assert dies_at > len(RESULTS)
+
+
+def test_new_results_that_the_disk_keeps_from_their_places_are_kept_for_the_next_start(tmp_path, monkeypatch):
+    root, died = published(tmp_path, monkeypatch, dies_at=3, how=OSError(28, "No space left on device"))
+    assert died and (root / PUBLISHING).exists()
+    begin_by_mistake(root)
+    assert {(root / name).read_text() for name in RESULTS} == {"second"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"results": ["../../etc"]}', "[" * 100_000])
+def test_a_damaged_list_of_results_is_named_and_nothing_is_moved_or_removed(tmp_path, monkeypatch, text):
+    root, _ = published(tmp_path, monkeypatch, dies_at=3)
+    (root / PUBLISHING).write_text(text)
+    before = names(root)
+    for start in (begin_anew, finish_what_was_published):
+        with pytest.raises(CorruptFile, match=r"seqpart-publishing\.json is damaged.*then remove it"):
+            start(root)
+    begin_beside(root)
+    assert names(root) == before
+
+
+def test_a_list_that_is_a_link_is_not_read(tmp_path, monkeypatch):
+    root, _ = published(tmp_path, monkeypatch, dies_at=3)
+    (root / PUBLISHING).rename(tmp_path / "list")
+    (root / PUBLISHING).symlink_to(tmp_path / "list")
+    with pytest.raises(CorruptFile, match="is damaged"):
+        begin_anew(root)

@@ -1,0 +1,194 @@
+"""Every command and snippet of README.md: run as printed, run smaller, or at least parsed. `HOW` says which.
+
+A command that is added or changed there has to be added here.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from seqpart.train import main
+from tests.command import ENVIRONMENT, SMALL, call, end, refused, start
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+(SNIPPET,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+PROSE = TEXT.replace(SNIPPET, "")
+
+MAIN_JOB = "python -m seqpart.train --mem-limit 2GB"
+SCHEDULE = (
+    "python -m seqpart.train --mem-limit 1GB --width 256 --depth 4 --partitions 2 --batch-size 512 --dry-run --print-schedule"
+)
+OTHER_SCHEDULE = "... --partitions 3 --method streamed --micro-batch-size 256 ..."
+VERIFY = "seqpart verify --mem-limit 800MB --steps 3"
+SAVED, RESUMED = (
+    "python -m seqpart.train --mem-limit 2GB --method streamed --output-dir runs/mine --save-every 200",
+    "python -m seqpart.train --resume runs/mine",
+)
+
+HOW = {
+    MAIN_JOB: "planned; two minutes as printed: tools/watch.py runs it for the table",
+    SCHEDULE: "run as printed",
+    OTHER_SCHEDULE: "run, in place of the same options of the command before it",
+    VERIFY: "run as printed (slow)",
+    SAVED: "run with a small network, and killed (slow)",
+    RESUMED: "run as printed, from where that was killed (slow)",
+    f"python tools/watch.py -- {MAIN_JOB}": "run around a dry run (slow)",
+    "python tools/watch.py -- COMMAND": "run around a dry run (slow)",
+    "python tools/profile_memory.py --mem-limit 620MB --width 2048 --depth 24 --batch-size 256 --epochs 2": "parsed (slow)",
+    "python -m seqpart.train": "run, with options, by everything here",
+    "seqpart train": "run by test_command_line",
+    "seqpart plan": "run by test_command_line",
+    "seqpart verify": "run as printed above",
+    "seqpart doctor": "run by test_command_line",
+    "python -m benchmarks.prediction": "there",
+    "python -m benchmarks.campaign": "there",
+    **{
+        f"python -m benchmarks.{rest}": "parsed (slow)"
+        for rest in (
+            "partition_speed", "streamed_speed L", "streamed_speed S", "streamed_speed disk", "streamed_speed smallest",
+            "peers.compare S", "peers.compare L", "peers.compare T --data-dir DIR", "pnn_paper --data-dir DIR",
+        )
+    },
+    "pip install -e .": "its extras are looked for",
+    'pip install -e ".[plot]"': "its extras are looked for",
+    'pip install -e ".[test]"': "its extras are looked for",
+    'pip install -e ".[check]"': "its extras are looked for",
+    "pytest": "runs this",
+    "tools/check": "there",
+}  # fmt: skip
+
+
+def printed_commands():
+    blocks = re.findall(r"^    (?:\$ )?((?:python|pip|seqpart|\.\.\.) .*)$", PROSE, re.MULTILINE)
+    ticks = re.findall(r"`((?:python|pip|seqpart|tools/check|pytest)(?: [^`\n]*)?)`", PROSE)
+    return {command.strip() for line in [*blocks, *ticks] for command in line.split(" && ")} - {"seqpart", "..."}
+
+
+def test_every_command_of_the_readme_is_tested_in_some_way():
+    assert printed_commands() == set(HOW)
+
+
+def test_the_extras_that_are_installed_are_there():
+    extras = {extra for command in HOW for extra in re.findall(r"\.\[(\w+)\]", command)}
+    assert extras == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+def test_every_file_that_the_readme_names_is_there():
+    named = re.findall(r"`((?:examples|benchmarks|docs|tools|tests)/[\w./-]+)`|\]\(((?!http)[^)]+)\)", PROSE)
+    assert len(named) > 10
+    assert not [name for name in {a or b for a, b in named} if not (ROOT / name).exists()]
+
+
+def run_snippet(text, folder):
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^0\.\d+ runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
+
+
+def test_the_snippet_runs_with_a_smaller_network(tmp_path):
+    """It raised NameError: nothing had imported nn, and the data came from nowhere."""
+    text = SNIPPET
+    for number, less in (("2048", "32"), ("* 20", "* 2"), ("800MB", "400MB")):
+        assert number in text
+        text = text.replace(number, less)
+    run_snippet(text, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_snippet_runs_as_printed(tmp_path):
+    run_snippet(SNIPPET, tmp_path)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def options(command):
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "seqpart.train"]
+    return words[3:]
+
+
+@pytest.mark.parametrize("command", [MAIN_JOB, pytest.param(SAVED, marks=pytest.mark.slow)])
+def test_a_job_of_the_readme_is_planned(command, here, capsys):
+    ran = call(capsys, *options(command), "--dry-run")
+    assert ran.code == 0, ran.err
+    assert "predicted peak" in ran.out
+
+
+def schedule_behind(command):
+    """What README prints under a command, in the pieces between its dots."""
+    line = PROSE.split(command)[1].splitlines()[1].strip()
+    return [piece.strip() for piece in line.split("...") if piece.strip()]
+
+
+@pytest.mark.parametrize("command", [SCHEDULE, OTHER_SCHEDULE])
+def test_a_schedule_is_what_the_readme_prints(command, here, capsys):
+    more = shlex.split(OTHER_SCHEDULE.strip(". ")) if command == OTHER_SCHEDULE else []
+    ran = call(capsys, *options(SCHEDULE), *more)
+    assert ran.code == 0, ran.err
+    pieces = schedule_behind(command)
+    assert pieces
+    assert not [piece for piece in pieces if piece not in ran.out]
+
+
+def test_the_benchmarks_that_the_readme_names_are_there():
+    modules = {command.split()[2] for command in HOW if command.startswith("python -m benchmarks")}
+    assert modules
+    assert not [name for name in modules if importlib.util.find_spec(name) is None]
+    assert os.access(ROOT / "tools" / "check", os.X_OK)
+    assert main.__module__ == "seqpart.train"
+
+
+# --- What takes longer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command, how in HOW.items() if how == "parsed (slow)"])
+def test_a_benchmark_takes_the_options_that_the_readme_gives(command):
+    words = [sys.executable, *shlex.split(command)[1:], "--no-such-option"]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.search(r"(nrecognized (arguments|options): --no-such-option)", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_a_command_is_watched(tmp_path):
+    words = [sys.executable, ROOT / "tools" / "watch.py", "--", sys.executable, "-m", *shlex.split(MAIN_JOB)[2:], "--dry-run"]
+    done = subprocess.run(words, cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "predicted peak" in done.stdout
+    assert re.search(r"\d+\.\d [MG]B", done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+def test_verify_proves_what_the_readme_says(tmp_path):
+    words = [sys.executable, "-m", "seqpart", *shlex.split(VERIFY)[1:]]
+    done = subprocess.run(words, cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"equals full, bit for bit: \d+ tensors .* a wrong replay was noticed", " ".join(done.stdout.split()))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_the_readme_says(tmp_path, monkeypatch, capsys):
+    small = [*SMALL[:4], "--partitions", "2", "--epochs", "20", "--save-every", "20"]
+    assert end(start(tmp_path, *options(SAVED), *small, until="epoch 3"), signal.SIGKILL).code == -signal.SIGKILL
+    monkeypatch.chdir(tmp_path)
+    ran = call(capsys, *options(RESUMED))
+    assert ran.code == 0, ran.err
+    assert "going on from runs/mine/checkpoint.json" in ran.out
+    assert refused(call(capsys, *options(RESUMED)), 2, "is finished")

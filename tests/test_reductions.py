@@ -1,0 +1,246 @@
+"""Losses that do not count every row alike: an update is that of the whole batch, however it is divided."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import DataError, OptionError
+from seqpart.reductions import Kind, reduction_of
+from seqpart.simulate import Rates
+from tests.exactly import numbers, tokens
+
+ROWS, BATCH = 24, 8
+WEIGHT = torch.tensor([0.1, 1.0, 5.0, 0.5])
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch):
+    """What only plans look at, and takes most of so short a run."""
+    monkeypatch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    monkeypatch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+
+
+def padded(ignored):
+    """Rows of tokens of very different lengths: what stands behind a row's end does not count."""
+    (x, y), (x_test, y_test) = ((rows, labels.clone()) for rows, labels in tokens(rows=ROWS))
+    for labels in (y, y_test):
+        for row in range(len(labels)):
+            labels[row, 1 + (row * 5) % 6 :] = ignored
+        labels[2:4] = ignored  # two rows side by side that count nothing at all
+    return (x, y), (x_test, y_test)
+
+
+def language_model():
+    torch.manual_seed(3)
+    return [nn.Embedding(11, 8), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Linear(8, 11)]
+
+
+def classifier():
+    torch.manual_seed(3)
+    return [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)]
+
+
+def by_position(loss):
+    def judge(output, labels):
+        return loss(output.flatten(0, 1), labels.flatten())
+
+    return judge
+
+
+def sum_and_count(output, labels):
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def masked(output, labels):
+    each = F.cross_entropy(output.flatten(0, 1), labels.flatten().clamp(min=0), reduction="none")
+    mask = (labels.flatten() != -100).float()
+    return (each * mask).sum() / mask.sum()
+
+
+class Declared:
+    def __call__(self, output, labels):
+        return masked(output, labels)
+
+    def counts(self, labels):
+        return (labels != -100).sum()
+
+
+TOKENS = {
+    "the default, -100 in the labels": (None, padded(-100), by_position(F.cross_entropy)),
+    "sum and count": (sum_and_count, padded(-100), by_position(F.cross_entropy)),
+    "a mask, with counts": (Declared(), padded(-100), by_position(F.cross_entropy)),
+}
+CLASSES = {
+    "weights of classes": nn.CrossEntropyLoss(weight=WEIGHT),
+    "an ignored class": nn.CrossEntropyLoss(ignore_index=2),
+    "both, smoothed": nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1, label_smoothing=0.1),
+    "a partial function": functools.partial(F.cross_entropy, weight=WEIGHT),
+    "a sum": nn.CrossEntropyLoss(reduction="sum"),
+    "a sum of one's own": lambda output, labels: F.cross_entropy(output, labels, reduction="sum"),
+}
+CASES = {name: (language_model, *case) for name, case in TOKENS.items()} | {
+    name: (classifier, loss, tuple(numbers((6,), rows=ROWS)), loss) for name, loss in CLASSES.items()
+}
+
+
+def trained(folder, model, loss, data, **options):
+    trainer = Trainer(
+        model(), loss, mem_limit="2GB", batch_size=BATCH, epochs=2, lr=1e-2, optimizer="sgd", shuffle="no", quiet=True,
+        output_dir=folder, **{"method": "full", **options},
+    )  # fmt: skip
+    return trainer.fit(*data)
+
+
+def plain(model, loss, x, y):
+    """Whole batches, as a plain PyTorch loop would train them."""
+    network = nn.Sequential(*model())
+    step = torch.optim.SGD(network.parameters(), lr=1e-2, fused=True)
+    for _ in range(2):
+        for start in range(0, ROWS, BATCH):
+            loss(network(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+            step.step()
+            step.zero_grad()
+    return network.state_dict()
+
+
+def rows_of(split):
+    return split if isinstance(split, tuple) else (split.open()[0].float(), split.labels)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_is_that_of_the_whole_batch_however_it_is_divided(name, tmp_path):
+    """It was a mean of the micro-batches' means: what was learned depended on their size, and with that on the limit."""
+    model, loss, data, same = CASES[name]
+    expected = plain(model, same, *rows_of(data[0]))
+    results = {size: trained(tmp_path / str(size), model, loss, data, micro_batch_size=size) for size in (BATCH, 3)}
+    for size, result in results.items():
+        found = load_file(result.weights)
+        for key, tensor in expected.items():
+            if size == BATCH:
+                assert torch.equal(found[key], tensor), key
+            else:  # the sums of 8 rows are added up in another order
+                torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result.train_losses, results[BATCH].train_losses, rtol=1e-5, atol=0)
+        assert result.test_loss == pytest.approx(results[BATCH].test_loss, rel=1e-5)
+        assert result.accuracy == pytest.approx(results[BATCH].accuracy)
+
+
+@pytest.mark.parametrize("name", ["the default, -100 in the labels", "sum and count"])
+def test_every_exact_method_weighs_micro_batches_alike_also_under_clipping(name, tmp_path):
+    model, loss, data, _ = CASES[name]
+    options = {"micro_batch_size": 3, "clip_grad_norm": 0.1}
+    full = trained(tmp_path / "full", model, loss, data, **options)
+    for method in ("streamed", "checkpointed"):
+        other = trained(tmp_path / method, model, loss, data, method=method, partitions=3, **options)
+        assert other.weights.read_bytes() == full.weights.read_bytes()
+        assert other.train_losses == full.train_losses
+
+
+def test_labels_that_do_not_count_are_in_no_accuracy(tmp_path):
+    model, loss, data, _ = CASES["the default, -100 in the labels"]
+    result = trained(tmp_path / "run", model, loss, data)
+    network = nn.Sequential(*language_model())
+    found = load_file(result.weights)
+    network.load_state_dict(found)
+    x, y = data[1]
+    assert result.accuracy == pytest.approx(float((network(x).argmax(-1) == y)[y != -100].float().mean()))
+
+
+def test_a_loss_whose_parts_do_not_add_up_is_refused_by_name_unless_the_batch_stays_whole(tmp_path):
+    data = padded(-100)
+    with pytest.raises(OptionError, match=r"loss masked: .*neither.*\(sum, count\).*counts.*--micro-batch-size 8"):
+        trained(tmp_path / "refused", language_model, masked, data)
+    whole = trained(tmp_path / "whole", language_model, masked, data, micro_batch_size=BATCH)
+    expected = plain(language_model, by_position(F.cross_entropy), *data[0])
+    for key, tensor in load_file(whole.weights).items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-6)  # a mask, not `ignore_index`
+
+
+def correlation(output, labels):
+    return -torch.corrcoef(torch.stack([output[:, 0], labels.float()]))[0, 1]
+
+
+LABELS = torch.arange(ROWS) % 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda o, y: F.cross_entropy(o, y), Kind.ROWS),
+        (lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1) + 0.01, Kind.ROWS),
+        (lambda o, y: F.binary_cross_entropy(o[:, 0], (y > 1).float()), Kind.ROWS),  # takes probabilities
+        (lambda o, y: F.nll_loss(o.log(), y), Kind.ROWS),
+        (nn.MultiMarginLoss(), Kind.ROWS),
+        (nn.MultiMarginLoss(reduction="sum"), Kind.SUM),
+        (lambda o, y: F.cross_entropy(o, y, weight=WEIGHT), Kind.WHOLE),
+        (lambda o, y: F.cross_entropy(o, y, ignore_index=3), Kind.WHOLE),
+        (lambda o, y: F.cross_entropy(o, y).sqrt(), Kind.WHOLE),
+        (correlation, Kind.WHOLE),
+        (lambda o, y: (F.cross_entropy(o, y, reduction="sum"), len(y)), Kind.COUNTED),
+    ],
+)
+def test_a_trial_finds_out_how_the_parts_of_a_batch_add_up(loss, kind):
+    assert reduction_of(loss, (4,), torch.float32, LABELS, LABELS).kind is kind
+
+
+def test_the_default_counts_by_rows_where_nothing_is_left_out():
+    assert reduction_of(F.cross_entropy, (4,), torch.float32, LABELS, LABELS).kind is Kind.ROWS
+    assert reduction_of(F.cross_entropy, (4,), torch.float32, LABELS, LABELS - 100).kind is Kind.COUNTED
+
+
+def test_large_outputs_are_tried_at_fewer_positions():
+    labels = torch.arange(6).repeat(40, 100) % 5
+    seen = []
+
+    def loss(output, labels):
+        seen.append(output.nbytes)
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+    assert reduction_of(loss, (600, 30000), torch.float32, labels, labels).kind is Kind.ROWS
+    assert max(seen) <= 4 << 20
+
+
+def miscounted(output, labels):
+    return F.cross_entropy(output, labels, weight=WEIGHT)
+
+
+miscounted.counts = len
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (miscounted, "`counts`.*did not add up"),
+        (lambda o, y: (F.cross_entropy(o, y), len(y)), "one of them is not the sum"),
+        (lambda o, y: F.cross_entropy(o + torch.randn_like(o), y), "random numbers.*`counts`"),
+    ],
+    ids=["wrong counts", "a mean as a sum", "random"],
+)
+def test_what_a_loss_says_of_itself_is_checked(loss, words):
+    with pytest.raises(OptionError, match=words):
+        reduction_of(loss, (4,), torch.float32, LABELS, LABELS)
+
+
+def test_a_loss_that_draws_random_numbers_is_taken_at_its_word():
+    def noisy(output, labels):
+        return F.cross_entropy(output + torch.randn_like(output), labels)
+
+    noisy.counts = len
+    assert reduction_of(noisy, (4,), torch.float32, LABELS, LABELS).counts is len
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="none"), lambda o, y: o])
+def test_a_loss_of_several_numbers_is_refused(loss):
+    with pytest.raises(DataError, match=r"returned shape.*expected one number.*\(sum, count\)"):
+        reduction_of(loss, (4,), torch.float32, LABELS, LABELS)
+
+
+def test_sil_wants_a_class_in_every_label(tmp_path):
+    with pytest.raises(DataError, match="sil needs a class in every label"):
+        trained(tmp_path / "run", language_model, None, padded(-100), method="sil")

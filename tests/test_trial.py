@@ -1,0 +1,143 @@
+"""What kernels take inside one operation: every kind of block is run once for real while planning, and nothing is disturbed."""
+
+import functools
+import json
+import random
+import subprocess
+import sys
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from seqpart import DoesNotFit, Trainer
+from seqpart.simulate import Rates
+
+RUN = """
+import json, sys, torch
+from torch import nn
+from seqpart import Trainer
+
+class Recurrent(nn.Module):
+    def __init__(self, inputs, width):
+        super().__init__()
+        self.layer = nn.LSTM(inputs, width, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+blocks = [lambda: Recurrent(32, 256), *[lambda: Recurrent(256, 256)] * 3, nn.Flatten, lambda: nn.Linear(48 * 256, 4)]
+rows = torch.randn(64, 48, 32), torch.arange(64) % 4
+trainer = Trainer(blocks, mem_limit="2GB", method="full", batch_size=64, epochs=2, output_dir=sys.argv[1], quiet=True)
+proof = trainer.fit(rows, rows).proof
+print(json.dumps([proof.predicted, proof.peak, proof.violations]))
+"""
+
+
+def test_the_peak_of_an_lstm_is_predicted_although_its_gates_are_inside_one_operation(tmp_path):
+    """They are other operations on fake tensors: the prediction was 22 % under the measured peak."""
+    done = subprocess.run([sys.executable, "-c", RUN, str(tmp_path / "run")], capture_output=True, text=True, check=True)
+    predicted, peak, violations = json.loads(done.stdout.splitlines()[-1])
+    assert violations == 0 and 0.99 <= predicted / peak <= 1.05, (predicted, peak)
+
+
+class Seen(nn.Module):
+    """Notes how many rows each real pass had, and does what a block may do to the state that others see."""
+
+    rows: ClassVar[list[int]] = []
+    refuses = staticmethod(lambda x: None)
+
+    def __init__(self, width=16, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(width, width), norm(width), 0
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            self.rows.append(len(x))
+            self.refuses(x)
+            self.calls += 1
+            random.random(), np.random.rand(), torch.rand(1)
+        return self.norm(self.linear(x))
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Seen, "rows", [])
+    return Seen.rows
+
+
+def data(rows=32, width=16):
+    return torch.randn(rows, width), torch.arange(rows) % 4
+
+
+def plan_of(blocks, rows=None):
+    rows = rows or data()
+    return Trainer(blocks, mem_limit="2GB", method="full", batch_size=32, quiet=True).plan(rows, rows)
+
+
+def test_blocks_of_one_kind_are_run_once(seen):
+    """Two micro-batches and one without a graph, whether one factory makes them or each its own."""
+    plan_of([*[functools.partial(Seen, 16) for _ in range(20)], lambda: nn.Linear(16, 4)])
+    assert seen == [32, 32, 32]
+
+
+def test_planning_leaves_a_model_and_all_random_states_as_they_were(seen):
+    model = nn.Sequential(Seen(), nn.Linear(16, 4)).eval()
+    rows, before = data(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    plan_of(model, rows)
+    assert seen and all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module.training for module in model.modules()) and model[0].calls == 0
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+def test_a_block_that_does_not_fit_alone_is_never_run(seen):
+    """Planning keeps the limit too."""
+    with pytest.raises(DoesNotFit, match="smallest limit that fits"):
+        plan_of(
+            [
+                functools.partial(Seen, 16, nn.LayerNorm), lambda: nn.Linear(16, 40_000),
+                functools.partial(Seen, 40_000, nn.LayerNorm), lambda: nn.Linear(40_000, 4),
+            ]
+        )  # fmt: skip
+    assert seen == [1, 1, 1], "the small one of the two, at the smallest micro-batch: for the limit that is named"
+
+
+def test_a_block_that_finds_no_memory_is_run_with_fewer_rows(seen, monkeypatch):
+    def refuse(x):
+        if len(x) > 8:
+            raise MemoryError
+
+    monkeypatch.setattr(Seen, "refuses", staticmethod(refuse))
+    plan = plan_of([functools.partial(Seen, 16), lambda: nn.Linear(16, 4)])
+    assert seen == [32, 16, 8, 8, 8]
+    assert not any("could not be run" in reason for reason in plan.reasons)
+
+
+def test_a_block_that_cannot_be_run_on_random_rows_is_counted_and_named(seen, monkeypatch):
+    def refuse(x):
+        raise ValueError("rows must be sorted")
+
+    monkeypatch.setattr(Seen, "refuses", staticmethod(refuse))
+    plan = plan_of([functools.partial(Seen, 16), lambda: nn.Linear(16, 4)])
+    assert any("block 0 (Seen) could not be run alone" in reason and "must be sorted" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("outputs", [2, 3])
+def test_auto_takes_the_simplest_method_of_those_that_tie(outputs, factor, tmp_path, monkeypatch):
+    """`full` for a network with 2 outputs and `streamed` with 3: the rates of the disk and the kernels are noise."""
+    monkeypatch.chdir(tmp_path)
+    rates = Rates(flops=1e10, optimizer=1e8 * factor, read=1e9 * factor, write=1e9 / factor)
+    monkeypatch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+    blocks = [lambda: nn.Sequential(nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3, padding=1), nn.ReLU())]
+    blocks += [lambda: nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.ReLU())] * 4
+    blocks += [nn.Flatten, lambda: nn.Linear(128, outputs)]
+    x, y = data()
+    rows = x, y % outputs
+    assert Trainer(blocks, mem_limit="2GB", method="auto", batch_size=32, quiet=True).plan(rows, rows).method == "full"
