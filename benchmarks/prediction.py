@@ -1,11 +1,13 @@
 """Is the predicted peak the measured one? Real runs of the real command, watched from outside.
 
     python -m benchmarks.prediction
+    python -m benchmarks.prediction architectures          models that no constant was tuned on (benchmarks/architectures)
 
 The claim: predicted within 5 % of the measured peak, and never under it by more than 1 %. Prints a table and writes
-benchmarks/results/prediction-*.json and prediction.md.
+benchmarks/results/prediction-*.json and prediction.md, or architectures-*.json and architectures.md.
 """
 
+import argparse
 import itertools
 import json
 import subprocess
@@ -14,7 +16,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.record import FOLDER, save
+from benchmarks.record import FOLDER, origin, save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from watch import watch
@@ -36,6 +38,52 @@ class Case:
             "--width", str(self.width), "--depth", str(self.depth), "--batch-size", str(self.batch), "--optimizer",
             self.optimizer, "--mem-limit", self.limit, "--epochs", "1", "--quiet", *self.extra,
         ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A function of a module of benchmarks/architectures."""
+
+    module: str
+    name: str
+    rows: str
+    batch: int
+    method: str = "full"
+    limit: str = "3GB"
+
+    def arguments(self) -> list[str]:
+        folder = "benchmarks.architectures"
+        return [
+            "--model", f"{folder}.{self.module}:{self.name}", "--data", f"{folder}.rows:{self.rows}", "--batch-size",
+            str(self.batch), "--method", self.method, "--mem-limit", self.limit, "--epochs", "1", "--save-every", "never",
+            "--quiet",
+        ]  # fmt: skip
+
+
+def architectures() -> list[Architecture]:
+    """Some whole, where blocks add up, and some in pieces, where one of them is the peak."""
+    streamed = {"method": "streamed", "limit": "600MB"}
+    vision = [
+        ("resnet18", {}), ("resnet50", {}), ("resnext50", {}), ("mobilenet_v2", {}), ("mobilenet_v3", streamed),
+        ("efficientnet_b0", {}), ("convnext_tiny", {}), ("densenet121", {}), ("vgg11_bn", {"method": "auto", "limit": "1.5GB"}),
+        ("alexnet", {}), ("squeezenet", {}), ("shufflenet", streamed), ("mnasnet", {}), ("regnet", streamed),
+        ("swin_t", {"method": "auto", "limit": "1GB"}),
+    ]  # fmt: skip
+    sequences = [
+        ("lstm", "series", {}), ("gru", "series", {}), ("bidirectional_lstm", "series", streamed),
+        ("lstm_language", "texts", {}), ("llama_untied", "texts", {}), ("lora", "texts", {}), ("bert", "sentences", streamed),
+        ("vit", "images64", {}), ("performer", "sentences", {}), ("fnet", "sentences", streamed), ("mlp_mixer", "images64", {}),
+    ]  # fmt: skip
+    others = [
+        ("convmixer", "images64", {}), ("unet", "images64", {}), ("transposed7", "images64", {}),
+        ("generator", "images64", {}), ("dilated", "waves", streamed), ("volumes", "cubes", {}),
+        ("orthogonal", "vectors", streamed), ("experts", "vectors", {}),
+    ]  # fmt: skip
+    return [
+        *(Architecture("vision", name, "images64", 32, **how) for name, how in vision),
+        *(Architecture("sequences", name, rows, 16, **how) for name, rows, how in sequences),
+        *(Architecture("others", name, rows, 16, **how) for name, rows, how in others),
+    ]
 
 
 def cases() -> list[Case]:
@@ -70,7 +118,7 @@ def cases() -> list[Case]:
     return grid + more + exact
 
 
-def measure(case: Case) -> dict[str, object]:
+def measure(case: Case | Architecture) -> dict[str, object]:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         command = [sys.executable, "-m", "seqpart.train", "--output-dir", f"{folder}/run", *case.arguments()]
         watched = watch(command, stdout=subprocess.DEVNULL)
@@ -87,42 +135,62 @@ def measure(case: Case) -> dict[str, object]:
     }  # fmt: skip
 
 
-COLUMNS = ("width", "depth", "batch", "optimizer", "options", "limit", "parts", "micro", "predicted MB", "measured MB", "error")
+PREDICTED = ("limit", "parts", "micro", "predicted MB", "measured MB", "error")
+HEADS = {"prediction": ("width", "depth", "batch", "optimizer", "extra"), "architectures": ("name", "rows", "batch", "method")}
 
 
-def row(found: dict[str, object]) -> list[str]:
-    head = [str(found[key]) for key in ("width", "depth", "batch", "optimizer")] + [
-        " ".join(found["extra"]),
-        str(found["limit"]),
-    ]
+def row(found: dict[str, object], head: tuple[str, ...]) -> list[str]:
+    told = [" ".join(value) if isinstance(value, tuple) else str(value) for value in map(found.get, (*head, "limit"))]
     if found["exit_code"]:
-        return [*head, "-", "-", "-", f"exit code {found['exit_code']}", "-"]
+        return [*told, "-", "-", "-", f"exit code {found['exit_code']}", "-"]
     return [
-        *head, str(found["partitions"]), str(found["micro_batch"]), f"{found['predicted'] / 1e6:.1f}",
+        *told, str(found["partitions"]), str(found["micro_batch"]), f"{found['predicted'] / 1e6:.1f}",
         f"{found['measured'] / 1e6:.1f}", f"{100 * found['error']:+.2f} %",
     ]  # fmt: skip
 
 
-def markdown(rows: list[list[str]], summary: str) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
+def markdown(columns: list[str], rows: list[list[str]], summary: str) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in [columns, ["---"] * len(columns), *rows]]
     return "# Predicted and measured peaks\n\n" + "\n".join(lines) + f"\n\n{summary}\n"
 
 
-def main() -> int:
-    found = []
-    for case in cases():
-        found.append(measure(case))
-        print("  ".join(row(found[-1])), flush=True)
+def judged(found: list[dict[str, object]]) -> tuple[int, str]:
+    """(how many are as claimed, all in words)."""
     done = [one for one in found if not one["exit_code"]]
-    errors = [float(one["error"]) for one in done]
-    good = sum(bool(one["within"]) and bool(one["kept"]) for one in done)
-    summary = (
-        f"{good} of {len(found)} within +{100 * OVER:.0f} % and -{100 * UNDER:.0f} %, limit kept; "
+    errors = [float(one["error"]) for one in done] or [0.0]
+    good, kept = sum(bool(one["within"]) and bool(one["kept"]) for one in done), sum(bool(one["kept"]) for one in done)
+    return good, (
+        f"{good} of {len(found)} within +{100 * OVER:.0f} % and -{100 * UNDER:.0f} %, limit kept by {kept}; "
         f"errors from {100 * min(errors):+.2f} % to {100 * max(errors):+.2f} %"
     )
-    path = save("prediction", {"cases": found, "summary": summary})
-    (FOLDER / "prediction.md").write_text(markdown([row(one) for one in found], summary))
-    print(f"{summary}; written to {path}")
+
+
+def keep(what: str, found: list[dict[str, object]]) -> None:
+    """What has been found so far, as JSON and as a table: also of a run that is cut short."""
+    _, summary = judged(found)
+    save(what, {"cases": found, "summary": summary})
+    columns = ["options" if name == "extra" else name for name in (*HEADS[what], *PREDICTED)]
+    rows = [row(one, HEADS[what]) for one in found]
+    (FOLDER / f"{what}.md").write_text(markdown(columns, rows, f"{summary}\n\n{origin()}"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=list(HEADS), default="prediction")
+    parser.add_argument("--only", default="", help="names of architectures, separated by commas: nothing is written")
+    options = parser.parse_args()
+    head, found = HEADS[options.what], []
+    wanted: list[Case] | list[Architecture] = cases()
+    if options.what == "architectures":
+        names = options.only.split(",") if options.only else []
+        wanted = [case for case in architectures() if not names or case.name in names]
+    for case in wanted:
+        found.append(measure(case))
+        print("  ".join(row(found[-1], head)), flush=True)
+        if not options.only:
+            keep(options.what, found)
+    good, summary = judged(found)
+    print(summary)
     return int(good < len(found))
 
 

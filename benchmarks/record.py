@@ -15,17 +15,24 @@ _NOTING = threading.Lock()
 
 def load(name: str) -> dict[str, Any]:
     """What an earlier run on this machine found; nothing where there is none. For benchmarks whose parts run one by one."""
-    path = _path(name)
+    path = path_of(name)
     found: dict[str, Any] = json.loads(path.read_text())["result"] if path.exists() else {}
     return found
 
 
 def save(name: str, result: object) -> Path:
     """Write benchmarks/results/NAME-MACHINE.json and return its path (relative where possible)."""
-    path = _path(name)
+    path = path_of(name)
     document = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), **describe_versions(), "cpu": _cpu(), "result": result}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def origin() -> str:
+    """Machine, versions and date in a line, for tables."""
+    versions = describe_versions()
+    named = ", ".join(f"{name} {versions[name]}" for name in ("seqpart", "torch", "python"))
+    return f"{time.strftime('%Y-%m-%d')}; {_cpu()}, {versions['machine']}; {named}; {versions['system']}."
 
 
 def note(name: str, found: dict[str, Any], group: str, named: dict[str, Any]) -> None:
@@ -35,7 +42,8 @@ def note(name: str, found: dict[str, Any], group: str, named: dict[str, Any]) ->
         save(name, found)
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """Where the results of the benchmark `name` on this kind of machine lie."""
     machine = "gpu" if describe_versions()["gpu"] != "none" else "cpu"
     return FOLDER / f"{name}-{machine}.json"
 

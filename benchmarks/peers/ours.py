@@ -46,13 +46,13 @@ def watching() -> Any:
     return Watch()
 
 
-def noting(losses: list[float]) -> Any:
-    """The same loss, which also notes its values: those of one micro-batch each, and of the test rows at the end."""
+def noting(losses: list[float], rows: int) -> Any:
+    """The same loss, which also notes its values: those of `rows` rows each, since planning tries a loss on fewer."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         found = mean_loss(output, labels)
-        if not isinstance(found, FakeTensor):
+        if len(labels) == rows and not isinstance(found, FakeTensor):
             losses.append(found.item())
         return found
 
@@ -73,7 +73,8 @@ def fit(options: argparse.Namespace, began: float) -> None:
     home = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         trainer = Trainer(
-            task.blocks, noting(losses) if options.note_losses else None, mem_limit=options.limit,
+            task.blocks, noting(losses, options.micro or options.batch) if options.note_losses else None,
+            mem_limit=options.limit,
             method=options.method, epochs=1, batch_size=task.batch, lr=task.rate, shuffle="no",
             output_dir=home / "run", save_every="never", seed=options.seed, quiet=True, device=options.device, **extra,
         )  # fmt: skip

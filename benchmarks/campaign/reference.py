@@ -1,0 +1,85 @@
+"""A plain PyTorch loop for a job: `python -m benchmarks.campaign.reference FILE MICRO_BATCHES [options of the job]`.
+
+tools/profiling's program, with the random numbers of each block drawn by the same keys as seqpart draws them, and with the
+micro-batch that the run had: `32`, or `32,16` for a run that went on with half of it after an allocation that failed. At which
+update it did, nobody wrote down: a file is written for each, FILE-0.safetensors and so on, while there are updates.
+"""
+
+import itertools
+import json
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from profiling.plain import Program
+from profiling.question import job_of, parsed, way_named
+from profiling.trace import StepLog
+from safetensors.torch import save_file
+
+from seqpart.device import Device
+from seqpart.job import Job
+from seqpart.tally import Tally
+
+import numpy as np  # isort: skip
+import torch  # isort: skip
+
+
+class Keyed(Program):
+    """`changes`: the updates, counted from 0, from which each micro-batch but the first holds."""
+
+    def __init__(self, job: Job, place: Path, micro_batches: list[int], changes: tuple[int, ...]) -> None:
+        super().__init__(job, way_named("full"), place, StepLog(place / "steps"))
+        self._sizes, self._changes, self._done = [min(size, self._batch) for size in micro_batches], changes, 0
+        self._key: tuple[int, ...] = ()
+        self._device_of_keys = Device()
+
+    @property
+    def updates(self) -> int:
+        """Of one epoch."""
+        return -(-self._train.count // self._batch)
+
+    def _update(self, numbers: np.ndarray, tally: Tally) -> None:
+        self._micro = self._sizes[sum(self._done >= change for change in self._changes)]
+        self._key = (1 + self._done // self.updates, self._done % self.updates, -1)
+        super()._update(numbers, tally)
+        self._done += 1
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        epoch, update, micro = self._key
+        self._key = (epoch, update, micro + 1)
+        for number, block in enumerate(self.blocks):
+            self._device_of_keys.seed(self._job.seed, *self._key, number)
+            x = block(x)
+        return x
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Without torch's cache of casts: with it a weight that a recurrent layer uses at every step has its gradients
+        added up in bfloat16, and seqpart adds them up in float32."""
+        return Device().autocast(self._job.autocast)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{number}.{name}": tensor.detach().contiguous()
+            for number, block in enumerate(self.blocks)
+            for name, tensor in block.state_dict().items()
+        }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    target, sizes, *options = sys.argv[1:] if arguments is None else arguments
+    micro_batches, place = [int(size) for size in sizes.split(",")], Path(target).parent
+    job = job_of(parsed(options), way_named("full"))
+    total = Keyed(job, place, micro_batches, ()).updates * int(job.epochs)
+    for number, changes in enumerate(itertools.combinations_with_replacement(range(total + 1), len(micro_batches) - 1)):
+        program = Keyed(job, place, micro_batches, changes)
+        found = program.run()
+        save_file(program.weights(), f"{target}-{number}.safetensors")
+        said = {"train_losses": found["train_losses"], "changes": changes}
+        Path(f"{target}-{number}.json").write_text(json.dumps(said))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
