@@ -6,12 +6,15 @@ Independent of seqpart on purpose: it shares no code with what it checks. Prints
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -25,32 +28,55 @@ class Watched:
     seconds: float
 
 
+class Process(Protocol):
+    """What is watched: a subprocess.Popen, or one like it."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+
 def watch(command: list[str], interval: float = 0.01, **popen: object) -> Watched:
     """Run `command` to its end, sampling every `interval` seconds from its first moment."""
+    return watch_process(subprocess.Popen(command, **popen), interval)  # type: ignore[call-overload]
+
+
+def watch_process(process: Process, interval: float = 0.01, at_sample: Callable[[float], object] | None = None) -> Watched:
+    """The same of a process that has just started. `at_sample` is called with the seconds so far, and may disturb it."""
     began = time.perf_counter()
-    process = subprocess.Popen(command, **popen)  # type: ignore[call-overload]
     peak = peak_file = samples = 0
     while process.poll() is None:
         anon, file = tree(process.pid, {process.pid: None})
         peak, peak_file, samples = max(peak, anon), max(peak_file, file), samples + 1
+        if at_sample is not None:
+            at_sample(time.perf_counter() - began)
         time.sleep(interval)
+    assert process.returncode is not None
     return Watched(process.returncode, peak, peak_file, samples, round(time.perf_counter() - began, 2))
 
 
 def tree(pid: int, seen: dict[int, None]) -> tuple[int, int]:
     """(RssAnon + RssShmem, RssFile) of a process and its descendants, in bytes."""
     anon, file = status(pid)
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in listing.read_text().split()]
-        except OSError:
-            continue
-        for child in children:
-            if child not in seen and not shares_memory(pid, child):
-                seen[child] = None
-                more = tree(child, seen)
-                anon, file = anon + more[0], file + more[1]
+    for child in children_of(pid):
+        if child not in seen and not shares_memory(pid, child):
+            seen[child] = None
+            more = tree(child, seen)
+            anon, file = anon + more[0], file + more[1]
     return anon, file
+
+
+def children_of(pid: int) -> list[int]:
+    """Of all its threads; none where it has gone in the meantime."""
+    found = []
+    try:
+        for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # of a thread that has ended
+                found += [int(child) for child in listing.read_text().split()]
+    except OSError:
+        pass
+    return found
 
 
 def shares_memory(pid: int, child: int) -> bool:
