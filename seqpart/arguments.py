@@ -10,6 +10,7 @@ import tyro
 
 import seqpart.manifest as manifests
 from seqpart.errors import CorruptFile, OptionError
+from seqpart.marker import MARKER
 from seqpart.ownfiles import opened
 from seqpart.publication import latest
 from seqpart.run import JOB
@@ -111,12 +112,13 @@ def _kept(path: Path) -> dict[str, Any]:
         try:
             with open(opened(job), "rb") as file:
                 found = unsealed("job", file.read().decode())
-        except OSError as error:
-            raise OptionError(f"--resume: {path} is not the directory of a run: cannot read {job}: {error.strerror}.") from None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
+            found = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is damaged: {error}"
+            if isinstance(error, OSError) and not (path / MARKER).is_file():
+                raise OptionError(f"--resume: {path} is not the directory of a run: {job} {found}.") from None
             raise CorruptFile(
-                f"--resume: {job} is damaged: {error}. It was not used. Nothing was trained there yet: give the run's options "
-                f"again, with --output-dir {path} instead of --resume.", job,
+                f"--resume: {job} {found}. It was not used. Nothing was saved there yet: give the run's options again, with "
+                f"--output-dir {path} instead of --resume.", job,
             ) from None  # fmt: skip
     if not isinstance(found, dict) or _NOT_KEPT.intersection(found):
         raise CorruptFile(f"--resume: {job} names no options that a run keeps. It was not used.", job)

@@ -70,6 +70,10 @@ class Given:
     def away(self) -> bool:
         return self._file >= 0
 
+    def alive(self, kind: str) -> int:
+        """Memory of that kind of device that the modules' tensors take while they are not in the file."""
+        return 0 if self.away else sum(piece.nbytes for piece in self._found()[1] if piece.device.type == kind)
+
     def nbytes(self, kind: str) -> int:
         """Memory of that kind of device (cpu, cuda) that was freed when the modules were emptied, and is theirs at the end."""
         return sum(round_up(piece.nbytes) for piece in self._pieces if piece.device.type == kind and piece.storage() is None)

@@ -1,14 +1,15 @@
 """What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
 
 import gc
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.blocks import as_chain
 from seqpart.costs import BlockCost, measure_chain, measure_loss
@@ -18,7 +19,7 @@ from seqpart.given import Given
 from seqpart.ingest import Split, count_classes, refuse_mismatch
 from seqpart.inplace import refuse_lost_gradients
 from seqpart.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
-from seqpart.meter import enforced, margin_of, measure_runtime
+from seqpart.meter import enforced, margin_of, measure_runtime, warm_up
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
@@ -30,9 +31,14 @@ from seqpart.rows import RowLayout
 from seqpart.settings import Settings, at_least_one, listed, per_partition
 from seqpart.simulate import LossCost
 from seqpart.trial import Trials
-from seqpart.units import format_size, parse_size
+from seqpart.units import format_limit, format_size, parse_size
 
 T = TypeVar("T", int, float, str)
+
+_LEFT_LYING = 4 << 20
+"""Bytes left behind by counting a model's costs from which on a collection, 0.1 s, is worth its time."""
+_TO_PLAN = 64 << 20
+"""Bytes: DenseNet-121, of 430 layers, took 30 MB to plan."""
 
 
 def limit_of(settings: Settings, device: Device) -> int:
@@ -70,33 +76,67 @@ class Inputs:
             raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
         if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):
             raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
+        self.limit = limit_of(settings, device)
+        self.label_bytes = self.limit // 10
+        """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
+        since products with pieces round otherwise."""
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
         self._optimizer, self._reuse = optimizer, reuse
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
-        self._counted_at = cache(self._measure)
-        self.trials = Trials(self.chain, self._counted_at, device, settings.autocast)
+        self.counted_at = cache(self._measure)
+        self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
         self.folder, self.dry = folder, dry
         self.given = Given(self.chain, existing(folder))
         micro = settings.micro_batch_size
         if micro is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
-        self._refuse_giants()
-        rows = min(self.largest_batch, train.count)
-        refuse_lost_gradients(self.chain, self.costs_at(rows), train.shape, rows, settings.autocast)
-        self._reduction = self._found_reduction()
-        self.possible_optimizers()
-        self._refuse_endless_warmup()
-        self.limit = limit_of(settings, device)
-        self.label_bytes = self.limit // 10
-        """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
-        since products with pieces round otherwise."""
+        warm_up(device)  # threads that start later would have their stacks charged to the limit
+        with self.under_limit():
+            self._check_model()
         self.given.take()
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._measure_machine()
+            with self.under_limit():
+                self._measure_machine()
             undo.pop_all()
+
+    @contextmanager
+    def under_limit(self) -> Iterator[None]:
+        """Around work on a plan, which keeps the limit too. Raises DoesNotFit where it alone needs more.
+
+        Modules that were given alive are granted on top while they are not empty. A process that holds more than the limit
+        already is let go on: no plan will fit, and the refusal is to name a limit that does.
+        """
+        with ExitStack() as stack:
+            with suppress(DoesNotFit):
+                stack.enter_context(enforced(self.device, self.limit + self.given.alive(self.device.kind)))
+            try:
+                yield
+            except Exception as error:
+                if not self._ran_out(error):
+                    raise
+                raise DoesNotFit(
+                    f"the limit of {format_size(self.limit)} is too small to plan in: looking at the model block by block "
+                    f"takes more. Give more, for example {format_limit(self.limit + _TO_PLAN)}."
+                ) from error
+
+    def _ran_out(self, error: BaseException | None) -> bool:
+        """Memory was refused, or that led to what a block's failure is explained by."""
+        while error is not None:
+            if self.device.is_out_of_memory(error):
+                return True
+            error = error.__cause__
+        return False
+
+    def _check_model(self) -> None:
+        self._refuse_giants()
+        rows = min(self.largest_batch, self.train.count)
+        refuse_lost_gradients(self.chain, self.costs_at(rows), self.train.shape, rows, self.settings.autocast)
+        self._reduction = self._found_reduction()
+        self.possible_optimizers()
+        self._refuse_endless_warmup()
 
     def close(self) -> None:
         """Modules that were given alive are what they were again, but for those that have been trained."""
@@ -116,10 +156,16 @@ class Inputs:
         self.rates = measure_rates(device, self.possible_optimizers()[0], rows, self.folder, self.dry)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
-        return measure_chain(
+        before = self.trials.held()
+        costs = measure_chain(
             self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
             autocast=self.settings.autocast,
         )  # fmt: skip
+        if self.trials.held() > before + _LEFT_LYING:  # graphs in cycles, and what fake tensors remember of every shape
+            FakeTensorMode.cache_clear()
+            gc.collect()
+            self.device.release_cached()
+        return costs
 
     def _found_reduction(self) -> Reduction:
         """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
@@ -144,15 +190,14 @@ class Inputs:
             )
 
     def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
-        """Run kinds of blocks for real, under the limit: of (rows, first, last) those that were not run yet and fit alone.
+        """Run kinds of blocks for real: of (rows, first, last) those that were not run yet and fit alone.
 
         Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
         """
         room = self.limit - margin_of(self.limit) - self.trials.held()
         if room <= 0:
             return False
-        with enforced(self.device, self.limit):
-            fresh = [self.trials.run(rows, first, last, room) for rows, first, last in wanted]
+        fresh = [self.trials.run(rows, first, last, room) for rows, first, last in wanted]
         if not any(fresh):
             return False
         gc.collect()
@@ -227,6 +272,12 @@ class Inputs:
         sizes = listed("--batch-size", self.settings.batch_size, int)
         at_least_one("--batch-size", sizes)
         return max(sizes)
+
+    @property
+    def batches(self) -> frozenset[int]:
+        """Rows of an update, of every partition and of recovery."""
+        sizes = {min(size, self.train.count) for size in listed("--batch-size", self.settings.batch_size, int)}
+        return frozenset(sizes | ({self.recovery_batch} if self.settings.recovery_epochs else set()))
 
     @property
     def recovery_batch(self) -> int:

@@ -117,11 +117,8 @@ class Proof:
         )
 
 
-def measure_runtime(device: Device) -> int:
-    """Bytes that the process (CPU) or its context (CUDA) holds once every library has warmed up.
-
-    One small training step starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces.
-    """
+def warm_up(device: Device) -> None:
+    """One small training step: starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces."""
     width, out, batch = 1024, 256, 256
     layer = torch.nn.Linear(width, out, device=device.torch)
     optimizer = torch.optim.Adam(layer.parameters(), fused=True)
@@ -129,7 +126,11 @@ def measure_runtime(device: Device) -> int:
         layer(torch.ones(batch, width, device=device.torch)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    del layer, optimizer
+
+
+def measure_runtime(device: Device) -> int:
+    """Bytes that the process (CPU) or its context (CUDA) holds once every library has warmed up."""
+    warm_up(device)
     gc.collect()
     device.release_cached()
     return Gauge(device).read()

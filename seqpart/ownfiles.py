@@ -55,17 +55,22 @@ def made_over(path: Path, *, flags: int = 0) -> int:
 
 
 def added_to(path: Path) -> int:
-    """A plain file to write behind what it holds, or a new one. A second name of a file becomes a copy of it first."""
+    """A plain file of lines to write behind what it holds, or a new one; a last line that was cut off is ended.
+
+    A second name of a file becomes a copy of it first.
+    """
     try:
         handle = opened(path, os.O_RDWR | os.O_APPEND)
     except FileNotFoundError:
         return made(path, 0o666, flags=os.O_APPEND)
-    if os.fstat(handle).st_nlink == 1:
-        return handle
-    with open(handle, "rb") as file:
-        held = file.read()
-    handle = made(path, 0o666, flags=os.O_APPEND)
-    write_all(handle, held)
+    if os.fstat(handle).st_nlink > 1:
+        with open(handle, "rb") as file:
+            held = file.read()
+        handle = made(path, 0o666, flags=os.O_APPEND)
+        write_all(handle, held)
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":
+        os.write(handle, b"\n")
     return handle
 
 

@@ -128,11 +128,16 @@ class Request:
     growth: int
     costs_at: Callable[[int], Sequence[BlockCost]]
     """Block costs at a micro-batch."""
+    counted_at: Callable[[int], Sequence[BlockCost]]
+    """The same without what real runs added, which is other bytes in every process."""
     states: Sequence[Layout]
     loss_of: Callable[[int], LossCost]
     fused: bool
     heap_below: int
     batch_size: int
+    """The largest of `batches`."""
+    batches: frozenset[int]
+    """Rows of an update, of every partition and of recovery."""
     micro_batch: int | None
     starts: tuple[int, ...] | None
     count: int | None
@@ -152,7 +157,7 @@ class Request:
     test_rows: int
     given: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
-    known: dict[tuple[int, int], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
+    known: dict[tuple[int, int, bool], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
     """Of `costs_from`: what it has found already."""
 
     def peak(self, work: int) -> int:
@@ -176,12 +181,25 @@ class Candidate:
 
 
 def measurable(request: Request, micro_batch: int) -> bool:
-    """Whether the model takes so few rows at all (BatchNorm refuses one); the largest must, or the error is the user's."""
+    """Whether the model takes so few rows at a time, and one where the division leaves one: BatchNorm refuses that.
+
+    Raises ModelError for the largest micro-batch, where no other would help.
+    """
+    sizes = {n for batch in request.batches for n in sizes_of(request.train_rows, batch, min(micro_batch, batch))}
     try:
         request.costs_at(micro_batch)
     except ModelError:
         if micro_batch == micro_batches(request)[0]:
             raise
+        return False
+    try:
+        request.costs_at(1 if 1 in sizes else micro_batch)
+    except ModelError as error:
+        if micro_batch == micro_batches(request)[0]:
+            raise ModelError(
+                f"{request.train_rows} rows in batches of {' and '.join(map(str, sorted(request.batches)))}, {micro_batch} at "
+                f"a time, leave a single row, and {error} Give another --batch-size or --micro-batch-size."
+            ) from None
         return False
     return True
 
@@ -201,11 +219,15 @@ def micro_batches(request: Request) -> list[int]:
     return sizes
 
 
+def sizes_of(rows: int, batch: int, micro_batch: int) -> set[int]:
+    """The sizes of micro-batches that occur in an epoch."""
+    last = rows % batch or batch
+    return {micro_batch, batch % micro_batch, last % micro_batch, min(last, micro_batch)} - {0}
+
+
 def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
     """The sizes of micro-batches that occur in an epoch, as parts of `micro_batch`."""
-    last = rows % batch or batch
-    sizes = {micro_batch, batch % micro_batch, last % micro_batch, min(last, micro_batch)} - {0}
-    return tuple(size / micro_batch for size in sorted(sizes))
+    return tuple(size / micro_batch for size in sorted(sizes_of(rows, batch, micro_batch)))
 
 
 def starts_of(request: Request) -> list[int]:
@@ -217,11 +239,11 @@ def starts_of(request: Request) -> list[int]:
     return [0, *(number for number in learning[1:] if request.cuts_behind(costs[number - 1]))]
 
 
-def costs_from(request: Request, micro_batch: int, first: int) -> dict[int, PartitionCost]:
+def costs_from(request: Request, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:
     """Cost of every partition that may begin at `first`, by its last block (not included), shortest first."""
-    key = micro_batch, first
+    key = micro_batch, first, counted
     if key not in request.known:
-        costs = request.costs_at(micro_batch)
+        costs = (request.counted_at if counted else request.costs_at)(micro_batch)
         ends = {*starts_of(request), len(request.chain)}
         grown = growing(
             costs[first:], request.states[first:], request.loss_of(micro_batch), fused=request.fused,

@@ -89,15 +89,15 @@ class Preparation(Inputs):
         heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
         return Request(
-            chain=self.chain, device=self.device.name,
-            host_counts=self.device.kind == "cpu", limit=self.limit, runtime=self.runtime, growth=self.device.growth,
-            costs_at=self.costs_at, states=state_layouts(costs, heaviest), loss_of=self.loss_cost, fused=heaviest.fused,
+            chain=self.chain, device=self.device.name, host_counts=self.device.kind == "cpu",
+            limit=self.limit, runtime=self.runtime, growth=self.device.growth, costs_at=self.costs_at,
+            counted_at=self.counted_at, states=state_layouts(costs, heaviest), loss_of=self.loss_cost, fused=heaviest.fused,
             heap_below=self.device.heap_below, rates=self.rates, clips=self.settings.clip_grad_norm is not None,
             relays=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
-            batch_size=batch, micro_batch=micro_batch or self.settings.micro_batch_size, starts=starts or asked, count=count,
-            input_row=self.input_layout, cache_row=self.cache_row, cuts_behind=self.cuts_behind,
-            train_rows=self.train.count, test_rows=self.test.count, given=self.given_bytes,
+            batch_size=batch, batches=self.batches, micro_batch=micro_batch or self.settings.micro_batch_size,
+            starts=starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
+            cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count, given=self.given_bytes,
         )  # fmt: skip
 
     def planned(self) -> Prepared:
@@ -106,6 +106,10 @@ class Preparation(Inputs):
 
     def measured(self, plan: Callable[[], Prepared]) -> Prepared:
         """What `plan` decides once the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
+        with self.under_limit():
+            return self._measured(plan)
+
+    def _measured(self, plan: Callable[[], Prepared]) -> Prepared:
         while True:
             try:
                 prepared = plan()

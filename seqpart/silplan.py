@@ -61,11 +61,13 @@ def _fits_whole(request: Request, micro_batch: int, room: int) -> bool:
 
 
 def _pieces(request: Request, micro_batch: int, first: int, room: int) -> Iterator[Piece]:
+    """Balanced by what is counted: the cut decides what is learned, and must not hang on what a real run happened to take."""
+    counted = costs_from(request, micro_batch, first, counted=True)
     for last, cost in costs_from(request, micro_batch, first).items():
         if peak_of(request, cost, first, last, micro_batch) > room:
             return
         if cost.trainable or request.starts is not None or last - first == len(request.chain):
-            yield Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
+            yield Piece(first, last, cost.output_row, counted[last].slot + counted[last].train_peak)
 
 
 def _cost_of(request: Request, micro_batch: int, piece: Piece) -> PartitionCost:

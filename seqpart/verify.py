@@ -5,7 +5,7 @@
     (3) reference   the whole network, in as much memory as that takes: a digest of every tensor, compared with (1)
     (4) again       only where they differ: (1) up to the tensor that (3) left on disk, for the numbers
     (5) cut in N    (1) cut in two, and behind every block: the same digests
-    (6) divided     (1) with half the micro-batch: the same losses but for rounding, where blocks treat rows alike
+    (6) by N        (1) with a half and a quarter of the micro-batch: the same losses, where blocks treat rows alike
 
 (1), (3) and (5) are followed by an evaluation, which is compared too.
 
@@ -80,7 +80,7 @@ def verify(
 ) -> Agreement:  # fmt: skip
     """Train `model` for `steps` updates under the limit, by `reference` and with other cuts, and compare every bit.
 
-    An evaluation behind them is compared too, and the losses of half the micro-batch, which agree but for rounding.
+    An evaluation behind them is compared too, and the losses of smaller micro-batches, which agree but for rounding.
     model, train, loss, optimizer, options: as `Trainer` and its `fit` take them; `method` is "streamed" if it is left
     out. Modules that were given alive get back the weights that they came with.
 
@@ -141,7 +141,7 @@ def _compared(
         return Way.planned(name, Trainer(model, loss, optimizer, quiet=True, **{**room, **changed}), train)
 
     cuts = _other_cuts(limited, first, way, reporter)
-    divided = _other_micro_batch(limited, first, way, reporter)
+    divided = _other_micro_batches(limited, first, way, reporter)
     found = replace(_agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided)
     reporter.say(str(found))
     return found
@@ -179,31 +179,33 @@ def _other_cuts(limited: Way, first: Watch, way: Callable[..., Way], reporter: R
     return counts
 
 
-def _other_micro_batch(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> str:
-    """Half the micro-batch, in words. Sums are added in another order there, so losses agree but for rounding.
+def _other_micro_batches(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> str:
+    """A half and a quarter of the micro-batch, in words. Sums are added in another order there: losses agree but for rounding.
 
     Raises VerifyMismatch where the first update's losses agree and later ones do not: its gradients were weighed otherwise.
     """
-    micro_batch = limited.prepared.plan.partitions[0].micro_batch
-    if micro_batch == 1:
-        return ""
-    watch, size = Watch(first.steps), micro_batch // 2
-    way("divided", micro_batch_size=size, partitions=",".join(map(str, limited.prepared.plan.starts))).run(watch, reporter)
+    micro_batch, starts = limited.prepared.plan.partitions[0].micro_batch, limited.prepared.plan.starts
     narrow = limited.preparation.settings.autocast is not None
-    close = _CLOSE_NARROW if narrow else _CLOSE
-    pairs = list(zip(first.losses, watch.losses, strict=True))
-    if not _near(*pairs[0], close):
-        return (
-            f"; micro-batches of {size} are not compared: a block takes statistics of a micro-batch (BatchNorm), or draws "
-            f"random numbers for it (Dropout): the first loss is {pairs[0][1]:.6g} instead of {pairs[0][0]:.6g}"
-        )
-    for number, (one, two) in enumerate(pairs, 1):
-        if not _near(one, two, close):
-            raise VerifyMismatch(
-                f"micro-batches of {micro_batch} and of {size} differ: the mean loss of {number} update(s) is {one:.6g} and "
-                f"{two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be."
+    close, alike = _CLOSE_NARROW if narrow else _CLOSE, []
+    for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
+        watch = Watch(first.steps)
+        way(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts))).run(watch, reporter)
+        pairs = list(zip(first.losses, watch.losses, strict=True))
+        if not _near(*pairs[0], close):
+            return (
+                f"; micro-batches of {size} are not compared: a block takes statistics of a micro-batch (BatchNorm), or draws "
+                f"random numbers for it (Dropout): the first loss is {pairs[0][1]:.6g} instead of {pairs[0][0]:.6g}"
             )
-    return f"; micro-batches of {size} give the same losses within {close:g} (sums are added in another order)"
+        for number, (one, two) in enumerate(pairs, 1):
+            if not _near(one, two, close):
+                raise VerifyMismatch(
+                    f"micro-batches of {micro_batch} and of {size} differ: the mean loss of {number} update(s) is {one:.6g} "
+                    f"and {two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be."
+                )
+        alike.append(str(size))
+    if not alike:
+        return ""
+    return f"; micro-batches of {' and '.join(alike)} give the same losses within {close:g} (sums are added in another order)"
 
 
 _CLOSE, _CLOSE_NARROW, _CLOSE_EVALUATION = 1e-3, 5e-2, 1e-4

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,10 @@ settings.load_profile("house")
 importlib.import_module("torch._dynamo")
 gc.collect()
 gc.freeze()
+
+
+# A shell starts what runs in the background without SIGINT, and every run that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

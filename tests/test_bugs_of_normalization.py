@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import DoesNotFit, Trainer
+from seqpart.errors import ModelError
 
 
 def test_running_statistics_are_not_applied_twice_when_an_update_is_done_again(tmp_path):
@@ -58,3 +59,33 @@ def test_a_limit_that_is_too_small_for_a_model_that_takes_no_single_row_is_refus
     with pytest.raises(DoesNotFit, match="smallest limit that fits") as refused:
         Trainer(model, mem_limit="60MB", **options).plan(rows, rows)
     Trainer(model, mem_limit=refused.value.smallest + (4 << 20), **options).plan(rows, rows)
+
+
+def normed(width=8):
+    return [lambda: nn.Linear(6, width), lambda: nn.BatchNorm1d(width), lambda: nn.Linear(width, 2)]
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(41, {"batch_size": 20}), (25, {"batch_size": 20, "micro_batch_size": 4}), (24, {"batch_size": 5, "micro_batch_size": 2})],
+)
+@pytest.mark.parametrize("method", ["streamed", "sil"])
+def test_a_division_that_leaves_a_single_row_is_refused_before_anything_is_trained(count, sizes, method, tmp_path):
+    """The last micro-batch of an update or of an epoch had one row: a traceback at the end of the first epoch."""
+    rows = torch.randn(count, 6), torch.arange(count) % 2
+    with pytest.raises(ModelError, match=r"leave a single row.*Give another --batch-size or --micro-batch-size"):
+        Trainer(normed(), mem_limit="2GB", method=method, output_dir=tmp_path / "run", **sizes).fit(rows, rows)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_planner_passes_over_micro_batches_that_leave_a_single_row(tmp_path):
+    """45 rows in batches of 20 end with 5: by 4 at a time that would be 4 and 1."""
+    rows = torch.randn(45, 6), torch.arange(45) % 2
+    options = {"method": "streamed", "batch_size": 20, "partitions": "0,2", "output_dir": tmp_path}
+    with pytest.raises(DoesNotFit) as refused:
+        Trainer(normed(200_000), mem_limit="60MB", **options).plan(rows, rows)
+    found = set()
+    for more in range(0, 140, 20):
+        plan = Trainer(normed(200_000), mem_limit=refused.value.smallest + (more << 20), **options).plan(rows, rows)
+        found.add(plan.partitions[0].micro_batch)
+    assert len(found) > 2 and not found & {4, 2, 1}, found

@@ -110,6 +110,9 @@ def test_another_digit_in_job_json_trains_no_other_job(processes, here):
     assert job.read_text() != text
     assert processes.run(here, ["--resume", "out"])[0] == 6
     assert "job.json is damaged: its checksum is not the one that was written" in (here / "said").read_text()
+    job.unlink()  # of a run, which the message said it was not
+    assert processes.run(here, ["--resume", "out"])[0] == 6
+    assert "Nothing was saved there yet" in (here / "said").read_text()
     job.write_text(text)
     assert processes.run(here, ["--resume", "out"], at=("update", 30))[0] == -signal.SIGKILL
     assert has_checkpoint(here / "out")

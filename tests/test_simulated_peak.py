@@ -229,8 +229,8 @@ def test_no_step_takes_more_live_bytes_than_was_foretold_and_the_peak_is_close(f
         assert seen.peak <= foretold, f"{moment.step}: {seen.peak} bytes were live, {foretold} foretold"
         if fit.prepared.phases[moment.step.phase].kind is PhaseKind.TRAIN:  # buffers of written rows may not be needed
             highest_seen, highest_foretold = max(highest_seen, seen.peak - buffers), max(highest_foretold, moment.peak)
-    # Small tensors that the heap keeps for a while are foretold, and not seen here.
-    assert highest_foretold <= 1.4 * highest_seen, "the highest step is foretold far above what it takes"
+    # Small tensors that the heap keeps for a while are foretold, and not seen here; nor what trials measured, in pages.
+    assert highest_foretold <= 1.4 * highest_seen + (1 << 18), "the highest step is foretold far above what it takes"
 
 
 def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(fit):

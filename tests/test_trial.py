@@ -128,6 +128,32 @@ def test_a_block_that_cannot_be_run_on_random_rows_is_counted_and_named(seen, mo
     assert any("block 0 (Seen) could not be run alone" in reason and "must be sorted" in reason for reason in plan.reasons)
 
 
+class TakesMore(nn.Module):
+    """A kernel that takes another workspace in every process."""
+
+    workspace = 0
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            torch.ones(self.workspace, dtype=torch.uint8)
+        return self.linear(x)
+
+
+def test_the_cut_of_sil_does_not_hang_on_what_real_runs_take(tmp_path, monkeypatch):
+    """Partitions were balanced by measured bytes too: the same command learned something else the next time."""
+    rows, found = data(64, 64), set()
+    for workspace in (0, 8 << 20, 40 << 20):
+        monkeypatch.setattr(TakesMore, "workspace", workspace)
+        blocks = [TakesMore, *[lambda: nn.Linear(64, 64)] * 4, lambda: nn.Linear(64, 4)]
+        trainer = Trainer(blocks, mem_limit="2GB", method="sil", partitions=2, output_dir=tmp_path, quiet=True)
+        found.add(trainer.plan(rows, rows).starts)
+    assert len(found) == 1, found
+
+
 @pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("outputs", [2, 3])
 def test_auto_takes_the_simplest_method_of_those_that_tie(outputs, factor, tmp_path, monkeypatch):
@@ -141,3 +167,31 @@ def test_auto_takes_the_simplest_method_of_those_that_tie(outputs, factor, tmp_p
     x, y = data()
     rows = x, y % outputs
     assert Trainer(blocks, mem_limit="2GB", method="auto", batch_size=32, quiet=True).plan(rows, rows).method == "full"
+
+
+GREEDY = """
+import torch
+from torch import nn
+from seqpart import DoesNotFit, Trainer
+from seqpart.gauge import highest
+
+class Greedy(nn.Module):
+    def forward(self, x):
+        beside = bytearray(1 << 28)  # nothing that fake tensors count
+        return x + len(beside) * 0
+
+rows = torch.randn(64, 32), torch.arange(64) % 4
+limit = highest() + (1 << 26)
+trainer = Trainer([lambda: nn.Linear(32, 32), Greedy, lambda: nn.Linear(32, 4)], mem_limit=limit, quiet=True)
+try:
+    trainer.plan(rows, rows)
+except DoesNotFit as refusal:
+    print(refusal)
+print(highest() < limit)
+"""
+
+
+def test_planning_keeps_the_limit_too(tmp_path):
+    """DenseNet-121 was planned in 387 MB under 325, and where memory ran out its block was called unfit for its rows."""
+    done = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, cwd=tmp_path)
+    assert "too small to plan in" in done.stdout and done.stdout.endswith("True\n"), done.stdout + done.stderr

@@ -243,6 +243,9 @@ class Worker:
                 record.violations.append(f"going on: exit code {ended.code}: {judging.last_words(ended)}")
                 return None
             record.violations += self._named(ended, damaged)
+            if "Nothing was saved there yet" in ended.complained and "--resume" in arguments:
+                record.outcome, arguments = "named, begun anew", self._arguments(base.job)
+                continue
             advised = re.search(r"--resume (\S+checkpoint\S*\.json)", ended.complained)
             if advised is None or advised[1].rstrip(".") in arguments:
                 record.outcome = "named, lost"

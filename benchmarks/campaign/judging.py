@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,15 @@ def same_tensors(one: Path, other: Path) -> str | None:
 
 
 def halvings(out: Path) -> list[int]:
-    """The micro-batches that a run went on with after allocations that failed."""
+    """The micro-batches that a run went on with after allocations that failed. A line that was damaged is passed over."""
     path = out / "events.jsonl"
-    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [event["micro_batch"] for event in events if event.get("event") == "allocation failed"]
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            event = json.loads(line)
+            if event.get("event") == "allocation failed":
+                found.append(event["micro_batch"])
+    return found
 
 
 def plan_of(out: Path) -> dict[str, Any]:
