@@ -12,7 +12,7 @@ from pathlib import Path
 
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError
 from seqpart.leftovers import Kind, belongs_to, clean, judged, remove_empty
-from seqpart.marker import LOCK, Marker, is_half_written_marker, locked, marker_of, new_id
+from seqpart.marker import LOCK, MARKER, Marker, is_half_written_marker, locked, marker_of, new_id
 from seqpart.ownfiles import PRIVATE_FOLDER, Folder, folder_inside
 from seqpart.publication import finish_publishing, publish
 from seqpart.replacing import unusable
@@ -236,13 +236,14 @@ def _must_be_ours(folder: Folder) -> None:
     if all(name == LOCK or is_half_written_marker(name) for name in folder.names()):
         return
     try:
-        found, why = marker_of(folder), ""
+        found = marker_of(folder)
     except ValueError as error:
-        found, why = None, f" ({error})"
+        raise CorruptFile(
+            f"--output-dir: {folder.path} holds files, and it is not known whether seqpart made them: {error} ({MARKER}). They "
+            "were left as they are. Give a new or empty directory.", folder.path / MARKER,
+        ) from None  # fmt: skip
     if found is None:
-        raise OptionError(
-            f"--output-dir: {folder.path} holds files that seqpart did not make{why}. Give a new or empty directory."
-        )
+        raise OptionError(f"--output-dir: {folder.path} holds files that seqpart did not make. Give a new or empty directory.")
 
 
 def _must_be_free(root: Path) -> None:

@@ -16,6 +16,7 @@ from benchmarks.campaign.faults import DAMAGE, KINDS, AtTime, Fault
 from benchmarks.campaign.jobs import TOO_SMALL, Job
 from benchmarks.campaign.starting import Ended, Order, Starter, imports_peak, run_fresh
 from benchmarks.campaign.surroundings import Desk
+from seqpart.marker import MARKER
 
 MOST_STARTS = 6
 IMPORTS = 3.0
@@ -167,7 +168,7 @@ class Worker:
             dataclasses.replace(fault, kind="kill at a change", at=0.25 + 0.74 * fault.at) if fault.kind in DAMAGE else fault
         )
         ended = self._disturb(record, base, first)
-        begun = (self.desk.out / "seqpart-run.json").exists()
+        begun = (self.desk.out / MARKER).exists()
         kind = KINDS[first.kind]
         finished = (self.desk.out / "result.json").exists()
         codes = (*kind.codes, -signal.SIGTERM, -signal.SIGINT) if finished else kind.codes
@@ -183,7 +184,9 @@ class Worker:
         if done is not None and not done.hung:
             self._check_done(record, base, done, whole=len(record.starts) == 1)
         # The change that failed may have been the removal of its homes: the next run does it.
-        cleaned = done is not None and not done.code and fault.kind != "EIO on a change"
+        # Whose homes they are is not known without the marker: they are kept, and told.
+        known = damaged is None or damaged.name != MARKER
+        cleaned = done is not None and not done.code and fault.kind != "EIO on a change" and known
         self._check_around(record, finished=cleaned)
 
     def _disturb(self, record: Record, base: Undisturbed, fault: Fault) -> Ended:
@@ -209,6 +212,8 @@ class Worker:
         desk = self.desk
         folders = [desk.out, *desk.homes_elsewhere()]
         files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.name != "seqpart.lock"]
+        if (desk.out / "result.json").exists():  # a finished run's weights are the user's, and no start looks at them again
+            files = [path for path in files if path.name != "model.safetensors"]
         path = faults.damage(fault, files)
         record.struck = path is not None
         record.notes.append(f"damaged {path.relative_to(desk.around)}" if path is not None else "nothing to damage")
@@ -238,6 +243,10 @@ class Worker:
                 record.notes.append("nothing was saved: begun anew")
                 arguments = self._arguments(base.job)
                 continue
+            unmarked = damaged is not None and damaged.name == MARKER
+            if unmarked and "files that seqpart did not make" in ended.complained:  # without it nobody can know whose they are
+                record.outcome = "refused, nothing touched"
+                return None
             if damaged is None or ended.code != 6:
                 record.outcome = "did not go on"
                 record.violations.append(f"going on: exit code {ended.code}: {judging.last_words(ended)}")
