@@ -13,7 +13,7 @@ from seqpart.device import describe_versions, host_memory_free, open_device
 from seqpart.direct import DirectFile, probe_disk
 from seqpart.errors import OptionError
 from seqpart.gauge import Gauge
-from seqpart.meter import measure_runtime
+from seqpart.meter import measure_runtime, warm_up
 from seqpart.units import format_size
 
 PACKAGES = ("torchvision", "numpy", "psutil", "nvidia-ml-py", "ptflops", "safetensors", "rich", "tyro", "scikit-learn")
@@ -29,6 +29,7 @@ def doctor(arguments: Sequence[str]) -> None:
         raise OptionError(f"--offload-dir: expected a directory; {options.offload_dir} is none.")
     device = open_device(options.device)
     device.settle()
+    warm_up(device)
     runtime = measure_runtime(device)
     gauge = Gauge(device)
     read, write = probe_disk(options.offload_dir)

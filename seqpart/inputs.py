@@ -37,6 +37,8 @@ T = TypeVar("T", int, float, str)
 
 _LEFT_LYING = 4 << 20
 """Bytes left behind by counting a model's costs from which on a collection, 0.1 s, is worth its time."""
+_KEPT = 1 << 20
+"""Bytes that are looked at again after a collection, before they count as kept for good."""
 _TO_PLAN = 64 << 20
 """Bytes: DenseNet-121, of 430 layers, took 30 MB to plan."""
 
@@ -85,6 +87,7 @@ class Inputs:
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
         self.counted_at = cache(self._measure)
+        self._measured_loss = cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
         self.folder, self.dry = folder, dry
@@ -200,8 +203,10 @@ class Inputs:
         fresh = [self.trials.run(rows, first, last, room) for rows, first, last in wanted]
         if not any(fresh):
             return False
-        gc.collect()
         before, self._held = self._held, self.trials.held()
+        if self._held > before + _KEPT:
+            gc.collect()
+            self._held = self.trials.held()
         self.runtime += max(0, self._held - before)
         self.costs_at = cache(self.trials.refined)
         return True
@@ -342,41 +347,39 @@ class Inputs:
 
     def _loss_cost_of(self, micro_batch: int, *, inner: bool) -> LossCost:
         last = self.costs_at(micro_batch)[-1]
-        of_rows = self.train.labels
-        labels = torch.zeros((micro_batch, *of_rows.shape[1:]), dtype=label_dtype(of_rows))
-
-        @cache
-        def measured(shape: tuple[int, ...], dtype: torch.dtype, final: bool) -> tuple[int, int]:
-            targets = 0
-
-            def judged(output: torch.Tensor) -> torch.Tensor:
-                """As the executor does it: the scores are looked at while the loss still holds its graph."""
-                nonlocal targets
-                loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"), measured=True)  # it may be large
-                assert loss is not None
-                targets = loss.nbytes
-                with Device().autocast(self.settings.autocast):
-                    value = loss(output, labels)
-                with torch.no_grad():
-                    loss.scores(output.detach(), labels)
-                return value.loss if isinstance(value, Verdict) else value
-
-            try:
-                peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype)
-            except Exception as error:
-                raise DataError(
-                    f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
-                    f"{'classes' if self.classes else 'labels'}: {error}"
-                ) from error
-            return max(0, peak - targets), targets
 
         def cost(block: BlockCost) -> tuple[int, int]:
             if block is not last and not (inner and self.cuts_behind(block)):
                 return 0, 0  # no loss ever stands there, and none may suit that shape
-            return measured(block.output_shape, block.output_dtype, block is last)
+            return self._measured_loss(micro_batch, block.output_shape, block.output_dtype, block is last)
 
         self._refuse_few_outputs(last)
         return cost
+
+    def _measure_loss(self, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool) -> tuple[int, int]:
+        labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=label_dtype(self.train.labels))
+        targets = 0
+
+        def judged(output: torch.Tensor) -> torch.Tensor:
+            """As the executor does it: the scores are looked at while the loss still holds its graph."""
+            nonlocal targets
+            loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"), measured=True)  # it may be large
+            assert loss is not None
+            targets = loss.nbytes
+            with Device().autocast(self.settings.autocast):
+                value = loss(output, labels)
+            with torch.no_grad():
+                loss.scores(output.detach(), labels)
+            return value.loss if isinstance(value, Verdict) else value
+
+        try:
+            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype)
+        except Exception as error:
+            raise DataError(
+                f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
+                f"{'classes' if self.classes else 'labels'}: {error}"
+            ) from error
+        return max(0, peak - targets), targets
 
     def _refuse_few_outputs(self, last: BlockCost) -> None:
         if self._final_loss is regression and torch.Size(last.output_shape).numel() != 1:

@@ -32,6 +32,12 @@ def like_ctrl_c() -> Iterator[None]:
             signal.signal(ending, handler)
 
 
+def end_at_once() -> None:
+    """From here on Ctrl-C ends the process: all is done, and what the interpreter puts away would answer with a traceback."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _interrupt(_: int, __: FrameType | None) -> None:
     raise KeyboardInterrupt
 

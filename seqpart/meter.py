@@ -22,7 +22,7 @@ _VARIES = 4 << 20
 """Bytes by which the runtimes of two processes may differ: 294 to 297 MB were seen."""
 
 WARM_UP_BYTES = 9 << 20
-"""What measure_runtime's own small step takes for a moment, before any plan: the least peak beyond the runtime."""
+"""What warm_up's own small step takes for a moment, before any plan: the least peak beyond the runtime."""
 
 
 class Sampler:
@@ -129,8 +129,7 @@ def warm_up(device: Device) -> None:
 
 
 def measure_runtime(device: Device) -> int:
-    """Bytes that the process (CPU) or its context (CUDA) holds once every library has warmed up."""
-    warm_up(device)
+    """Bytes that the process (CPU) or its context (CUDA) holds, of which nothing will go: every library has warmed up."""
     gc.collect()
     device.release_cached()
     return Gauge(device).read()

@@ -7,6 +7,7 @@ and a layout like weights do, so it must be known ahead: one step on six numbers
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Optimizer:
             optimizer.state[parameter] = {tensor.name: views[f"{name}.{tensor.name}"] for tensor in self.state}
 
 
+@cache
 def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0) -> Optimizer:
     """`adam`, `adamw` or `sgd`, fused. Raises OptionError for another name or a negative number."""
     if name not in NAMES:

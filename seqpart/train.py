@@ -1,5 +1,6 @@
 """The door: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, verify, doctor)."""
 
+import atexit
 import itertools
 import sys
 import traceback
@@ -11,7 +12,7 @@ from seqpart.arguments import kept_options, options_of
 from seqpart.device import Device
 from seqpart.doctor import doctor
 from seqpart.errors import BadInput, Interrupted, OptionError, SeqpartError
-from seqpart.interrupts import like_ctrl_c
+from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.job import Job, opened
 from seqpart.output import lasting_output
 from seqpart.plan import Plan
@@ -59,6 +60,7 @@ def console() -> None:
 
 def _guarded(work: Callable[[], None], *, debug: bool) -> int:
     """Run `work`; a user's mistake becomes one message and its exit code."""
+    atexit.register(end_at_once)
     with lasting_output(), like_ctrl_c():
         return _ended(work, debug=debug)
 

@@ -152,6 +152,7 @@ def small_disk(place):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_in_the_middle_of_a_run_is_said_and_earlier_files_stay(place, small_disk):
     shutil.copytree(place / "out", small_disk / "out")
     before = files(small_disk / "out")

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
 from seqpart.schedule import Verb
+from tests.choice import only_quick
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Stopping, ended, interrupt
 from tests.test_exact import dropping, fresh
@@ -110,11 +111,7 @@ LONGER = {
 }  # fmt: skip
 
 
-def cases(names):
-    return [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in names]
-
-
-@pytest.mark.parametrize("name", cases(EPOCHS))
+@pytest.mark.parametrize("name", only_quick(EPOCHS, EPOCHS.keys() - LONGER))
 def test_a_run_that_goes_on_with_other_epochs_ends_as_one_that_had_them_from_the_start(name, arms):
     how, options, (phase, update), other, as_if = EPOCHS[name]
     arm = arms(how, **options)
@@ -140,7 +137,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", cases(REFUSED))
+@pytest.mark.parametrize("name", only_quick(REFUSED, REFUSED.keys() - LONGER))
 def test_what_cannot_be_changed_is_refused_in_words_and_the_run_goes_on_as_it_was(name, arms):
     how, options, (phase, update), other, words = REFUSED[name]
     arm = arms(how, **options)

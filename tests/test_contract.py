@@ -93,6 +93,7 @@ def test_the_proof_reports_what_a_watcher_outside_sees(limit, job, few, tmp_path
     assert ran.proof("predicted") >= 0.99 * ran.watched.peak
 
 
+@pytest.mark.slow
 def test_host_memory_that_was_granted_lies_beside_the_limit_and_is_used(few, tmp_path):
     ran = Ran(
         tmp_path, ["--mem-limit", "520MB", "--ram-limit", "300MB", "--width", "1024", "--depth", "40", "--epochs", "1", *few]
@@ -106,6 +107,7 @@ def test_host_memory_that_was_granted_lies_beside_the_limit_and_is_used(few, tmp
 SMALL = ["--width", "1024", "--depth", "16", "--epochs", "1", "--batch-size", "128"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(few, tmp_path):
     refused = Ran(tmp_path, ["--mem-limit", "320MB", *few, *SMALL])
     assert refused.code == 3, refused.out + refused.err

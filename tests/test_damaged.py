@@ -11,6 +11,7 @@ import pytest
 from seqpart import manifest as manifests
 from seqpart.errors import CorruptFile, DiskFull
 from seqpart.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
+from tests.choice import only_quick
 from tests.exactly import How, numbers, split
 from tests.resuming import Arm, Killed, Stopping, ended, flip, kill
 from tests.test_exact import dropping, fresh
@@ -67,7 +68,7 @@ def refused(arm, path, damage, chance):
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("way", ["streamed", "sil"])
+@pytest.mark.parametrize("way", only_quick(["streamed", "sil"], ["streamed"]))
 def test_each_damaged_file_is_named_and_the_checkpoint_before_goes_on_to_the_same_bits(way, arms):
     """A file that both checkpoints need is lost, unless the data give it again, and that is said."""
     arm, chance = arms(**WAYS[way]), random.Random(f"{SEED} {way}")
@@ -151,7 +152,7 @@ def fill(monkeypatch, name, call):
 
 @pytest.mark.parametrize("call", [1, 4])
 @pytest.mark.parametrize("failing", ["pwritev", "fsync", "replace", "write"])
-@pytest.mark.parametrize("way", ["in host memory", "sil"])
+@pytest.mark.parametrize("way", only_quick(["in host memory", "sil"], ["in host memory"]))
 def test_a_disk_that_is_full_ends_the_run_with_a_clear_error_and_the_checkpoint_goes_on(way, failing, call, arms, monkeypatch):
     """With homes in host memory nothing is written but by saves."""
     arm = arms(**WAYS[way], epochs=1)

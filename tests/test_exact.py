@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.zoo.models import gpt, mlp
+from tests.choice import only_quick
 from tests.exactly import FULL, HOWS, Trained, first_difference, numbers, tokens
 from tests.test_same_as_plain import plain_modules
 
@@ -294,7 +295,19 @@ def fresh(model):
     return build
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = [
+    "mlp, adam, clipped, bf16",
+    "dropout, sgd",
+    "channels last, adam",
+    "statistics, sgd, clipped",
+    "frozen middle, adam, clipped",
+    "attention, adamw, bf16",
+    "gpt, sgd, bf16",
+    "tied, adam, clipped",
+]
+
+
+@pytest.mark.parametrize("name", only_quick(CASES, QUICK))
 def test_every_way_to_train_gives_the_bits_of_full_training(name, arms):
     arm = arms(name)
     expected = arm.run(FULL)
@@ -318,7 +331,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", only_quick(PLAIN, ["mlp, sgd", "gpt, sgd, bf16"]))
 def test_without_dropout_the_bits_are_those_of_a_plain_loop(name, arms):
     model, shape, _, options = CASES[name]
     arm = arms(name)

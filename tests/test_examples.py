@@ -59,6 +59,7 @@ def test_the_default_jobs_weights_give_the_same_accuracy_with_torch_alone(tmp_pa
     assert alone.split("accuracy ")[1].split()[0] in done.stdout
 
 
+@pytest.mark.slow
 def test_a_language_model_learns_the_same_under_the_limit_and_goes_on_from_its_weights(tmp_path):
     (tmp_path / "text").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
     arguments = ["text", "--width", 32, "--depth", 2, "--epochs", 1, "--mem-limit", "400MB"]
@@ -72,6 +73,7 @@ def test_a_language_model_learns_the_same_under_the_limit_and_goes_on_from_its_w
     assert loss_of_epoch_1(more) < loss_of_epoch_1(first)
 
 
+@pytest.mark.slow
 def test_handwriting_is_learned_in_partitions_with_settings_of_their_own_and_recovered(tmp_path):
     random = np.random.default_rng(0)
     shades = random.integers(0, 255, (3, 8, 8))
@@ -90,7 +92,9 @@ def test_handwriting_is_learned_in_partitions_with_settings_of_their_own_and_rec
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--method", "sil", "--partitions", "0,2", "--recovery-epochs", 1)], ids=["exact", "sil"]
+    "options",
+    [(), pytest.param(("--method", "sil", "--partitions", "0,2", "--recovery-epochs", 1), marks=pytest.mark.slow)],
+    ids=["exact", "sil"],
 )
 def test_a_resnet_learns_images_from_an_npz_file(options, tmp_path):
     random = np.random.default_rng(0)

@@ -14,6 +14,7 @@ import pytest
 from seqpart.publication import latest
 from seqpart.run import JOB, RESULT
 from seqpart.scratch import has_checkpoint
+from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, command, end, start
 from tests.resuming import Processes
 
@@ -79,7 +80,7 @@ def to_go_on(folder, arguments):
     return ["--resume", "out"] if latest(folder / "out", JOB).exists() else arguments
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", only_quick(CASES, ["streamed, clipped", "sil, in host memory"]))
 def test_a_run_killed_again_and_again_ends_with_the_bits_of_one_that_nobody_killed(name, processes, here):
     options, late = CASES[name]
     arguments, chance, history = [*COMMON, *options], random.Random(f"{SEED} {name}"), [f"seed {SEED}"]

@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 from seqpart.run import RESULT
+from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, SMALL, call, command, refused
 
 QUICK = [*SMALL, "--epochs", "1", "--method", "full", "--output-dir", "out"]
@@ -90,7 +91,7 @@ def script(folder, *arguments, **named):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", only_quick(["SIGTERM", "SIGHUP"], ["SIGTERM"]))
 def test_a_script_that_is_ended_by_a_signal_saves_as_at_ctrl_c(name, tmp_path):
     """SIGTERM killed the process, and what it had trained since the last checkpoint was gone."""
     (tmp_path / "alone").mkdir()

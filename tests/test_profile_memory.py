@@ -106,6 +106,7 @@ def test_the_files_that_it_names_are_there_and_say_the_same(found):
     assert sorted(path.name for path in folder.iterdir()) == ["profile.csv", "profile.json", "profile.md", "profile.png"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_nothing_fits_is_told_with_the_smallest_that_would_do(tmp_path):
     code, said, document = profiled(tmp_path, "--mem-limit", "1MB", "--methods", "streamed", *SMALL)
     assert code == 0, said

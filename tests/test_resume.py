@@ -16,6 +16,7 @@ from seqpart.report import EVENTS
 from seqpart.schedule import Verb
 from seqpart.scratch import has_checkpoint
 from seqpart.store import Store
+from tests.choice import only_quick
 from tests.exactly import FULL, How, numbers, tokens
 from tests.resuming import Arm, Killed, Stopping, ended, interrupt, kill
 from tests.test_exact import (
@@ -80,7 +81,16 @@ def stopped_after(arm, steps, *, how=kill, **options):
         arm.fit(reporter=Stopping(steps, how), **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = [
+    "one slot, statistics, clipped",
+    "two slots, boundaries on disk, dropout",
+    "tied, graphs kept, clipped",
+    "in host memory, attention, bf16",
+    "sil, recovery, tested between epochs",
+]
+
+
+@pytest.mark.parametrize("name", only_quick(CASES, QUICK))
 def test_a_run_stopped_anywhere_and_often_ends_with_the_bits_of_one_that_was_left_alone(name, arms):
     """Mid-update, mid-epoch, mid-partition; signals save where they come, kills fall back to the last save."""
     model, shape, how, options = CASES[name]

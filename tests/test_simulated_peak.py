@@ -203,7 +203,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES)
+# Tests of one case run on one worker, which makes its fixture once.
+GROUPED = [pytest.param(name, marks=pytest.mark.xdist_group(f"fit of {name}")) for name in CASES]
+
+
+@pytest.fixture(scope="module", params=GROUPED)
 def fit(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         found = Fit(tmp_path_factory.mktemp("fit"), patch, **CASES[request.param])

@@ -93,8 +93,8 @@ def check(model, data, **options):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param("gpt", "streamed"),
-        pytest.param("batch norm and dropout", "checkpointed"),
+        ("gpt", "streamed"),
+        pytest.param("batch norm and dropout", "checkpointed", marks=pytest.mark.slow),
         pytest.param("mlp", "streamed", marks=pytest.mark.slow),
         pytest.param("mlp", "checkpointed", marks=pytest.mark.slow),
         pytest.param("gpt", "checkpointed", marks=pytest.mark.slow),
