@@ -148,7 +148,7 @@ class Run:
         self._stack.push(close)
         self._scratch = open_scratch(directory, manifest, settings.offload_dir, name)
         if self._scratch is not directory:
-            self._stack.callback(self._scratch.vanish)
+            self._stack.push(lambda kind, *_: self._scratch.vanish(failed=kind is not None))
         if manifest is None:
             refuse_small_disk(plan, self._scratch.root, written=plan.given)
         for line in tell_leftovers(self._scratch.root.parent, directory.cleaned):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from seqpart.direct import explained
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError
 from seqpart.leftovers import Kind, belongs_to, clean, judged, remove_empty
 from seqpart.marker import LOCK, MARKER, Marker, is_half_written_marker, locked, marker_of, new_id
@@ -150,15 +151,18 @@ class RunDirectory:
                 if not has_checkpoint(self.root):
                     clear_scratch(self._folder)
                 self.mark(state)
-        except (OSError, StoreError):
+        except (OSError, StoreError) as error:
             if state == "done":
-                raise
+                raise _left_over(error, self.root) from None
             # A run that failed has its own error to tell, and the next run cleans up.
         finally:
             self._let_go()
 
-    def vanish(self) -> None:
-        """For a scratch directory of ours: remove it altogether, unless its run's checkpoint needs it, or may need it."""
+    def vanish(self, *, failed: bool = False) -> None:
+        """For a scratch directory of ours: remove it altogether, unless its run's checkpoint needs it, or may need it.
+
+        failed: the run has an error of its own to tell. Raises StoreError where the disk fails and it has none.
+        """
         try:
             if self._folder.is_at(self._marker.directory):
                 with Folder.at(self._marker.directory) as folder:
@@ -166,6 +170,9 @@ class RunDirectory:
                     if found is not None and found.kind is Kind.LEFTOVER:
                         clear_scratch(folder)
                         remove_empty(folder)
+        except (OSError, StoreError) as error:
+            if not failed:
+                raise _left_over(error, self.root) from None
         finally:
             self._let_go()
 
@@ -180,7 +187,7 @@ class RunDirectory:
             (self.root / name).unlink(missing_ok=True)
         for scratch in scratches:
             if belongs_to(scratch, self._marker):
-                with contextlib.suppress(OSError, StoreError):  # in use, or not ours to clean
+                with contextlib.suppress(StoreError, FileNotFoundError, NotADirectoryError):  # in use, or gone
                     clean(scratch)
 
 
@@ -197,6 +204,13 @@ def finish_what_was_published(root: Path) -> None:
             raise unusable(error, root) from None
         finally:
             os.close(lock)
+
+
+def _left_over(error: OSError | StoreError, root: Path) -> StoreError:
+    """The disk failed as the homes of a run that is done were removed."""
+    found = error if isinstance(error, StoreError) else explained(error, root)
+    found.add_note("The run is finished and its results are written. Some of its homes or rows could not be removed.")
+    return found
 
 
 def new_name(method: str) -> str:

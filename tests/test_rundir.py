@@ -1,5 +1,7 @@
 """Directories that a run owns: nothing is deleted but what a run of ours made, and nobody else's run is disturbed."""
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -180,6 +182,25 @@ def test_only_files_of_ours_are_removed_from_scratch(tmp_path):
         assert clear_scratch(folder) == 200
     assert names(directory.root) == ["homes", "homes/notes.txt", "notes.txt", MARKER, "seqpart.lock"]
     directory.close("failed")
+
+
+@pytest.mark.parametrize("ended", ["done", "failed"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the run's directory", "elsewhere"])
+def test_a_disk_that_fails_as_homes_are_removed_is_told_where_the_run_has_no_other_error(
+    ended, elsewhere, tmp_path, monkeypatch
+):
+    """A run that was done ended in a traceback, or, with homes elsewhere, without a word."""
+
+    def failing(name, *, dir_fd=None):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    directory = RunDirectory(tmp_path / (f"{SCRATCH_PREFIX}x" if elsewhere else "out"))
+    fill(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        with pytest.raises(StoreError, match="Input/output error") if ended == "done" else contextlib.nullcontext() as told:
+            directory.vanish(failed=ended == "failed") if elsewhere else directory.close(ended)
+    assert ended == "failed" or "The run is finished and its results are written" in told.value.__notes__[0]
 
 
 def test_a_failure_to_mark_does_not_hide_why_the_run_failed(tmp_path, monkeypatch):

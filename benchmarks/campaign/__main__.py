@@ -2,7 +2,8 @@
 
     python -m benchmarks.campaign --minutes 70 --seed 1 --jobs 2      results and docs/trust.md's figures
     python -m benchmarks.campaign --seed 1 --only 37                  case 37 again, with all that it prints
-    python -m benchmarks.campaign --minutes 30 --seed 1 --add         another sitting: the next jobs of that seed, added
+    python -m benchmarks.campaign --minutes 30 --seed 1 --add         another sitting: the next jobs of that seed,
+                                                                      and once more what was violated
     python -m benchmarks.campaign --table                             docs/trust.md from the results
 
 Each job (a model, data, method, optimizer, type, batch, limit) is run undisturbed first, under the smallest limit that its
@@ -42,14 +43,21 @@ class Campaign:
         self._lock, self._next = threading.Lock(), options.first // PER_JOB
         self.records: list[Record] = []
         self.lost: list[str] = []
-        self._earlier, self._again = 0.0, list[tuple[int, int]]()
+        self._earlier, self._again = 0.0, list[tuple[int, int | None]]()
+        self.mended: list[dict[str, Any]] = []
         if options.add:
-            self.records, self.lost, self._earlier = table.load(options.name, options.seed)
-            self._next = max([self._next, *(record.job + 1 for record in self.records)])
-            # A check that stumbled says nothing of the run: once more.
-            self._again = [(record.job, record.case) for record in self.records if record.outcome == CHECK_FAILED]
-            self.records = [record for record in self.records if record.outcome != CHECK_FAILED]
+            self._go_on()
         self._began = time.monotonic()
+
+    def _go_on(self) -> None:
+        """What was violated, or could not be judged, is run again: its cause has been mended since, or it is violated again."""
+        self.records, self.lost, self._earlier, self.mended = table.load(self.options.name, self.options.seed)
+        self._next = max([self._next, *(record.job + 1 for record in self.records)])
+        violated = [record for record in self.records if record.violations]
+        self.mended += [{"case": r.case, "fault": r.fault, "violation": r.violations[0]} for r in violated]
+        # A job whose undisturbed run was violated has no other cases yet.
+        self._again = [(record.job, None if record.fault == "none" else record.case) for record in violated]
+        self.records = [record for record in self.records if not record.violations]
 
     def run(self) -> None:
         threads = [threading.Thread(target=self._guarded_work, args=(number,)) for number in range(self.options.jobs)]
@@ -101,7 +109,7 @@ class Campaign:
         seconds = round(self._earlier + time.monotonic() - self._began)
         about = {
             "seed": self.options.seed, "jobs": self.options.jobs, "per_job": PER_JOB, "seconds": seconds,
-            "device_mapper": document.has_device_mapper(), "imports": imports_peak(),
+            "device_mapper": document.has_device_mapper(), "imports": imports_peak(), "mended": self.mended,
         }  # fmt: skip
         return table.save(self.options.name, self.records, self.lost, about)
 

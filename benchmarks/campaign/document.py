@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record as records_on_disk
 from benchmarks.campaign.faults import KINDS
 
+_PLACES = re.compile(r"/tmp/\S*?(?=[\s:,.]?(\s|$))")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trust.md"
 
 HEAD = """\
@@ -108,6 +110,7 @@ def text_of(found: dict[str, Any]) -> str:
         + "\n".join(lines)
         + "\n"
         + _violations(result)
+        + _mended(result)
         + PROMISES.format(lost=lost, devices=devices, imports=result["imports"] / 1e6)
     )
 
@@ -117,6 +120,20 @@ def _violations(result: dict[str, Any]) -> str:
         return ""
     lines = [f"- case {case['case']}, {case['fault']}: {'; '.join(case['violations'])}" for case in result["violated"]]
     return "\n### Violations\n\n" + "\n".join(lines) + "\n"
+
+
+def _mended(result: dict[str, Any]) -> str:
+    if not result["mended"]:
+        return ""
+    lines = [
+        f"- case {case['case']}, {case['fault']}: {_PLACES.sub('...', case['violation'].splitlines()[0])}"
+        for case in result["mended"]
+    ]
+    return (
+        "\n### What was found, mended and run again\n\nIn earlier sittings of this campaign these cases were violated, by the "
+        "program or by a check that was wrong itself.\nEach was run again when its cause had been mended, and counts above as "
+        "it ended then.\n\n" + "\n".join(lines) + "\n"
+    )
 
 
 def has_device_mapper() -> bool:

@@ -58,7 +58,7 @@ KINDS = {
     "neighbour": Kind("another process takes 1.5 GB and writes to it all the time", "as if nothing had happened", (0,), 1),
     "failed allocation": Kind(
         "the K-th allocation of 64 KiB or more fails",
-        f"half the micro-batch, or exit code 4; {GOES_ON}", (0, 4), 3,
+        f"half the micro-batch, or exit code 4 (3 while it is planned); {GOES_ON}", (0, 3, 4), 3,
     ),
 }  # fmt: skip
 DAMAGE = ("bit flip", "truncation", "lost file")

@@ -25,15 +25,18 @@ def line(record: Record) -> str:
     )
 
 
-def load(name: str, seed: int) -> tuple[list[Record], list[str], float]:
-    """The cases of an earlier sitting, what it lost, and its seconds. Raises SystemExit where its seed was another."""
+def load(name: str, seed: int) -> tuple[list[Record], list[str], float, list[dict[str, Any]]]:
+    """The cases of earlier sittings, what they lost, their seconds, and what was violated before it was mended.
+
+    Raises SystemExit where their seed was another.
+    """
     result = records_on_disk.load(name)
     if not result:
-        return [], [], 0.0
+        return [], [], 0.0, []
     if result["seed"] != seed:
         raise SystemExit(f"--add: the results of {name} are those of seed {result['seed']}, not of {seed}.")
     lines = _cases_of(name).read_text().splitlines()
-    return [Record(**json.loads(line)) for line in lines], result["lost"], result["seconds"]
+    return [Record(**json.loads(line)) for line in lines], result["lost"], result["seconds"], result.get("mended", [])
 
 
 def _cases_of(name: str) -> Path:
