@@ -138,7 +138,9 @@ class RunDirectory:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, BadInput) and has_checkpoint(self.root):
+            if isinstance(error, CorruptFile) and has_checkpoint(self.root):
+                error.add_note(f"There is a checkpoint: --resume {self.root} goes on, or says that it needs what was damaged.")
+            elif not isinstance(error, BadInput) and has_checkpoint(self.root):
                 error.add_note(f"The last checkpoint is intact: when the cause is gone, go on with --resume {self.root}")
             raise
 

@@ -215,6 +215,18 @@ def test_a_failure_to_mark_does_not_hide_why_the_run_failed(tmp_path, monkeypatc
         done.close("done")
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(RuntimeError("cut off"), "The last checkpoint is intact"), (CorruptFile("x"), "or says that it needs")]
+)
+def test_an_error_says_how_to_go_on_and_promises_no_checkpoint_that_damage_may_have_met(error, said, tmp_path):
+    directory = RunDirectory(tmp_path / "out")
+    save(directory)
+    with pytest.raises(type(error)) as told, directory.resumable():
+        raise error
+    assert said in told.value.__notes__[0]
+    directory.close("failed")
+
+
 def test_small_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     write_text(path, "first")
