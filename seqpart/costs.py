@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from seqpart.blocks import Block, Chain, layout_of, lent, run_fake
+from seqpart.device import Device
 from seqpart.direct import round_up
 from seqpart.errors import DataError, ModelError
 from seqpart.layout import Layout
@@ -187,6 +188,8 @@ def _measure_module(
     except ModelError as error:
         raise ModelError(f"{block}: {error}") from None
     except Exception as error:
+        if Device().is_out_of_memory(error):  # planning keeps a limit too; the block may well take these rows
+            raise
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         if "_local_scalar_dense" in reason:
             reason = "it reads a number out of a tensor (item(), float(), a tensor in an if), and planning has no numbers"
