@@ -1,11 +1,13 @@
 """Output that nobody takes any more ends; training does not. Signals end a run alike in the command and in a script."""
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 
 import pytest
@@ -106,19 +108,28 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
     assert done.returncode == 0 and "saved" not in done.stdout, done.stderr
 
 
+def in_a_terminal():
+    """Of its own; what nohup may have left ignored in this process is not ignored there."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path):
     """The bar writes into a terminal that is no more, and the signal comes at once."""
     master, terminal = os.openpty()
     process = subprocess.Popen(
         [*command(QUICK), "--epochs", "4000"], cwd=tmp_path, env=ENVIRONMENT, stdin=terminal, stdout=terminal, stderr=terminal,
-        start_new_session=True, preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=in_a_terminal,
     )  # fmt: skip
     os.close(terminal)
     said = b""
     while b"train epoch" not in said:
         said += os.read(master, 4096)
     os.close(master)
-    assert process.wait(SECONDS) == 130
+    try:
+        assert process.wait(SECONDS) == 130
+    finally:
+        process.kill()
     assert (tmp_path / "out" / "checkpoint.json").exists()
 
 
