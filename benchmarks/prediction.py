@@ -65,7 +65,7 @@ def architectures() -> list[Architecture]:
     streamed = {"method": "streamed", "limit": "600MB"}
     vision = [
         ("resnet18", {}), ("resnet50", {}), ("resnext50", {}), ("mobilenet_v2", {}), ("mobilenet_v3", streamed),
-        ("efficientnet_b0", {}), ("convnext_tiny", {}), ("densenet121", {}), ("vgg11_bn", {"method": "auto", "limit": "1.5GB"}),
+        ("efficientnet_b0", {}), ("convnext_tiny", {}), ("densenet121", {}), ("vgg11_bn", {"method": "auto"}),
         ("alexnet", {}), ("squeezenet", {}), ("shufflenet", streamed), ("mnasnet", {}), ("regnet", streamed),
         ("swin_t", {"method": "auto", "limit": "1GB"}),
     ]  # fmt: skip

@@ -12,6 +12,7 @@ import seqpart.manifest as manifests
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.marker import MARKER
 from seqpart.ownfiles import opened
+from seqpart.progress import refuse_finished
 from seqpart.publication import latest
 from seqpart.run import JOB
 from seqpart.scratch import has_checkpoint
@@ -108,6 +109,7 @@ def _kept(path: Path) -> dict[str, Any]:
                 f"--resume: the run in {path} was started from Python. Go on with it there: fit(..., resume=...)."
             )
     else:
+        refuse_finished(path)
         job = latest(path, JOB)
         try:
             with open(opened(job), "rb") as file:

@@ -156,7 +156,7 @@ def progress_of(path: Path, settings: Settings) -> Progress:
     root = path if path.is_dir() else path.parent
     if path.is_dir() and not has_checkpoint(path):
         finish_what_was_published(root)
-        _refuse_finished(root)
+        refuse_finished(root)
         return Progress(root=root)
     manifest = manifests.load(path)
     state = _well_formed(manifest)
@@ -181,7 +181,8 @@ def _well_formed(manifest: Manifest) -> dict[str, Any]:
     raise CorruptFile(f"{manifest.path} is no checkpoint that seqpart wrote. It was not used.", manifest.path)
 
 
-def _refuse_finished(root: Path) -> None:
+def refuse_finished(root: Path) -> None:
+    """Raises OptionError where `root` has the results of a run that is done: there is nothing to go on with."""
     if (root / WEIGHTS).exists():
         raise OptionError(
             f"--resume: the run in {root} is finished, and its weights are in {root / WEIGHTS}. "

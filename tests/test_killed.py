@@ -120,6 +120,9 @@ def test_another_digit_in_job_json_trains_no_other_job(processes, here):
     job.write_text("{}")  # the checkpoint holds it too
     assert processes.run(here, ["--resume", "out"])[0] == 0, (here / "said").read_text()
     assert ended(here) == whole
+    job.unlink()
+    assert processes.run(here, ["--resume", "out"])[0] == 2
+    assert "is finished, and its weights are in" in (here / "said").read_text(), "and not: nothing was saved"
 
 
 def test_there_are_more_than_twenty_moments_and_streamed_has_two_slots(processes, here):

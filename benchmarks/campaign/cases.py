@@ -212,8 +212,8 @@ class Worker:
         desk = self.desk
         folders = [desk.out, *desk.homes_elsewhere()]
         files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.name != "seqpart.lock"]
-        if (desk.out / "result.json").exists():  # a finished run's weights are the user's, and no start looks at them again
-            files = [path for path in files if path.name != "model.safetensors"]
+        if (desk.out / "result.json").exists():  # a finished run's results are the user's, and no start looks at them again
+            files = [path for path in files if path.name not in judging.RESULTS]
         path = faults.damage(fault, files)
         record.struck = path is not None
         record.notes.append(f"damaged {path.relative_to(desk.around)}" if path is not None else "nothing to damage")
