@@ -176,7 +176,10 @@ def _parts(request: Request, micro_batch: int, starts: Sequence[int]) -> tuple[t
 
 
 def _cuts(request: Request, method: Method, micro_batch: int) -> list[tuple[int, ...]]:
-    """First blocks of the partitions: as asked, or from the finest cut to the coarsest, each in balance."""
+    """First blocks of the partitions: as asked, or from the finest cut to the coarsest, each in balance.
+
+    In balance by what is counted, so that the same request gives the same cuts, whatever real runs happened to take.
+    """
     if not method.cuts:
         return [(0,)]
     if request.starts is not None:
@@ -184,7 +187,7 @@ def _cuts(request: Request, method: Method, micro_batch: int) -> list[tuple[int,
     possible = starts_of(request)
     if request.count is not None:
         return [_balanced(request, micro_batch, request.count)]
-    weights = [costs_from(request, micro_batch, first)[last] for first, last in _neighbours(request)]
+    weights = [costs_from(request, micro_batch, first, counted=True)[last] for first, last in _neighbours(request)]
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
     found: list[tuple[int, ...]] = []
     bound = max(sizes)
@@ -213,7 +216,7 @@ def _balanced(request: Request, micro_batch: int, count: int) -> tuple[int, ...]
     pieces = [
         Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
         for first in starts_of(request)
-        for last, cost in costs_from(request, micro_batch, first).items()
+        for last, cost in costs_from(request, micro_batch, first, counted=True).items()
     ]
     chosen = best_cut(pieces, len(request.chain), count)
     if chosen is None:

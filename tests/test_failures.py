@@ -103,8 +103,14 @@ def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_c
         fit(tmp_path, network(lambda: Picky(RuntimeError(REFUSAL))))
 
 
-@pytest.mark.parametrize("place", ["seqpart.inputs.measure_rates", "seqpart.run.data_digest"])
-def test_memory_that_runs_out_before_training_is_one_message_too(place, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("place", "code", "told"),
+    [
+        ("seqpart.inputs.measure_rates", 3, "is too small to plan in"),
+        ("seqpart.run.data_digest", 4, "OutOfMemory: memory ran out while"),
+    ],
+)
+def test_memory_that_runs_out_before_training_is_one_message_too(place, code, told, tmp_path, monkeypatch, capsys):
     """A campaign let the K-th allocation fail: in the measuring of rates that was a traceback and exit code 1."""
 
     def failing(*_, **__):
@@ -112,7 +118,7 @@ def test_memory_that_runs_out_before_training_is_one_message_too(place, tmp_path
 
     monkeypatch.setattr(place, failing)
     ran = call(capsys, *SMALL, "--method", "full", "--epochs", "1", "--output-dir", tmp_path / "run")
-    assert refused(ran, 4, "OutOfMemory: memory ran out while", "Give a larger --mem-limit")
+    assert refused(ran, code, told)
 
 
 def test_memory_that_runs_out_above_the_least_rows_that_a_model_takes_is_no_bad_input(tmp_path):

@@ -34,8 +34,6 @@ SMALL = [
     "--partitions",
     "2",
 ]
-ONE_WORKER = pytest.mark.xdist_group("profile")
-"""Of pytest-xdist, for what shares `found`, which takes a minute."""
 FACTS = {
     "limit": 1000, "device": "cpu", "rows": 100, "parameters": 10, "blocks": 3, "epochs": "2", "batch_size": "8", "read": 50.0,
     "write": 100.0, "to_device": None, "from_device": None, "compute_seconds": 4.0,
@@ -63,14 +61,12 @@ def found(tmp_path_factory):
     return folder / "out", said, document
 
 
-@ONE_WORKER
 def test_plain_programs_and_the_streamed_method_train_the_same_network_bit_for_bit(found):
     said = {run["method"]: run["said"] for run in found[2]["runs"]}
     losses = {name: (*said[name]["train_losses"], said[name]["test_loss"]) for name in said}
     assert losses["full"] == losses["checkpointed"] == losses["save_on_cpu"] == losses["streamed"] != losses["sil"]
 
 
-@ONE_WORKER
 def test_who_passes_the_limit_does_not_fit_and_is_shown_with_what_it_asks_for(found):
     rows = {row["method"]: row for row in found[2]["table"]}
     assert rows["streamed"]["fits"] == rows["sil"]["fits"] == "yes"
@@ -78,14 +74,12 @@ def test_who_passes_the_limit_does_not_fit_and_is_shown_with_what_it_asks_for(fo
     assert rows["full"]["fits"].startswith("no: asks for ")
 
 
-@ONE_WORKER
 def test_a_peak_seen_from_outside_is_the_one_that_was_foretold(found):
     for row in found[2]["table"]:
         if row["predicted"]:
             assert 0.99 * row["peak"] <= row["predicted"] <= 1.05 * row["peak"]
 
 
-@ONE_WORKER
 def test_memory_over_time_names_the_step_that_was_running(found):
     runs = {run["method"]: run for run in found[2]["runs"]}
     for name, run in runs.items():
@@ -94,7 +88,6 @@ def test_memory_over_time_names_the_step_that_was_running(found):
     assert any(label for _, _, label in runs["streamed"]["memory"])
 
 
-@ONE_WORKER
 def test_the_files_that_it_names_are_there_and_say_the_same(found):
     folder, said, document = found
     with open(folder / "profile.csv") as file:

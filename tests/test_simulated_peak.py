@@ -203,11 +203,7 @@ CASES = {
 }  # fmt: skip
 
 
-# Tests of one case run on one worker, which makes its fixture once.
-GROUPED = [pytest.param(name, marks=pytest.mark.xdist_group(f"fit of {name}")) for name in CASES]
-
-
-@pytest.fixture(scope="module", params=GROUPED)
+@pytest.fixture(scope="module", params=CASES)
 def fit(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         found = Fit(tmp_path_factory.mktemp("fit"), patch, **CASES[request.param])
