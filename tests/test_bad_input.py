@@ -193,6 +193,7 @@ def test_a_home_that_is_damaged_during_the_run_is_named_and_never_trained_on(ove
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_memory_taken_behind_the_limit_ends_the_run(over):
     over.refused(
         4, "LimitExceeded: the limit of 1.00 GB was passed", "Earlier files are intact",
@@ -241,7 +242,8 @@ def epochs_told(log):
     return [int(match[1]) for match in phases if match]
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_interrupted_is_saved_goes_on_and_keeps_earlier_results(over, how):
     process = start(over.folder, *LONG, "--output-dir", "out", "--overwrite", until="train epoch 2")
     resume = "python -m seqpart.train --resume out"

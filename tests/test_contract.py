@@ -137,6 +137,7 @@ def test_whatever_the_model_and_the_method_a_run_at_the_limit_that_a_refusal_nam
     assert done.proof("peak") >= 0.997 * done.watched.peak or done.watched.peak < 330_000_000
 
 
+@pytest.mark.slow
 def test_full_training_is_refused_with_the_bytes_it_needs_and_runs_when_given_them(few, tmp_path):
     refused = Ran(tmp_path, ["--method", "full", "--mem-limit", "560MB", *few, *SMALL])
     assert refused.code == 3, refused.out + refused.err

@@ -298,7 +298,6 @@ def fresh(model):
 QUICK = [
     "mlp, adam, clipped, bf16",
     "dropout, sgd",
-    "channels last, adam",
     "statistics, sgd, clipped",
     "frozen middle, adam, clipped",
     "attention, adamw, bf16",

@@ -35,6 +35,7 @@ def test_the_first_run_trains_and_the_weights_load_without_seqpart(tmp_path):
     assert len(load_file(tmp_path / out.split()[-1])) == 2 + 2 * 4 + 2
 
 
+@pytest.mark.slow
 def test_the_default_jobs_weights_give_the_same_accuracy_with_torch_alone(tmp_path):
     command = [
         "-m",

@@ -80,7 +80,7 @@ def to_go_on(folder, arguments):
     return ["--resume", "out"] if latest(folder / "out", JOB).exists() else arguments
 
 
-@pytest.mark.parametrize("name", only_quick(CASES, ["streamed, clipped", "sil, in host memory"]))
+@pytest.mark.parametrize("name", only_quick(CASES, ["streamed, clipped"]))
 def test_a_run_killed_again_and_again_ends_with_the_bits_of_one_that_nobody_killed(name, processes, here):
     options, late = CASES[name]
     arguments, chance, history = [*COMMON, *options], random.Random(f"{SEED} {name}"), [f"seed {SEED}"]
@@ -144,6 +144,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_the_command_itself_killed_as_it_starts_as_it_trains_and_as_it_saves_goes_on(processes, here):
     """Three processes of their own, each with all that starting one takes."""
     arguments, chance = [*COMMON, *STREAMED], random.Random(SEED)

@@ -32,12 +32,12 @@ def through_shell(folder, line, **named):
     ("line", "err"),
     [
         ("$TRAIN | head -n 1", ""),
-        ("$TRAIN >&-", ""),
+        pytest.param("$TRAIN >&-", "", marks=pytest.mark.slow),
         (
             "$TRAIN >/dev/full",
             "the output is not complete: No space left on device. The run is recorded in its events.jsonl.\n",
         ),
-        ("$TRAIN >/dev/full 2>/dev/full", ""),
+        pytest.param("$TRAIN >/dev/full 2>/dev/full", "", marks=pytest.mark.slow),
         ("$TRAIN <&- >&- 2>&-", ""),
     ],
 )

@@ -39,6 +39,7 @@ def test_all_arms_begin_with_the_weights_that_seqpart_would_make(network):
             assert torch.equal(one, other), (number, name)
 
 
+@pytest.mark.slow
 def test_plain_programs_the_mapped_rival_and_seqpart_have_the_same_losses(tmp_path):
     rows = tmp_path / "rows.pt"
     assert module("benchmarks.peers.data", "S", rows).returncode == 0

@@ -42,6 +42,7 @@ def arm(folder, *options):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_run_counts_accuracy_against_multiply_accumulates_with_recovery_behind(tmp_path):
     handwriting(tmp_path, 470)
     found = arm(tmp_path, "pnn", "--left-epochs", "3", "--right-epochs", "4", "--recovery", "2", "--test-every", "2")

@@ -61,12 +61,14 @@ def found(tmp_path_factory):
     return folder / "out", said, document
 
 
+@pytest.mark.slow
 def test_plain_programs_and_the_streamed_method_train_the_same_network_bit_for_bit(found):
     said = {run["method"]: run["said"] for run in found[2]["runs"]}
     losses = {name: (*said[name]["train_losses"], said[name]["test_loss"]) for name in said}
     assert losses["full"] == losses["checkpointed"] == losses["save_on_cpu"] == losses["streamed"] != losses["sil"]
 
 
+@pytest.mark.slow
 def test_who_passes_the_limit_does_not_fit_and_is_shown_with_what_it_asks_for(found):
     rows = {row["method"]: row for row in found[2]["table"]}
     assert rows["streamed"]["fits"] == rows["sil"]["fits"] == "yes"
@@ -74,12 +76,14 @@ def test_who_passes_the_limit_does_not_fit_and_is_shown_with_what_it_asks_for(fo
     assert rows["full"]["fits"].startswith("no: asks for ")
 
 
+@pytest.mark.slow
 def test_a_peak_seen_from_outside_is_the_one_that_was_foretold(found):
     for row in found[2]["table"]:
         if row["predicted"]:
             assert 0.99 * row["peak"] <= row["predicted"] <= 1.05 * row["peak"]
 
 
+@pytest.mark.slow
 def test_memory_over_time_names_the_step_that_was_running(found):
     runs = {run["method"]: run for run in found[2]["runs"]}
     for name, run in runs.items():
@@ -88,6 +92,7 @@ def test_memory_over_time_names_the_step_that_was_running(found):
     assert any(label for _, _, label in runs["streamed"]["memory"])
 
 
+@pytest.mark.slow
 def test_the_files_that_it_names_are_there_and_say_the_same(found):
     folder, said, document = found
     with open(folder / "profile.csv") as file:
@@ -125,6 +130,7 @@ def test_what_cannot_be_compared_is_refused_in_words(arguments, words):
     assert words in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_be_trained_ends_before_any_method_is_started(tmp_path):
     code, said, document = profiled(tmp_path, "--mem-limit", "1GB", "--data", "npz:missing.npz")
     assert code == 2 and "missing.npz" in said and "Traceback" not in said and document is None

@@ -31,7 +31,7 @@ def loaded(result, modules):
 
 
 @pytest.mark.parametrize("recover", ["left", "all"])
-@pytest.mark.parametrize(("micro_batch", "rate"), [(25, None), (10, 3e-3)])
+@pytest.mark.parametrize(("micro_batch", "rate"), [pytest.param(25, None, marks=pytest.mark.slow), (10, 3e-3)])
 def test_recovery_equals_a_plain_loop_from_the_weights_that_sil_left(recover, micro_batch, rate, tmp_path):
     x, y = data()
     before = trained(tmp_path / "before", micro_batch_size=micro_batch)
@@ -79,6 +79,7 @@ def test_recovery_brings_the_true_loss_down(tmp_path):
     assert sorted(recovering, reverse=True) == list(recovering)
 
 
+@pytest.mark.slow
 def test_recovery_keeps_the_limit_and_is_in_the_plan(tmp_path):
     done = run(
         tmp_path, "--mem-limit", "340MB", "--partitions", 3, "--width", 128, "--depth", 4, "--epochs", 1,

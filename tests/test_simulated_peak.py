@@ -23,6 +23,7 @@ from seqpart.schedule import PhaseKind, Position, Verb, checked, parse, steps_of
 from seqpart.simulate import Means, Rates, Simulator
 from seqpart.slots import Slots
 from seqpart.zoo.models import gpt, mlp
+from tests.choice import only_quick
 
 ROWS, TEST_ROWS, CLASSES, WIDTH = 150, 40, 4, 128
 VOCABULARY, CONTEXT = 50, 8
@@ -203,7 +204,21 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = [
+    "sil in micro-batches",
+    "full in micro-batches",
+    "streamed through one slot",
+    "streamed in micro-batches",
+    "streamed with kept graphs",
+    "streamed and clipped",
+    "streamed, boundaries on disk",
+    "streamed, some homes in host memory",
+    "checkpointed",
+    "sil, then recovery of the left side",
+]
+
+
+@pytest.fixture(scope="module", params=only_quick(CASES, CASES.keys() - SLOW))
 def fit(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         found = Fit(tmp_path_factory.mktemp("fit"), patch, **CASES[request.param])

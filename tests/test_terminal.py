@@ -73,6 +73,7 @@ def test_a_run_fits_the_terminal(columns, tmp_path):
     assert re.search(r"\[train 0\.1\] L0\+ B0\.0 .* \.\.\.", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [pytest.param(60, marks=pytest.mark.slow), 80])
 def test_a_refusal_fits_the_terminal(columns, tmp_path):
     code, text = on_a_terminal(tmp_path, columns, "--width", "256", "--depth", "3", "--mem-limit", "50MB", "--dry-run")
@@ -83,6 +84,7 @@ def test_a_refusal_fits_the_terminal(columns, tmp_path):
     assert re.search(r"smallest limit that fits: \d+MB", " ".join(" ".join(lines).split()))
 
 
+@pytest.mark.slow
 def test_a_file_gets_every_column_and_lines_of_any_length(tmp_path):
     ran = subprocess.run(
         command([*SMALL, "--dry-run"]), cwd=tmp_path, env={**ENVIRONMENT, "COLUMNS": "40"}, capture_output=True, text=True,
