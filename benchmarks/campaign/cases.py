@@ -227,6 +227,7 @@ class Worker:
         arguments = self._way_on(base.job)
         if damaged is not None and damaged.name.startswith("job.json"):
             arguments = ["--resume", str(self.desk.out)]
+        had_results = (self.desk.out / "result.json").exists()  # killed behind them
         for _ in range(MOST_STARTS):
             at_time = AtTime("kill", kills.pop() * base.seconds) if kills else None
             ended = self._start(record, arguments, at_time=at_time)
@@ -251,24 +252,24 @@ class Worker:
                 record.outcome = "did not go on"
                 record.violations.append(f"going on: exit code {ended.code}: {judging.last_words(ended)}")
                 return None
-            record.violations += self._named(ended, damaged)
+            record.violations += self._named(ended, damaged, had_results)
             if "Nothing was saved there yet" in ended.complained and "--resume" in arguments:
                 record.outcome, arguments = "named, begun anew", self._arguments(base.job)
                 continue
             advised = re.search(r"--resume (\S+checkpoint\S*\.json)", ended.complained)
             if advised is None or advised[1].rstrip(".") in arguments:
-                record.outcome = "named, lost"
+                record.outcome = "named, its results were there" if had_results else "named, lost"
                 return None
             record.outcome = "named, the checkpoint before served"
             arguments = ["--resume", advised[1].rstrip(".")]
         record.violations.append(f"going on: not done after {MOST_STARTS} starts")
         return None
 
-    def _named(self, ended: Ended, damaged: Path) -> list[str]:
+    def _named(self, ended: Ended, damaged: Path, had_results: bool) -> list[str]:
         found = (
             [] if damaged.name in ended.complained else [f"message: {damaged.name} is not named: {judging.last_words(ended)}"]
         )
-        if (self.desk.out / "result.json").exists():
+        if (self.desk.out / "result.json").exists() and not had_results:
             found.append(f"bits: trained on in spite of damage in {damaged.name}")
         return found + (["message: a traceback"] if "Traceback" in ended.complained else [])
 
