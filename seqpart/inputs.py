@@ -279,10 +279,10 @@ class Inputs:
         return max(sizes)
 
     @property
-    def batches(self) -> frozenset[int]:
-        """Rows of an update, of every partition and of recovery."""
+    def the_batch(self) -> int | None:
+        """Rows of an update; None where partitions differ in it, and which of them a block will be in is not known."""
         sizes = {min(size, self.train.count) for size in listed("--batch-size", self.settings.batch_size, int)}
-        return frozenset(sizes | ({self.recovery_batch} if self.settings.recovery_epochs else set()))
+        return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def recovery_batch(self) -> int:

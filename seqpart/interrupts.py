@@ -51,6 +51,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._waiting: int | None = None
+        self._held = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -60,10 +61,35 @@ class Interrupts:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if self._held and kind is None:
+            return
+        self._restore()
         if kind is None:
             self.check()
+
+    def hold(self) -> None:
+        """All is trained, and what is left takes a moment: signals wait for `end`, however many come."""
+        self._held = True
+
+    def end(self, words: str, *, failed: bool) -> None:
+        """Behind all that was held. Raises KeyboardInterrupt with `words` where a signal came and nobody else handles it.
+
+        failed: an error is on its way already, and ends the caller's work too.
+        """
+        if not self._held:
+            return
+        self._held = False
+        self._restore()
+        if failed:
+            return
+        try:
+            self.check()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(words) from None
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @property
     def waiting(self) -> bool:
@@ -72,11 +98,13 @@ class Interrupts:
 
     def check(self) -> None:
         """A safe point: handle the signal that came, as it would have been without us."""
+        if self._held:
+            return
         number, self._waiting = self._waiting, None
         if number is not None:
             self._before[number](number, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting is not None:
+        if self._waiting is not None and not self._held:
             self._before[number](number, frame)
         self._waiting = number

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from seqpart.activations import reader_bytes, writer_bytes
 from seqpart.blocks import Chain
 from seqpart.costs import BlockCost
-from seqpart.errors import ModelError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.layout import Layout
 from seqpart.meter import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.rows import RowLayout
@@ -135,9 +135,9 @@ class Request:
     fused: bool
     heap_below: int
     batch_size: int
-    """The largest of `batches`."""
-    batches: frozenset[int]
-    """Rows of an update, of every partition and of recovery."""
+    """The largest, where partitions differ in it."""
+    the_batch: int | None
+    """Rows of an update; None where partitions differ in it."""
     micro_batch: int | None
     starts: tuple[int, ...] | None
     count: int | None
@@ -185,20 +185,21 @@ def measurable(request: Request, micro_batch: int) -> bool:
 
     Raises ModelError for the largest micro-batch, where no other would help.
     """
-    sizes = {n for batch in request.batches for n in sizes_of(request.train_rows, batch, min(micro_batch, batch))}
+    batch = request.the_batch
+    sizes = set() if batch is None else sizes_of(request.train_rows, batch, min(micro_batch, batch))
     try:
         request.costs_at(micro_batch)
-    except ModelError:
+    except (ModelError, DataError):  # the second of the block that takes the data's rows
         if micro_batch == micro_batches(request)[0]:
             raise
         return False
     try:
         request.costs_at(1 if 1 in sizes else micro_batch)
-    except ModelError as error:
+    except (ModelError, DataError) as error:
         if micro_batch == micro_batches(request)[0]:
             raise ModelError(
-                f"{request.train_rows} rows in batches of {' and '.join(map(str, sorted(request.batches)))}, {micro_batch} at "
-                f"a time, leave a single row, and {error} Give another --batch-size or --micro-batch-size."
+                f"{request.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and {error} "
+                "Give another --batch-size or --micro-batch-size."
             ) from None
         return False
     return True

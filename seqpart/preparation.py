@@ -95,7 +95,7 @@ class Preparation(Inputs):
             heap_below=self.device.heap_below, rates=self.rates, clips=self.settings.clip_grad_norm is not None,
             relays=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
-            batch_size=batch, batches=self.batches, micro_batch=micro_batch or self.settings.micro_batch_size,
+            batch_size=batch, the_batch=self.the_batch, micro_batch=micro_batch or self.settings.micro_batch_size,
             starts=starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
             cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count, given=self.given_bytes,
         )  # fmt: skip
@@ -223,7 +223,7 @@ class Preparation(Inputs):
             )
         asked = replace(
             request, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
-            loss_of=self.true_loss_cost, known={},
+            the_batch=self.recovery_batch, loss_of=self.true_loss_cost, known={},
         )  # fmt: skip
         found = fastest_of(asked, STREAMED, self.limit - margin_of(self.limit))
         if found is None:

@@ -16,7 +16,7 @@ from seqpart.blocks import attach, detach, layout_of, tensors_of
 from seqpart.checkpoint import export_weights
 from seqpart.device import Device, describe_versions
 from seqpart.direct import aligned
-from seqpart.errors import CorruptFile, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory, SeqpartError
+from seqpart.errors import CorruptFile, DataError, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory, SeqpartError
 from seqpart.executor import AllocationFailed, Event, Executor, Hooks
 from seqpart.ingest import pour
 from seqpart.interrupts import Interrupts
@@ -97,11 +97,12 @@ class Run:
         """Loss and accuracy of the latest pass over the test rows."""
         self._residents: list[Resident] = []
         self._state = "failed"
-        self._interrupts = Interrupts()
+        self._interrupts, self._finished = Interrupts(), ""
 
     def carry_out(self, began: float) -> Result:
         plan = self._prepared.plan
         self._reporter.plan(plan)
+        self._stack.push(lambda kind, *_: self._interrupts.end(self._finished, failed=kind is not None))
         directory = self._open_directories(plan)
         reader_thread = self._stack.enter_context(ReaderThread())
         self._sampler.gauge.grant(plan.host_limit)
@@ -127,6 +128,7 @@ class Run:
                     with self._told("the weights were written"):
                         export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
                     self._saving.obey(Position(len(self._prepared.phases)), Tally())
+                    self._interrupts.hold()
                 self._give_back()
             return self._conclude(directory, time.perf_counter() - began)
 
@@ -318,7 +320,7 @@ class Run:
         self._preparation.methods = (self._prepared.method,)  # another one has other phases, and the position counts these
         try:
             self._prepared = self._preparation.prepare(micro_batch=largest // 2, starts=plan.starts)
-        except ModelError as error:  # as BatchNorm says of a single row
+        except (ModelError, DataError) as error:  # as BatchNorm says of a single row
             raise OutOfMemory(
                 f"memory ran out in {executor.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
                 f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
@@ -392,5 +394,5 @@ class Run:
         accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
         self._reporter.say(f"{accuracy}test loss {result.test_loss:.4f}; {seconds:.1f} s; weights in {weights}")
         self._reporter.proof(proof)
-        self._state = "done"
+        self._state, self._finished = "done", f"the run is finished; its results are in {directory.root}."
         return result

@@ -78,8 +78,9 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
     except Interrupted as interrupt:
         print(f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {interrupt.directory}", file=sys.stderr)
         return INTERRUPTED
-    except KeyboardInterrupt:
-        print("interrupted: the run's scratch files are removed; earlier results are untouched.", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        told = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."
+        print(f"interrupted: {told}", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as error:
         origin = _origin(error)

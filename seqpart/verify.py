@@ -25,7 +25,7 @@ import xxhash
 
 from seqpart.arguments import options_of
 from seqpart.direct import explained
-from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.gauge import Gauge
 from seqpart.job import Job, opened
 from seqpart.losses import LossFunction
@@ -189,7 +189,11 @@ def _other_micro_batches(limited: Way, first: Watch, way: Callable[..., Way], re
     close, alike = _CLOSE_NARROW if narrow else _CLOSE, []
     for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
         watch = Watch(first.steps)
-        way(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts))).run(watch, reporter)
+        try:
+            other = way(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts)))
+        except (ModelError, DataError) as error:
+            return f"; micro-batches of {size} are not compared, which the model does not take: {error}"
+        other.run(watch, reporter)
         pairs = list(zip(first.losses, watch.losses, strict=True))
         if not _near(*pairs[0], close):
             return (

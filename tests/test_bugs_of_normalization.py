@@ -65,17 +65,42 @@ def normed(width=8):
     return [lambda: nn.Linear(6, width), lambda: nn.BatchNorm1d(width), lambda: nn.Linear(width, 2)]
 
 
+def normed_first(width=8):
+    return [lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width)), lambda: nn.Linear(width, 2)]
+
+
 @pytest.mark.parametrize(
     ("count", "sizes"),
     [(41, {"batch_size": 20}), (25, {"batch_size": 20, "micro_batch_size": 4}), (24, {"batch_size": 5, "micro_batch_size": 2})],
 )
-@pytest.mark.parametrize("method", ["streamed", "sil"])
-def test_a_division_that_leaves_a_single_row_is_refused_before_anything_is_trained(count, sizes, method, tmp_path):
+@pytest.mark.parametrize(("model", "method"), [(normed, "streamed"), (normed, "sil"), (normed_first, "streamed")])
+def test_a_division_that_leaves_a_single_row_is_refused_before_anything_is_trained(count, sizes, model, method, tmp_path):
     """The last micro-batch of an update or of an epoch had one row: a traceback at the end of the first epoch."""
     rows = torch.randn(count, 6), torch.arange(count) % 2
     with pytest.raises(ModelError, match=r"leave a single row.*Give another --batch-size or --micro-batch-size"):
-        Trainer(normed(), mem_limit="2GB", method=method, output_dir=tmp_path / "run", **sizes).fit(rows, rows)
+        Trainer(model(), mem_limit="2GB", method=method, output_dir=tmp_path / "run", **sizes).fit(rows, rows)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_limit_that_is_too_small_is_refused_where_the_first_block_takes_no_single_row(tmp_path):
+    """What does not take the data's rows is an error of the data, unless it is the planner that tried too few."""
+    rows = torch.randn(64, 6), torch.arange(64) % 2
+    for method in ("streamed", "sil"):
+        with pytest.raises(DoesNotFit, match="smallest limit that fits"):
+            Trainer(normed_first(200_000), mem_limit="60MB", method=method, batch_size=32, output_dir=tmp_path).plan(rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (9, {"batch_size": [4, 3], "partitions": "0,1"}),
+        (72, {"batch_size": 8, "recovery_batch_size": 9, "recovery_epochs": 1, "partitions": 2}),
+    ],
+)
+def test_batches_that_no_block_with_statistics_divides_are_no_reason_to_refuse(count, options, tmp_path):
+    rows = torch.randn(count, 6), torch.arange(count) % 2
+    run = Trainer(normed(), mem_limit="2GB", method="sil", epochs=1, output_dir=tmp_path / "run", quiet=True, **options)
+    assert run.fit(rows, rows).proof.violations == 0
 
 
 def test_the_planner_passes_over_micro_batches_that_leave_a_single_row(tmp_path):
@@ -88,4 +113,4 @@ def test_the_planner_passes_over_micro_batches_that_leave_a_single_row(tmp_path)
     for more in (0, 40, 120):
         plan = Trainer(normed(200_000), mem_limit=refused.value.smallest + (more << 20), **options).plan(rows, rows)
         found.add(plan.partitions[0].micro_batch)
-    assert len(found) > 2 and not found & {4, 2, 1}, found
+    assert len(found) > 1 and not found & {4, 2, 1}, found
