@@ -39,8 +39,6 @@ _LEFT_LYING = 4 << 20
 """Bytes left behind by counting a model's costs from which on a collection, 0.1 s, is worth its time."""
 _KEPT = 1 << 20
 """Bytes that are looked at again after a collection, before they count as kept for good."""
-_TO_PLAN = 64 << 20
-"""Bytes: DenseNet-121, of 430 layers, took 30 MB to plan."""
 
 
 def limit_of(settings: Settings, device: Device) -> int:
@@ -122,7 +120,7 @@ class Inputs:
                     raise
                 raise DoesNotFit(
                     f"the limit of {format_size(self.limit)} is too small to plan in: looking at the model block by block "
-                    f"takes more. Give more, for example {format_limit(self.limit + _TO_PLAN)}."
+                    f"takes more. Give more, for example {format_limit(self.limit * 3 // 2)}."
                 ) from error
 
     def _ran_out(self, error: BaseException | None) -> bool:

@@ -85,8 +85,14 @@ SCRIPT = """
 """
 
 
+def heeding():
+    """What nohup may have left ignored in this process is not ignored in the one that it starts."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def script(folder, *arguments, **named):
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    named = {"preexec_fn": heeding, **named}
     return subprocess.run(
         [sys.executable, "script.py", *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS,
         check=False, **named,
@@ -109,8 +115,8 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
 
 
 def in_a_terminal():
-    """Of its own; what nohup may have left ignored in this process is not ignored there."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Of its own."""
+    heeding()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -21,7 +21,7 @@ TOLERANCE = 2_000_000
 RESULTS = {
     "model.safetensors", "plan.json", "result.json", "events.jsonl", "job.json", "seqpart-run.json", "seqpart.lock",
 }  # fmt: skip
-_SMALLEST = re.compile(r"smallest limit that (?:fits|would)[^:]*: ([\d.]+ ?[kMGT]i?B)")
+_SMALLEST = re.compile(r"(?:smallest limit that (?:fits|would)[^:]*:|Give more, for example) ([\d.]+ ?[kMGT]i?B)")
 
 
 @dataclass(frozen=True)
