@@ -50,6 +50,7 @@ HOW = {
     "seqpart verify": "run as printed above",
     "seqpart doctor": "run by test_command_line",
     "python -m benchmarks.prediction": "there",
+    "python -m benchmarks.prediction architectures": "there",
     "python -m benchmarks.campaign": "there",
     **{
         f"python -m benchmarks.{rest}": "parsed (slow)"
