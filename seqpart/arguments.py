@@ -109,12 +109,12 @@ def _kept(path: Path) -> dict[str, Any]:
                 f"--resume: the run in {path} was started from Python. Go on with it there: fit(..., resume=...)."
             )
     else:
-        refuse_finished(path)
         job = latest(path, JOB)
         try:
             with open(opened(job), "rb") as file:
                 found = unsealed("job", file.read().decode())
         except (OSError, ValueError) as error:
+            refuse_finished(path)
             found = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is damaged: {error}"
             if isinstance(error, OSError) and not (path / MARKER).is_file():
                 raise OptionError(f"--resume: {path} is not the directory of a run: {job} {found}.") from None
