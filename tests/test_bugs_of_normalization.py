@@ -7,6 +7,7 @@ from torch import nn
 
 from seqpart import DoesNotFit, Trainer
 from seqpart.errors import ModelError
+from seqpart.verify import verify
 
 
 def test_running_statistics_are_not_applied_twice_when_an_update_is_done_again(tmp_path):
@@ -114,3 +115,11 @@ def test_the_planner_passes_over_micro_batches_that_leave_a_single_row(tmp_path)
         plan = Trainer(normed(200_000), mem_limit=refused.value.smallest + (more << 20), **options).plan(rows, rows)
         found.add(plan.partitions[0].micro_batch)
     assert len(found) > 1 and not found & {4, 2, 1}, found
+
+
+def test_a_smaller_micro_batch_that_the_model_does_not_take_is_said_by_verify_and_no_error(tmp_path, monkeypatch):
+    """It tried half of the micro-batch, which left a single row, and ended with exit code 2 after all bits had agreed."""
+    monkeypatch.chdir(tmp_path)
+    rows = torch.randn(24, 6), torch.arange(24) % 2
+    found = verify(normed(), rows, mem_limit="2GB", partitions=2, batch_size=6, micro_batch_size=2, epochs=1, steps=2)
+    assert "micro-batches of 1 are not compared, which the model does not take" in found.divided

@@ -3,19 +3,16 @@
 import functools
 import json
 import random
-import signal
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 import seqpart.exactplan as exactplan
-from seqpart import Trainer, run
+from seqpart import run
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
 from seqpart.executor import Executor
-from seqpart.marker import MARKER
-from seqpart.report import EVENTS, Reporter
+from seqpart.report import EVENTS
 from seqpart.schedule import Verb
 from seqpart.scratch import has_checkpoint
 from seqpart.store import Store
@@ -312,27 +309,3 @@ def test_a_run_that_is_stopped_after_memory_ran_out_goes_on_with_the_smaller_mic
             found[name], stops = arm.stopped(iter(events), name, save_every="1")
             assert (failed, stops) == ([2], len(events))
     assert found["stopped"] == found["alone"]
-
-
-class Late(Reporter):
-    """A signal comes when the proof is told."""
-
-    def proof(self, proof):
-        super().proof(proof)
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_a_signal_at_the_very_end_finds_a_finished_run(tmp_path):
-    """The run was done, its marker said that it had failed, and the message that its files were removed."""
-    rows = torch.randn(24, 8), torch.arange(24) % 4
-    trainer = Trainer(
-        [lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 4)], mem_limit="2GB", method="streamed", partitions=2, epochs=1,
-        output_dir=tmp_path / "out", quiet=True,
-    )  # fmt: skip
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match=r"the run is finished; its results are in .*out"):
-        trainer.fit(rows, rows, reporter=Late(quiet=True))
-    assert signal.getsignal(signal.SIGINT) is before
-    assert json.loads((tmp_path / "out" / MARKER).read_text())["state"] == "done"
-    assert (tmp_path / "out" / "result.json").exists() and not (tmp_path / "out" / "homes").exists()

@@ -1,7 +1,5 @@
 """Directories that a run owns: nothing is deleted but what a run of ours made, and nobody else's run is disturbed."""
 
-import contextlib
-import errno
 import json
 import os
 import re
@@ -184,25 +182,6 @@ def test_only_files_of_ours_are_removed_from_scratch(tmp_path):
     directory.close("failed")
 
 
-@pytest.mark.parametrize("ended", ["done", "failed"])
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the run's directory", "elsewhere"])
-def test_a_disk_that_fails_as_homes_are_removed_is_told_where_the_run_has_no_other_error(
-    ended, elsewhere, tmp_path, monkeypatch
-):
-    """A run that was done ended in a traceback, or, with homes elsewhere, without a word."""
-
-    def failing(name, *, dir_fd=None):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    directory = RunDirectory(tmp_path / (f"{SCRATCH_PREFIX}x" if elsewhere else "out"))
-    fill(directory)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", failing)
-        with pytest.raises(StoreError, match="Input/output error") if ended == "done" else contextlib.nullcontext() as told:
-            directory.vanish(failed=ended == "failed") if elsewhere else directory.close(ended)
-    assert ended == "failed" or "The run is finished and its results are written" in told.value.__notes__[0]
-
-
 def test_a_failure_to_mark_does_not_hide_why_the_run_failed(tmp_path, monkeypatch):
     failed, done = RunDirectory(tmp_path / "failed"), RunDirectory(tmp_path / "done")
 
@@ -213,18 +192,6 @@ def test_a_failure_to_mark_does_not_hide_why_the_run_failed(tmp_path, monkeypatc
     failed.close("failed")
     with pytest.raises(StoreError, match="the disk is full"):
         done.close("done")
-
-
-@pytest.mark.parametrize(
-    ("error", "said"), [(RuntimeError("cut off"), "The last checkpoint is intact"), (CorruptFile("x"), "or says that it needs")]
-)
-def test_an_error_says_how_to_go_on_and_promises_no_checkpoint_that_damage_may_have_met(error, said, tmp_path):
-    directory = RunDirectory(tmp_path / "out")
-    save(directory)
-    with pytest.raises(type(error)) as told, directory.resumable():
-        raise error
-    assert said in told.value.__notes__[0]
-    directory.close("failed")
 
 
 def test_small_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

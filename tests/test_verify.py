@@ -391,13 +391,3 @@ def test_other_cuts_and_another_micro_batch_are_tried_and_said():
     assert "micro-batches of 2 and 1 give the same losses within 0.001 (sums are added in another order)" in str(found)
     found = check(*MODELS["batch norm and dropout"], partitions=3)
     assert "micro-batches of 2 are not compared: a block takes statistics" in found.divided
-
-
-def test_a_smaller_micro_batch_that_the_model_does_not_take_is_said_and_no_error():
-    """12 rows by 6 were verified, and half of that, which leaves nobody alone, and a quarter, which would: exit code 2."""
-
-    def model():
-        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4))
-
-    found = check(model, numbers(8), partitions=2, batch_size=6, micro_batch_size=2)
-    assert "micro-batches of 1 are not compared, which the model does not take" in found.divided
