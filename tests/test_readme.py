@@ -64,6 +64,7 @@ HOW = {
     'pip install -e ".[test]"': "its extras are looked for",
     'pip install -e ".[check]"': "its extras are looked for",
     "pytest": "runs this",
+    "pytest -m slow": "run by .ci/run",
     "tools/check": "there",
 }  # fmt: skip
 
