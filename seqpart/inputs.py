@@ -133,7 +133,7 @@ class Inputs:
 
     def _check_model(self) -> None:
         self._refuse_giants()
-        rows = min(self.largest_batch, self.train.count)
+        rows = self.full_batch
         refuse_lost_gradients(self.chain, self.costs_at(rows), self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
         self.possible_optimizers()
@@ -170,19 +170,19 @@ class Inputs:
 
     def _found_reduction(self) -> Reduction:
         """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
-        last, batch = self.costs_at(min(self.largest_batch, self.train.count))[-1], self.settings.micro_batch_size
+        last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
         found = reduction_of(self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels)
         sizes = {
             *listed("--batch-size", self.settings.batch_size, int),
             self.settings.recovery_batch_size or self.largest_batch,
         }
         if found.kind is Kind.WHOLE and {min(size, self.train.count) for size in sizes} != {batch}:
-            raise refuse_division(self._final_loss, min(self.largest_batch, self.train.count))
+            raise refuse_division(self._final_loss, self.full_batch)
         return found
 
     def _refuse_giants(self) -> None:
         """What no limit on this machine helps: said before a loss is measured, which takes longer the wider a block is."""
-        costs, total = self.costs_at(min(self.largest_batch, self.train.count)), self.device.total_memory()
+        costs, total = self.costs_at(self.full_batch), self.device.total_memory()
         number, giant = max(enumerate(costs), key=lambda pair: pair[1].weights)
         if giant.weights + giant.gradients > total:
             raise DoesNotFit(
@@ -220,7 +220,7 @@ class Inputs:
     def refuse_cuts(self, option: str, starts: tuple[int, ...]) -> None:
         """Raises OptionError where a partition may not begin there, for what ends before it."""
         for start in starts[1:]:
-            cost = self.costs_at(min(self.largest_batch, self.train.count))[start - 1]
+            cost = self.costs_at(self.full_batch)[start - 1]
             if lack := self._lack_behind(cost):
                 raise OptionError(
                     f"{option}: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
@@ -275,6 +275,11 @@ class Inputs:
         sizes = listed("--batch-size", self.settings.batch_size, int)
         at_least_one("--batch-size", sizes)
         return max(sizes)
+
+    @property
+    def full_batch(self) -> int:
+        """Rows of the largest update."""
+        return min(self.largest_batch, self.train.count)
 
     @property
     def the_batch(self) -> int | None:

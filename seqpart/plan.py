@@ -185,18 +185,19 @@ def measurable(request: Request, micro_batch: int) -> bool:
 
     Raises ModelError for the largest micro-batch, where no other would help.
     """
-    batch = request.the_batch
-    sizes = set() if batch is None else sizes_of(request.train_rows, batch, min(micro_batch, batch))
+    batch, is_largest = request.the_batch, micro_batch == micro_batches(request)[0]
     try:
         request.costs_at(micro_batch)
     except (ModelError, DataError):  # the second of the block that takes the data's rows
-        if micro_batch == micro_batches(request)[0]:
+        if is_largest:
             raise
         return False
+    if batch is None or 1 not in sizes_of(request.train_rows, batch, min(micro_batch, batch)):
+        return True
     try:
-        request.costs_at(1 if 1 in sizes else micro_batch)
+        request.costs_at(1)
     except (ModelError, DataError) as error:
-        if micro_batch == micro_batches(request)[0]:
+        if is_largest:
             raise ModelError(
                 f"{request.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and {error} "
                 "Give another --batch-size or --micro-batch-size."

@@ -85,7 +85,7 @@ class Preparation(Inputs):
 
     def request(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Request:
         count, asked = self.settings.partition_choice()
-        batch = min(self.largest_batch, self.train.count)
+        batch = self.full_batch
         heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
         return Request(
@@ -130,7 +130,7 @@ class Preparation(Inputs):
         reuse = self._reuse
         if reuse is None:
             return self.prepare()
-        now = planning.fingerprint(self.chain, self.costs_at(min(self.largest_batch, self.train.count)), self.train.shape)
+        now = planning.fingerprint(self.chain, self.costs_at(self.full_batch), self.train.shape)
         names = [method.name for method in self.methods]
         if reuse.method not in names or reuse.fingerprint != now:
             raise OptionError(
