@@ -29,9 +29,9 @@ def seqpart_worker(folder: Path) -> None:
     import torch
 
     from seqpart import Trainer
-    from seqpart.executor import PhaseDone
-    from seqpart.report import Reporter
-    from seqpart.schedule import PhaseKind
+    from seqpart.execution.executor import PhaseDone
+    from seqpart.report.reporter import Reporter
+    from seqpart.schedule.steps import PhaseKind
     from seqpart.zoo.models import mlp
 
     class Alternating(Reporter):
@@ -54,7 +54,7 @@ def seqpart_worker(folder: Path) -> None:
 
 def plain_worker(*, settled: bool) -> None:
     if settled:
-        from seqpart.device import Device
+        from seqpart.memory.device import Device
 
         Device().settle()
     import torch
@@ -128,15 +128,14 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     """Save and load a partition of 20 blocks, alternating with the probes."""
     import torch
 
-    from seqpart.blocks import as_chain, tensors_of
-    from seqpart.costs import measure_chain
-    from seqpart.device import open_device
-    from seqpart.direct import probe_disk
-    from seqpart.optimizers import choose
-    from seqpart.resident import Resident
-    from seqpart.slotlayout import slot_bytes
-    from seqpart.slots import Slot, at_once
-    from seqpart.store import Store
+    from seqpart.execution.partition import Resident
+    from seqpart.execution.slots import Slot, at_once
+    from seqpart.files.direct import probe_disk
+    from seqpart.memory.device import open_device
+    from seqpart.model.blocks import as_chain, tensors_of
+    from seqpart.model.costs import measure_chain
+    from seqpart.model.optimizers import choose, slot_bytes
+    from seqpart.offload.store import Store
     from seqpart.zoo.models import ResidualBlock
 
     device = open_device("cpu")

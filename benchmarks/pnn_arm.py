@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.ingest import as_split
-from seqpart.passes import PhaseDone
-from seqpart.report import Reporter
-from seqpart.schedule import PhaseKind
+from seqpart.data.splits import as_split
+from seqpart.execution.compute import PhaseDone
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.steps import PhaseKind
 from seqpart.zoo import datasets
 
 CLASSES, BATCH = 47, 1410

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from seqpart.device import describe_versions
+from seqpart.memory.device import describe_versions
 
 FOLDER = Path(__file__).parent / "results"
 _NOTING = threading.Lock()

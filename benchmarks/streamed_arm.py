@@ -82,9 +82,9 @@ def _status() -> list[str]:
 def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.streamed_networks import network
     from seqpart import Trainer
-    from seqpart.executor import StepDone
-    from seqpart.report import Reporter
-    from seqpart.schedule import PhaseKind, Verb
+    from seqpart.execution.executor import StepDone
+    from seqpart.report.reporter import Reporter
+    from seqpart.schedule.steps import PhaseKind, Verb
 
     class Watch(Reporter):
         def __init__(self) -> None:
@@ -134,10 +134,10 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def idle(arm: str) -> None:
     """Take the disk, or the computation, out of the run, from the first updates on."""
-    from seqpart.passes import Passes
-    from seqpart.resident import Resident
-    from seqpart.store import Store, Transfer
-    from seqpart.tally import Tally
+    from seqpart.execution.compute import Passes
+    from seqpart.execution.metrics import Tally
+    from seqpart.execution.partition import Resident
+    from seqpart.offload.store import Store, Transfer
 
     if arm == "compute":
         real_get, real_put = Store.begin_get, Store.begin_put

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.ingest import as_split, count_classes
+from seqpart.data.splits import as_split, count_classes
 from seqpart.zoo import datasets
 
 MEAN, DEVIATION = 0.47, 0.25

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from seqpart import Result, Trainer
-from seqpart.ingest import as_split, count_classes
+from seqpart.data.splits import as_split, count_classes
 from seqpart.zoo import datasets
 
 WIDTHS = (80, 60, 60, 60)

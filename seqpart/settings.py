@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from seqpart.errors import OptionError
+from seqpart.files.text import refuse_unusable, short
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, WITH_DIRECTIONS, default_scales
-from seqpart.rateschedule import rate_schedule
-from seqpart.textfile import refuse_unusable, short
+from seqpart.schedule.learning_rate import rate_schedule
 
 T = TypeVar("T", int, float, str)
 

@@ -8,22 +8,22 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from seqpart.arguments import kept_options, options_of
-from seqpart.device import Device
-from seqpart.doctor import doctor
+from seqpart.cli.arguments import kept_options, options_of
+from seqpart.cli.doctor import doctor
+from seqpart.cli.job import Job, opened
 from seqpart.errors import BadInput, Interrupted, OptionError, SeqpartError
+from seqpart.files.atomic import write_text
+from seqpart.files.text import read_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
-from seqpart.job import Job, opened
-from seqpart.output import lasting_output
-from seqpart.plan import Plan
-from seqpart.preparation import refuse_small_disk
-from seqpart.replacing import write_text
-from seqpart.report import Reporter
-from seqpart.run import told
-from seqpart.schedule import steps_of, to_text
-from seqpart.terminal import fitted
-from seqpart.textfile import read_text
-from seqpart.verify import verified
+from seqpart.memory.device import Device
+from seqpart.planning.plan import Plan
+from seqpart.planning.preparation import refuse_small_disk
+from seqpart.report.output import lasting_output
+from seqpart.report.reporter import Reporter
+from seqpart.report.terminal import fitted
+from seqpart.schedule.steps import steps_of, to_text
+from seqpart.session import told
+from seqpart.verify.verification import verified
 
 PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130

@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from seqpart.device import open_device
+from seqpart.checkpoint.resume import Progress, progress_of
+from seqpart.data.splits import as_split
 from seqpart.errors import OptionError
-from seqpart.gauge import Gauge, highest
-from seqpart.ingest import as_split
 from seqpart.interrupts import like_ctrl_c
-from seqpart.losses import LossFunction
-from seqpart.meter import Sampler
-from seqpart.optimizers import Build, describe
-from seqpart.plan import Plan
-from seqpart.preparation import Preparation
-from seqpart.progress import Progress, progress_of
-from seqpart.report import Reporter
-from seqpart.run import Result, Run, Witness, told
+from seqpart.memory.device import open_device
+from seqpart.memory.process_limits import refuse_poor_surroundings
+from seqpart.memory.sampler import Sampler
+from seqpart.memory.usage import Gauge, highest
+from seqpart.model.losses import LossFunction
+from seqpart.model.optimizers import Build, describe
+from seqpart.planning.plan import Plan
+from seqpart.planning.preparation import Preparation
+from seqpart.report.reporter import Reporter
+from seqpart.session import Result, Run, Witness, told
 from seqpart.settings import Settings
-from seqpart.surroundings import refuse_poor_surroundings
 
 __all__ = ["Result", "Trainer"]
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from seqpart.device import describe_versions  # before torch: seqpart sets what torch reads when it loads
+from seqpart.memory.device import describe_versions  # before torch: seqpart sets what torch reads when it loads
 
 import torch  # isort: skip
 

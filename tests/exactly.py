@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from safetensors.torch import load_file
 
-import seqpart.exactplan as exactplan
+import seqpart.planning.exact as exactplan
 from seqpart import Trainer
-from seqpart.costs import measure_chain
-from seqpart.ingest import Split
-from seqpart.simulate import Means, Rates
+from seqpart.data.splits import Split
+from seqpart.model.costs import measure_chain
+from seqpart.planning.simulator import Means, Rates
 
 ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
 
@@ -127,10 +127,10 @@ class Trained:
 
         self._patch.setattr(exactplan, "_variants", only)
         # Looked at by plans only, which are forced here; they take half of so short a run.
-        self._patch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+        self._patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
         rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-        self._patch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
-        self._patch.setattr("seqpart.inputs.measure_chain", self._measured)
+        self._patch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
+        self._patch.setattr("seqpart.planning.inputs.measure_chain", self._measured)
 
     def _measured(self, chain, shape, batch, **named):
         """Once for all runs: half of so short a one."""

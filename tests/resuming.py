@@ -15,15 +15,16 @@ import time
 from itertools import count
 from pathlib import Path
 
-from seqpart import Trainer, run  # before torch: seqpart sets what torch reads when it loads
-from seqpart.direct import DirectFile
+from seqpart import Trainer  # before torch: seqpart sets what torch reads when it loads
+from seqpart import session as run
+from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import Interrupted
-from seqpart.executor import StepDone
-from seqpart.preparation import Preparation
-from seqpart.report import Reporter
-from seqpart.resident import Resident
-from seqpart.rundir import RunDirectory
-from seqpart.simulate import Rates
+from seqpart.execution.executor import StepDone
+from seqpart.execution.partition import Resident
+from seqpart.files.direct import DirectFile
+from seqpart.planning.preparation import Preparation
+from seqpart.planning.simulator import Rates
+from seqpart.report.reporter import Reporter
 from seqpart.train import main
 from tests.command import ENVIRONMENT
 from tests.exactly import Trained
@@ -181,7 +182,7 @@ def become(order, counts):
     os.dup2(said, 2)
     # Looked at by plans only; measuring takes longer than the run.
     rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    sys.modules["seqpart.inputs"].measure_rates = lambda *_: rates
+    sys.modules["seqpart.planning.inputs"].measure_rates = lambda *_: rates
     called = dict.fromkeys(PLACES, 0)
     for place in PLACES:
         die_at(place, order["at"][1] if order["at"] and order["at"][0] == place else 0, called)

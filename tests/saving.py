@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from seqpart.device import Device  # before torch: seqpart sets what torch reads when it loads
+from seqpart.memory.device import Device  # before torch: seqpart sets what torch reads when it loads
 
 import torch  # isort: skip
 
-from seqpart import rows as rows_room
-from seqpart.activations import Boundaries
-from seqpart.arena import Arena
-from seqpart.direct import PAGE, aligned
-from seqpart.layout import Layout, TensorSpec
-from seqpart.manifest import load, restore, save
-from seqpart.rows import RowLayout
-from seqpart.scratch import has_checkpoint
-from seqpart.store import Store
+from seqpart.checkpoint.manifest import load, restore, save
+from seqpart.data import row_file as rows_room
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.data.row_file import RowLayout
+from seqpart.files.direct import PAGE, aligned
+from seqpart.files.scratch import has_checkpoint
+from seqpart.offload.host_pool import Arena
+from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.offload.store import Store
 
 NAMES = ("block-0", "block-1", "block-1.optimizer")
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(1500,), dtype=torch.float32)])

@@ -6,15 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart import activations as room
-from seqpart import rows as rows_room
-from seqpart.activations import RING, WINDOW, Boundaries, Reader, ReaderThread, reader_bytes, windows
-from seqpart.arena import Arena
-from seqpart.device import Device
-from seqpart.direct import PAGE
+from seqpart.data import boundary_cache as room
+from seqpart.data import row_file as rows_room
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.data.reader import RING, WINDOW, Reader, ReaderThread, reader_bytes, windows
+from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile
-from seqpart.rows import RowLayout, Rows
-from seqpart.schedule import Phase, PhaseKind
+from seqpart.files.direct import PAGE
+from seqpart.memory.device import Device
+from seqpart.offload.host_pool import Arena
+from seqpart.schedule.steps import Phase, PhaseKind
 
 KEY = (3, "order", 1, 2)
 LAYOUTS = {

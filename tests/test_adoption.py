@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
+from seqpart.directory.leftovers import unknown
+from seqpart.directory.marker import locked
 from seqpart.errors import CorruptFile, DirectoryUnusable
-from seqpart.leftovers import unknown
-from seqpart.marker import locked
-from seqpart.scratch import CHECKPOINT, PREVIOUS
-from seqpart.sealed import sealed, unsealed
+from seqpart.files.checksummed import sealed, unsealed
+from seqpart.files.scratch import CHECKPOINT, PREVIOUS
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Killed, Stopping, ended, kill
 from tests.test_exact import dropping, fresh

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.arena import Arena, Extents, piece_sizes
-from seqpart.device import Device
-from seqpart.direct import PAGE, round_up
+from seqpart.files.direct import PAGE, round_up
+from seqpart.memory.device import Device
+from seqpart.offload.host_pool import Arena, Extents, piece_sizes
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 5 * PAGE)), max_size=60))

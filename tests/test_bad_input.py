@@ -12,7 +12,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from seqpart.marker import MARKER
+from seqpart.directory.marker import MARKER
 from seqpart.train import main
 from tests.command import SMALL, call, end, files, refused, run, start
 from tests.given import write_idx, write_npz, write_own

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from seqpart.direct import explained
+from seqpart.files.direct import explained
 from tests.command import SMALL, Ran, call, command, files, refused
 from tests.given import write_idx, write_own
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from seqpart import ballast
-from seqpart.ballast import _gpu_tables, _lay_down, _Mapping
-from seqpart.gauge import read_process
+from seqpart.memory import gpu_tables as ballast
+from seqpart.memory.gpu_tables import _gpu_tables, _lay_down, _Mapping
+from seqpart.memory.usage import read_process
 
 SIZE = 8 << 20
 LIBC = ctypes.CDLL(None)
@@ -83,9 +83,9 @@ def test_only_mappings_that_lie_within_one_library_are_taken():
 def test_a_process_with_cuda_libraries_loses_their_tables_and_ends_well():
     program = """
 import torch
-from seqpart.ballast import _gpu_tables, _mappings
-from seqpart.device import Device
-from seqpart.gauge import read_process
+from seqpart.memory.gpu_tables import _gpu_tables, _mappings
+from seqpart.memory.device import Device
+from seqpart.memory.usage import read_process
 promised, before = sum(mapping.anonymous for mapping in _gpu_tables(_mappings())), read_process().anon
 Device().settle()
 torch.nn.Linear(64, 64)(torch.ones(8, 64)).sum().backward()

@@ -9,23 +9,22 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.arena import Arena, Extents
-from seqpart.blocks import as_chain
-from seqpart.costs import LiveBytes, measure_chain, measure_loss
-from seqpart.device import Device, open_device
-from seqpart.direct import PAGE, aligned, probe_disk
+from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, OutOfMemory, ScheduleError
-from seqpart.gauge import Reading
-from seqpart.layout import Layout, TensorSpec
-from seqpart.meter import Sampler
-from seqpart.optimizers import choose, describe
-from seqpart.rates import measure_rates
-from seqpart.resident import Resident
-from seqpart.rows import RowLayout, Rows
-from seqpart.schedule import parse
-from seqpart.slotlayout import slot_bytes
-from seqpart.slots import Slot, at_once
-from seqpart.store import Store
+from seqpart.execution.partition import Resident
+from seqpart.execution.slots import Slot, at_once
+from seqpart.files.direct import PAGE, aligned, probe_disk
+from seqpart.memory.device import Device, open_device
+from seqpart.memory.sampler import Sampler
+from seqpart.memory.usage import Reading
+from seqpart.model.blocks import as_chain
+from seqpart.model.costs import LiveBytes, measure_chain, measure_loss
+from seqpart.model.optimizers import choose, describe, slot_bytes
+from seqpart.offload.host_pool import Arena, Extents
+from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.offload.store import Store
+from seqpart.planning.hardware import measure_rates
+from seqpart.schedule.steps import parse
 
 
 def at_home(tmp_path, module, shape):
@@ -145,7 +144,7 @@ def test_a_put_that_fails_leaves_the_old_home_readable_under_its_old_layout(tmp_
         raise MemoryError
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr("seqpart.homefile.encode_header", broken)
+        patched.setattr("seqpart.offload.tensor_file.encode_header", broken)
         store.put("home", large, flat)
     back = aligned(small.nbytes)
     store.get("home", back)
@@ -242,7 +241,7 @@ def test_a_run_shorter_than_twenty_samples_has_its_file_pages_counted(monkeypatc
             return 0
 
     sizes = iter([1000, 5000])
-    monkeypatch.setattr("seqpart.meter.read_process", lambda: Reading(file=next(sizes)))
+    monkeypatch.setattr("seqpart.memory.limit.read_process", lambda: Reading(file=next(sizes)))
     sampler = Sampler(Still(), limit=1)
     sampler.stop()
     assert sampler.file_growth == 4000
@@ -367,7 +366,7 @@ def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, 
         held.append(live.peak)
         return rates
 
-    monkeypatch.setattr("seqpart.inputs.measure_rates", watched)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", watched)
     data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
     Trainer([nn.Linear(1, 3)], mem_limit="2GB", batch_size=5000, output_dir=tmp_path).prepare(data, data)
     assert held[0] < 12 << 20
@@ -376,7 +375,7 @@ def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, 
 def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp_path, monkeypatch):
     """After a failed allocation --ram-limit was compared with what the run's own arena had left free, and refused."""
     free = iter([1 << 30])
-    monkeypatch.setattr("seqpart.inputs.host_memory_free", lambda: next(free, 0))
+    monkeypatch.setattr("seqpart.planning.inputs.host_memory_free", lambda: next(free, 0))
     preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", ram_limit="64MB", output_dir=tmp_path).prepare(
         classified(48, (4,)), classified(12, (4,))
     )

@@ -11,13 +11,13 @@ from PIL import Image
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.blocks import as_chain
-from seqpart.costs import measure_chain
-from seqpart.direct import PAGE, DirectFile, probe_disk
+from seqpart.data.splits import as_split, count_classes, pour
+from seqpart.directory.run_directory import RunDirectory, new_name
 from seqpart.errors import DataError, OptionError, OutOfMemory
-from seqpart.ingest import as_split, count_classes, pour
+from seqpart.files.direct import PAGE, DirectFile, probe_disk
 from seqpart.interrupts import Interrupts
-from seqpart.rundir import RunDirectory, new_name
+from seqpart.model.blocks import as_chain
+from seqpart.model.costs import measure_chain
 from seqpart.settings import Settings
 from seqpart.zoo.datasets import load
 

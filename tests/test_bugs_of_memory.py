@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from seqpart.gauge import read_tree
+from seqpart.memory.usage import read_tree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from watch import tree

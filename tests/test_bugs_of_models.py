@@ -8,7 +8,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, Interrupted, ModelError, OptionError
-from seqpart.optimizers import describe
+from seqpart.model.optimizers import describe
 from tests.exactly import FULL, How, Trained, first_difference, numbers, tokens
 from tests.resuming import Stopping
 

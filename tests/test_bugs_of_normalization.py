@@ -7,7 +7,7 @@ from torch import nn
 
 from seqpart import DoesNotFit, Trainer
 from seqpart.errors import ModelError
-from seqpart.verify import verify
+from seqpart.verify.verification import verify
 
 
 def test_running_statistics_are_not_applied_twice_when_an_update_is_done_again(tmp_path):

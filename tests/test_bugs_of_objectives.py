@@ -11,8 +11,8 @@ from seqpart.errors import Interrupted, OptionError
 from seqpart.methods import objectives
 from seqpart.methods.method import PartitionTraining, Recovery, Workload
 from seqpart.methods.objectives import OBJECTIVES, lack_of
-from seqpart.methods.synthetic import sil_phases
-from seqpart.schedule import PhaseKind
+from seqpart.methods.sil import sil_phases
+from seqpart.schedule.steps import PhaseKind
 from tests.exactly import split
 from tests.resuming import Stopping
 

@@ -10,20 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart import Trainer, exactplan, manifest
-from seqpart.arguments import gathered
-from seqpart.device import Device
-from seqpart.direct import aligned
+from seqpart import Trainer
+from seqpart.checkpoint import manifest as manifest
+from seqpart.cli.arguments import gathered
+from seqpart.cli.job import Job
+from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile
-from seqpart.homefile import HomeFiles
-from seqpart.job import Job
-from seqpart.layout import Layout, TensorSpec
-from seqpart.replacing import write_text
-from seqpart.rundir import RunDirectory
-from seqpart.schedule import Verb
-from seqpart.sealed import sealed, unsealed
-from seqpart.slots import Slot, at_once
-from seqpart.store import Store
+from seqpart.execution.slots import Slot, at_once
+from seqpart.files.atomic import write_text
+from seqpart.files.checksummed import sealed, unsealed
+from seqpart.files.direct import aligned
+from seqpart.memory.device import Device
+from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.offload.store import Store
+from seqpart.offload.tensor_file import HomeFiles
+from seqpart.planning import exact as exactplan
+from seqpart.schedule.steps import Verb
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Killed, Stopping, ended, flip, interrupt, kill
 from tests.test_bugs import at_home, drop, load
@@ -123,7 +125,7 @@ def test_recovery_goes_on_with_the_micro_batch_that_it_was_planned_with(arm):
 
 def test_a_partition_that_is_on_its_way_home_and_asked_for_again_is_waited_for_before_a_save(arm, monkeypatch):
     """Nobody waited for it but the I/O threads themselves: with a third one the save found homes still being written."""
-    monkeypatch.setattr("seqpart.store.IO_THREADS", 3)
+    monkeypatch.setattr("seqpart.offload.store.IO_THREADS", 3)
     arm = arm(How(slots=2), epochs=1)
     whole, _ = arm.whole()
     write = HomeFiles.write

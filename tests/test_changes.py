@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
-from seqpart.schedule import Verb
+from seqpart.schedule.steps import Verb
 from tests.choice import only_quick
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Stopping, ended, interrupt

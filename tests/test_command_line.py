@@ -13,7 +13,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from seqpart.plan import Plan
+from seqpart.planning.plan import Plan
 from seqpart.settings import Settings
 from seqpart.train import Job, console, main
 from tests.command import SMALL, Ran, call, files, refused, run

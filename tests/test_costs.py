@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from seqpart.blocks import as_chain, layout_of, tensors_of
-from seqpart.costs import LiveBytes, _watch_inference, _watch_training, measure_chain, measure_loss
 from seqpart.errors import DataError, ModelError
+from seqpart.model.blocks import as_chain, layout_of, tensors_of
+from seqpart.model.costs import LiveBytes, _watch_inference, _watch_training, measure_chain, measure_loss
 from seqpart.zoo import models
 
 BATCH = 6

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.cutting import Piece, best_cut
+from seqpart.planning.cut import Piece, best_cut
 
 
 @st.composite

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from seqpart import manifest as manifests
+from seqpart.checkpoint import manifest as manifests
 from seqpart.errors import CorruptFile, DiskFull
-from seqpart.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
+from seqpart.files.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
 from tests.choice import only_quick
 from tests.exactly import How, numbers, split
 from tests.resuming import Arm, Killed, Stopping, ended, flip, kill

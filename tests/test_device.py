@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart import device as room
-from seqpart.device import CudaDevice, Device, describe_versions, host_memory_free, keyed_seed, open_device
-from seqpart.direct import PAGE
 from seqpart.errors import OptionError
+from seqpart.files.direct import PAGE
+from seqpart.memory import device as room
+from seqpart.memory.device import CudaDevice, Device, describe_versions, host_memory_free, keyed_seed, open_device
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU on this machine")
 keys = st.tuples(st.integers(), st.text(max_size=5), st.integers(0, 100))
@@ -121,8 +121,8 @@ def test_what_onednn_and_the_c_library_say_of_memory_is_told_from_what_they_cann
 REFUSED = """
     import mmap, resource, sys, threading, time
     import torch
-    from seqpart.device import Device
-    from seqpart.gauge import read_process
+    from seqpart.memory.device import Device
+    from seqpart.memory.usage import read_process
 
     takes = {
         "map": lambda: mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE),
@@ -183,8 +183,8 @@ def test_once_settled_freed_memory_leaves_the_process():
     """In a process of its own: the allocator's settings hold for all of it. One late block pins a heap that is not settled."""
     program = """
 import sys, torch
-from seqpart.device import Device
-from seqpart.gauge import read_process
+from seqpart.memory.device import Device
+from seqpart.memory.usage import read_process
 if sys.argv[1] == "settled":
     Device().settle()
 before = read_process().anon

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart import direct
-from seqpart.direct import PAGE, DirectFile, aligned, bytes_of, explained, probe_disk, round_up
 from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError
+from seqpart.files import direct as direct
+from seqpart.files.direct import PAGE, DirectFile, aligned, bytes_of, explained, probe_disk, round_up
 
 
 def noise(nbytes):
@@ -159,7 +159,7 @@ def test_the_system_s_own_limit_on_a_file_s_size_is_explained(tmp_path):
     program = """
 import resource, sys
 from pathlib import Path
-from seqpart.direct import DirectFile, aligned, bytes_of
+from seqpart.files.direct import DirectFile, aligned, bytes_of
 from seqpart.errors import StoreError
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.directory.leftovers import SCRATCH_PREFIX
+from seqpart.directory.marker import MARKER
+from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile, StoreError
-from seqpart.leftovers import SCRATCH_PREFIX
-from seqpart.marker import MARKER
-from seqpart.report import Reporter
-from seqpart.rundir import RunDirectory
+from seqpart.report.reporter import Reporter
 from tests.test_rundir import fill, save
 
 

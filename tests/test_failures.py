@@ -106,8 +106,8 @@ def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_c
 @pytest.mark.parametrize(
     ("place", "code", "told"),
     [
-        ("seqpart.inputs.measure_rates", 3, "is too small to plan in"),
-        ("seqpart.run.data_digest", 4, "OutOfMemory: memory ran out while"),
+        ("seqpart.planning.inputs.measure_rates", 3, "is too small to plan in"),
+        ("seqpart.session.data_digest", 4, "OutOfMemory: memory ran out while"),
     ],
 )
 def test_memory_that_runs_out_before_training_is_one_message_too(place, code, told, tmp_path, monkeypatch, capsys):

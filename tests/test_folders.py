@@ -3,8 +3,8 @@
 import pytest
 from PIL import Image
 
+from seqpart.data.splits import as_split
 from seqpart.errors import DataError
-from seqpart.ingest import as_split
 from seqpart.zoo import datasets
 from tests.command import call, refused
 

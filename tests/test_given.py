@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from seqpart import SeqpartError, Trainer
-from seqpart.blocks import Block, as_chain, tensors_of
 from seqpart.errors import StoreError
-from seqpart.gauge import read_process
-from seqpart.given import Given
+from seqpart.memory.usage import read_process
+from seqpart.model.blocks import Block, as_chain, tensors_of
+from seqpart.model.live_modules import Given
 from seqpart.units import parse_size
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))

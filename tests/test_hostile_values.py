@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from seqpart.marker import MARKER
+from seqpart.directory.marker import MARKER
 from tests.command import ENVIRONMENT, SMALL, call, command, files, refused
 from tests.given import write_idx
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_classes, count_tokens, pour, refuse_mismatch
 from seqpart.errors import DataError
-from seqpart.ingest import ROWS_AT_ONCE, Split, as_split, count_classes, count_tokens, pour, refuse_mismatch
 
 X, Y = torch.arange(12.0).view(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])
 

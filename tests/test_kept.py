@@ -13,13 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from seqpart.arena import Arena
-from seqpart.device import Device
-from seqpart.direct import PAGE, aligned
 from seqpart.errors import DiskFull
-from seqpart.kept import Kept
-from seqpart.layout import Layout, TensorSpec
-from seqpart.store import Store
+from seqpart.files.direct import PAGE, aligned
+from seqpart.files.retained import Kept
+from seqpart.memory.device import Device
+from seqpart.offload.host_pool import Arena
+from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.offload.store import Store
 
 
 def test_a_kept_file_stays_until_it_is_let_go(tmp_path):

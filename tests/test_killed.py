@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from seqpart.publication import latest
-from seqpart.run import JOB, RESULT
-from seqpart.scratch import has_checkpoint
+from seqpart.directory.publication import latest
+from seqpart.files.scratch import has_checkpoint
+from seqpart.session import JOB, RESULT
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, command, end, start
 from tests.resuming import Processes

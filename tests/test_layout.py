@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from seqpart.direct import PAGE, aligned, bytes_of
 from seqpart.errors import CorruptFile, ModelError
-from seqpart.layout import Layout, TensorSpec, decode_header, encode_header, header_size, spec_of
+from seqpart.files.direct import PAGE, aligned, bytes_of
+from seqpart.offload.layout import Layout, TensorSpec, decode_header, encode_header, header_size, spec_of
 
 HOME = Path("home.safetensors")
 DTYPES = [

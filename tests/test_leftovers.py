@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from seqpart.leftovers import SCRATCH_PREFIX, Kind, clear_leftovers, resumable, tell_leftovers, unknown
-from seqpart.marker import LOCK, MARKER, locked
-from seqpart.rundir import RunDirectory
-from seqpart.scratch import CHECKPOINT, PREVIOUS
+from seqpart.directory.leftovers import SCRATCH_PREFIX, Kind, clear_leftovers, resumable, tell_leftovers, unknown
+from seqpart.directory.marker import LOCK, MARKER, locked
+from seqpart.directory.run_directory import RunDirectory
+from seqpart.files.scratch import CHECKPOINT, PREVIOUS
 from tests.command import SMALL, call
 from tests.test_rundir import fill, kill, save, with_scratch
 

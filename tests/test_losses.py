@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.losses import default_loss, regression, scores_of, token_cross_entropy
+from seqpart.model.losses import default_loss, regression, scores_of, token_cross_entropy
 
 sizes = st.integers(1, 4)
 

@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart import rows as rows_room
-from seqpart.direct import PAGE
+from seqpart.checkpoint.manifest import CHECKPOINT, PREVIOUS, load, restore, save
+from seqpart.data import row_file as rows_room
 from seqpart.errors import CorruptFile, DiskFull, OptionError
-from seqpart.manifest import CHECKPOINT, PREVIOUS, load, restore, save
+from seqpart.files.direct import PAGE
 from tests import saving
 from tests.command import SECONDS
 from tests.saving import CALLS, fill, go_on, is_whole, opened, resumed
@@ -299,7 +299,7 @@ def test_where_both_are_damaged_the_cure_is_to_start_again(root):
 
 
 def test_a_manifest_of_another_version_is_refused_in_words(root, monkeypatch):
-    monkeypatch.setattr("seqpart.manifest.FORMAT", 7)
+    monkeypatch.setattr("seqpart.checkpoint.manifest.FORMAT", 7)
     go_on(root, 0, 1)
     monkeypatch.undo()
     with pytest.raises(OptionError, match="its format is 7 and this one reads 2"):

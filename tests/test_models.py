@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.ingest import as_split
-from seqpart.losses import default_loss
+from seqpart.data.splits import as_split
+from seqpart.model.losses import default_loss
 from seqpart.zoo import models, text
 
 CONTEXT, VOCABULARY = 12, 20

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.direct import aligned
 from seqpart.errors import OptionError
-from seqpart.layout import spec_of
-from seqpart.optimizers import choose, describe
+from seqpart.files.direct import aligned
+from seqpart.model.optimizers import choose, describe
+from seqpart.offload.layout import spec_of
 
 CHOICES = {
     "adam": (torch.optim.Adam, {}),

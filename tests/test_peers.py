@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from benchmarks.peers import cell, compare, networks, results
 from benchmarks.peers.arms import ARMS, Environments
 from benchmarks.peers.cell import NoCgroup, parse
-from seqpart.blocks import as_chain
-from seqpart.device import Device
+from seqpart.memory.device import Device
+from seqpart.model.blocks import as_chain
 from tests.command import ENVIRONMENT
 
 HOUSE = Path(__file__).parents[1]

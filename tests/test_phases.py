@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.phases import Epochs, Phases, counted, trains_again
-from seqpart.schedule import Phase, PhaseKind, Position, steps_of
+from seqpart.schedule.phases import Epochs, Phases, counted, trains_again
+from seqpart.schedule.steps import Phase, PhaseKind, Position, steps_of
 
 TRAIN, CACHE, TEST = (
     Phase(kind=kind, partition=0, rows=3, batch=2, micro_batch=1) for kind in (PhaseKind.TRAIN, PhaseKind.CACHE, PhaseKind.TEST)

@@ -5,10 +5,10 @@ from itertools import count
 
 import pytest
 
+from seqpart.directory.leftovers import clear_leftovers
+from seqpart.directory.run_directory import RunDirectory, finish_what_was_published
 from seqpart.errors import CorruptFile, DiskFull, OptionError
-from seqpart.leftovers import clear_leftovers
-from seqpart.rundir import RunDirectory, finish_what_was_published
-from seqpart.scratch import PUBLISHING
+from seqpart.files.scratch import PUBLISHING
 from tests.test_rundir import finish, kill, names
 
 RESULTS = ("model.safetensors", "plan.json", "events.jsonl", "result.json")

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.device import Device
-from seqpart.direct import round_up
 from seqpart.errors import StoreError
-from seqpart.relay import BUFFERS, InHost, OnDevice, OnDisk, relay_bytes
+from seqpart.execution.boundary_exchange import InHost, OnDevice, OnDisk
+from seqpart.files.direct import round_up
+from seqpart.memory.device import Device
+from seqpart.planning.problem import BUFFERS, relay_bytes
 
 LARGEST = 3 << 12
 ROOM = 1 << 20

@@ -6,17 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.arena import Arena
-from seqpart.blocks import as_chain, tensors_of
-from seqpart.costs import measure_chain
-from seqpart.device import Device, open_device
-from seqpart.direct import aligned
 from seqpart.errors import CorruptFile
-from seqpart.optimizers import choose
-from seqpart.resident import Placement, Resident
-from seqpart.slotlayout import gradient_layouts, slot_bytes, state_layouts
-from seqpart.slots import Slot, at_once
-from seqpart.store import Store
+from seqpart.execution.partition import Placement, Resident
+from seqpart.execution.slots import Slot, at_once
+from seqpart.files.direct import aligned
+from seqpart.memory.device import Device, open_device
+from seqpart.model.blocks import as_chain, tensors_of
+from seqpart.model.costs import measure_chain
+from seqpart.model.optimizers import choose, gradient_layouts, slot_bytes, state_layouts
+from seqpart.offload.host_pool import Arena
+from seqpart.offload.store import Store
 
 SHAPE, SEED = (6,), 11
 CHOICES = {

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-import seqpart.exactplan as exactplan
-from seqpart import run
+import seqpart.planning.exact as exactplan
+from seqpart import session as run
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
-from seqpart.executor import Executor
-from seqpart.report import EVENTS
-from seqpart.schedule import Verb
-from seqpart.scratch import has_checkpoint
-from seqpart.store import Store
+from seqpart.execution.executor import Executor
+from seqpart.files.scratch import has_checkpoint
+from seqpart.offload.store import Store
+from seqpart.report.reporter import EVENTS
+from seqpart.schedule.steps import Verb
 from tests.choice import only_quick
 from tests.exactly import FULL, How, numbers, tokens
 from tests.resuming import Arm, Killed, Stopping, ended, interrupt, kill

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from seqpart import rows as rows_room
-from seqpart.arena import Arena
-from seqpart.device import Device
-from seqpart.direct import PAGE, aligned
+from seqpart.data import row_file as rows_room
+from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DiskFull
-from seqpart.rows import RowLayout, Rows
+from seqpart.files.direct import PAGE, aligned
+from seqpart.memory.device import Device
+from seqpart.offload.host_pool import Arena
 
 LAYOUTS = {
     "fp32, padded": RowLayout((3, 5), torch.float32),

@@ -6,14 +6,14 @@ import re
 
 import pytest
 
+from seqpart.directory.leftovers import SCRATCH_PREFIX, clear_leftovers, resumable
+from seqpart.directory.marker import MARKER
+from seqpart.directory.run_directory import RunDirectory, new_name
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
-from seqpart.leftovers import SCRATCH_PREFIX, clear_leftovers, resumable
-from seqpart.marker import MARKER
-from seqpart.ownfiles import Folder
-from seqpart.replacing import write_text
-from seqpart.rundir import RunDirectory, new_name
-from seqpart.scratch import CHECKPOINT, PREVIOUS, clear_scratch
-from seqpart.sealed import sealed
+from seqpart.files.atomic import write_text
+from seqpart.files.checksummed import sealed
+from seqpart.files.owned import Folder
+from seqpart.files.scratch import CHECKPOINT, PREVIOUS, clear_scratch
 
 
 def state(folder):
@@ -188,7 +188,7 @@ def test_a_failure_to_mark_does_not_hide_why_the_run_failed(tmp_path, monkeypatc
     def full(path, text):
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr("seqpart.marker.write_text", full)
+    monkeypatch.setattr("seqpart.directory.marker.write_text", full)
     failed.close("failed")
     with pytest.raises(StoreError, match="the disk is full"):
         done.close("done")

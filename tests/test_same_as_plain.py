@@ -7,11 +7,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.activations import windows
-from seqpart.device import Device, keyed_seed
+from seqpart.data.reader import windows
+from seqpart.data.row_file import RowLayout
+from seqpart.memory.device import Device, keyed_seed
 from seqpart.methods.labels import SyntheticLabels
 from seqpart.methods.objectives import OBJECTIVES
-from seqpart.rows import RowLayout
 from seqpart.zoo.models import mlp
 
 CLASSES, WIDTH, DEPTH, ROWS = 5, 32, 4, 120

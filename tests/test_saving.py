@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import Diverged
-from seqpart.scratch import PREVIOUS
+from seqpart.files.scratch import PREVIOUS
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Stopping, ended
 from tests.test_exact import dropping, fresh

@@ -8,17 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.errors import ScheduleError
-from seqpart.schedule import (
-    Phase,
-    PhaseKind,
-    Position,
-    Step,
-    Verb,
-    checked,
-    parse,
-    steps_of,
-    to_text,
-)
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb, checked, parse, steps_of, to_text
 
 phases_of = st.builds(
     Phase,

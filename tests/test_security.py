@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from seqpart.manifest import FORMAT
-from seqpart.publication import latest
-from seqpart.run import JOB
-from seqpart.scratch import CHECKPOINT
-from seqpart.sealed import sealed
+from seqpart.checkpoint.manifest import FORMAT
+from seqpart.directory.publication import latest
+from seqpart.files.checksummed import sealed
+from seqpart.files.scratch import CHECKPOINT
+from seqpart.session import JOB
 from tests.command import SMALL, call, files
-from tests.test_floors import ROOMS
+from tests.test_packages import MODULES
 
 FORBIDDEN = {
     "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "code", "codeop", "runpy",
@@ -34,7 +34,7 @@ IMPORTS_BY_NAME = {"zoo.loading"}
 """Where the user's own `package.module:function` is imported, as the command line names it."""
 
 
-def dangers(tree, room):
+def dangers(tree, module):
     """What in a file's text could run what it reads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -44,15 +44,15 @@ def dangers(tree, room):
             yield f"{node.func.id}()"
         elif isinstance(node, ast.Attribute):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            if (owner, node.attr) in ATTRIBUTES or (node.attr == "import_module" and room not in IMPORTS_BY_NAME):
+            if (owner, node.attr) in ATTRIBUTES or (node.attr == "import_module" and module not in IMPORTS_BY_NAME):
                 yield f"{owner}.{node.attr}"
         elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell", "weights_only"):
             yield node.arg
 
 
-@pytest.mark.parametrize(("room", "path"), ROOMS, ids=[room or "seqpart" for room, _ in ROOMS])
-def test_no_file_of_ours_unpickles_evaluates_or_runs_anything(room, path):
-    assert list(dangers(ast.parse(path.read_text()), room)) == []
+@pytest.mark.parametrize(("module", "path"), MODULES.items(), ids=MODULES)
+def test_no_file_of_ours_unpickles_evaluates_or_runs_anything(module, path):
+    assert list(dangers(ast.parse(path.read_text()), module)) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpart import Trainer
 from seqpart.errors import ModelError
-from seqpart.simulate import Rates
+from seqpart.planning.simulator import Rates
 
 ROWS = 16
 
@@ -17,9 +17,9 @@ ROWS = 16
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
     """What only plans look at, and takes most of so short a run."""
-    monkeypatch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
     rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
 
 
 def trainer(model, folder, **options):

@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-import seqpart.exactplan as exactplan
+import seqpart.planning.exact as exactplan
 from seqpart import Trainer
-from seqpart.costs import LiveBytes
-from seqpart.direct import PAGE
-from seqpart.exactplan import largest_relayed
-from seqpart.executor import Executor, StepDone
-from seqpart.plan import buffers_of
-from seqpart.relay import relay_bytes
-from seqpart.report import Reporter
-from seqpart.schedule import PhaseKind, Position, Verb, checked, parse, steps_of, to_text
-from seqpart.simulate import Means, Rates, Simulator
-from seqpart.slots import Slots
+from seqpart.execution.executor import Executor, StepDone
+from seqpart.execution.slots import Slots
+from seqpart.files.direct import PAGE
+from seqpart.model.costs import LiveBytes
+from seqpart.planning.exact import largest_relayed
+from seqpart.planning.problem import buffers_of, relay_bytes
+from seqpart.planning.simulator import Means, Rates, Simulator
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.steps import PhaseKind, Position, Verb, checked, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
 from tests.choice import only_quick
 
@@ -85,9 +84,9 @@ class Fit:
         self.candidates = []
         if way is not None:
             self._force(patch, **way)
-        patch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+        patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
         rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-        patch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+        patch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
         # A checkpoint sends weights home that a later step is foretold to send.
         trainer = Trainer(model(), mem_limit="2GB", output_dir=folder / "run", save_every="never", **options)
         train, test = data(model, ROWS, 0), data(model, TEST_ROWS, 1)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.device import Device
-from seqpart.direct import PAGE, round_up
-from seqpart.slots import Slots, at_once
+from seqpart.execution.slots import Slots, at_once
+from seqpart.files.direct import PAGE, round_up
+from seqpart.memory.device import Device
 
 sizes = st.integers(0, 20).map(lambda pages: pages * PAGE + 1)
 moves = st.lists(st.one_of(sizes, st.none()), max_size=40)

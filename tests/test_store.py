@@ -10,13 +10,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from seqpart import homefile
-from seqpart.arena import Arena
-from seqpart.device import Device
-from seqpart.direct import PAGE, aligned
 from seqpart.errors import CorruptFile, DiskFull
-from seqpart.layout import Layout, TensorSpec, spec_of
-from seqpart.store import Store
+from seqpart.files.direct import PAGE, aligned
+from seqpart.memory.device import Device
+from seqpart.offload import tensor_file as homefile
+from seqpart.offload.host_pool import Arena
+from seqpart.offload.layout import Layout, TensorSpec, spec_of
+from seqpart.offload.store import Store
 
 
 @pytest.fixture
@@ -259,11 +259,11 @@ def test_a_real_limit_on_the_disk_leaves_the_old_home(tmp_path):
 import resource, sys
 from pathlib import Path
 import torch
-from seqpart.device import Device
-from seqpart.direct import aligned
+from seqpart.memory.device import Device
+from seqpart.files.direct import aligned
 from seqpart.errors import StoreError
-from seqpart.layout import Layout, TensorSpec
-from seqpart.store import Store
+from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.offload.store import Store
 store = Store(Path(sys.argv[1]), Device())
 small, large = (Layout.of([TensorSpec(name="w", shape=(n,), dtype=torch.uint8)]) for n in (4096, 65536))
 store.put("home", small, aligned(4096).fill_(7))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import seqpart.exactplan as exactplan
+import seqpart.planning.exact as exactplan
 from seqpart import Trainer
-from seqpart.executor import StepDone
-from seqpart.report import Reporter
-from seqpart.schedule import Verb
-from seqpart.simulate import Means, Rates
+from seqpart.execution.executor import StepDone
+from seqpart.planning.simulator import Means, Rates
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.steps import Verb
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
 UPDATES = ROWS // BATCH * EPOCHS
@@ -65,9 +65,9 @@ def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=None, **optio
         yield exactplan.foretell_exact(request, method, micro_batch, parts, Means(slots=slots), keeps)
 
     patch.setattr(exactplan, "_variants", only)
-    patch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+    patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
     rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    patch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+    patch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)))
     trainer = Trainer(
         model, mem_limit="2GB", output_dir=folder / "run", method="streamed", partitions="0,1,2,3", epochs=EPOCHS,

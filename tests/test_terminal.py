@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.terminal import as_many, bar_line, plan_table, wrapped
+from seqpart.report.terminal import as_many, bar_line, plan_table, wrapped
 from seqpart.units import format_seconds
 from tests.command import ENVIRONMENT, SMALL, command
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.passes import PhaseDone
-from seqpart.phases import Epochs, Phases
-from seqpart.report import Reporter
-from seqpart.schedule import Phase, PhaseKind
+from seqpart.execution.compute import PhaseDone
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.steps import Phase, PhaseKind
 from tests.exactly import FULL, How, numbers
 from tests.resuming import Arm, ended
 from tests.test_exact import fresh, statistics

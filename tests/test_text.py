@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqpart.data.splits import as_split, count_classes, count_tokens, pour
 from seqpart.errors import DataError, OptionError
-from seqpart.ingest import as_split, count_classes, count_tokens, pour
 from seqpart.zoo import datasets, text
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare" / "input.txt"

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.device import Device
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
-from seqpart.passes import Passes
-from seqpart.simulate import Rates
+from seqpart.execution.compute import Passes
+from seqpart.memory.device import Device
+from seqpart.planning.simulator import Rates
 from seqpart.train import console
-from seqpart.verify import verify
-from seqpart.watch import Key, Watch
+from seqpart.verify.digests import Key, Watch
+from seqpart.verify.verification import verify
 from seqpart.zoo.models import gpt, mlp
 from tests.given import write_own
 
@@ -22,9 +22,9 @@ from tests.given import write_own
 def known_machine(monkeypatch, tmp_path):
     """What only plans look at, and takes most of so short a run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("seqpart.inputs.measure_runtime", lambda _: 500 << 20)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
     rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.inputs.measure_rates", lambda *_: rates)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
 
 
 def numbers(*shape, rows=22):
@@ -233,7 +233,7 @@ def test_a_wrong_replay_is_noticed_whatever_is_replayed(model, data, partitions)
 
 @pytest.mark.slow
 def test_a_wrong_replay_is_noticed_where_no_graph_is_kept(monkeypatch):
-    monkeypatch.setattr("seqpart.exactplan._with_graphs", lambda _, foretold, __: foretold)
+    monkeypatch.setattr("seqpart.planning.exact._with_graphs", lambda _, foretold, __: foretold)
     assert check(*MODELS["mlp"], partitions=3).plan.keeps_graph_from is None
 
 
@@ -268,7 +268,7 @@ def test_what_cannot_be_verified_is_refused_in_words(options, words):
 
 def test_a_machine_that_cannot_hold_full_training_is_told_so_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(Device, "free_memory", lambda _: 1 << 20)
-    monkeypatch.setattr("seqpart.ways.Way.run", lambda *_, **__: pytest.fail("it was trained"))
+    monkeypatch.setattr("seqpart.verify.variant.Way.run", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DoesNotFit, match=r"compares with full training, which needs .* and has .*--reference checkpointed"):
         check(*MODELS["mlp"], partitions=2)
 

@@ -1,4 +1,4 @@
-"""Hold the house's sizes: files of at most 400 lines, functions of at most 100, in Python under the given folders."""
+"""Hold the sizes: files of at most 400 lines, functions of at most 100, in Python under the given folders."""
 
 import ast
 import sys
@@ -22,7 +22,7 @@ def problems(path: Path) -> list[str]:
 
 def main() -> int:
     found = [line for folder in sys.argv[1:] for path in sorted(Path(folder).rglob("*.py")) for line in problems(path)]
-    print("\n".join(found) or "sizes: all files and functions are within the house's limits")
+    print("\n".join(found) or "sizes: all files and functions are within the limits")
     return bool(found)
 
 

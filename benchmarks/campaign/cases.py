@@ -16,7 +16,7 @@ from benchmarks.campaign.faults import DAMAGE, KINDS, AtTime, Fault
 from benchmarks.campaign.jobs import TOO_SMALL, Job
 from benchmarks.campaign.starting import Ended, Order, Starter, imports_peak, run_fresh
 from benchmarks.campaign.surroundings import Desk
-from seqpart.marker import MARKER
+from seqpart.directory.marker import MARKER
 
 MOST_STARTS = 6
 IMPORTS = 3.0

@@ -70,7 +70,7 @@ the peak of the whole process, the prediction is not compared.
 ## What no campaign can show
 
 A loss of power (the campaign kills processes; what the disk itself loses is held by `fsync` in the order that
-`seqpart/manifest.py` describes), a disk that lies about what it has written, damage in two files at once, and a GPU.
+`seqpart/checkpoint/manifest.py` describes), a disk that lies about what it has written, damage in two files at once, and a GPU.
 """
 
 _BY_SECTOR = "the kernel's `dm-flakey` and `dm-error` fail by time and by sector, which no seed repeats"

@@ -18,9 +18,9 @@ from profiling.question import job_of, parsed, way_named
 from profiling.trace import StepLog
 from safetensors.torch import save_file
 
-from seqpart.device import Device
-from seqpart.job import Job
-from seqpart.tally import Tally
+from seqpart.cli.job import Job
+from seqpart.execution.metrics import Tally
+from seqpart.memory.device import Device
 
 import numpy as np  # isort: skip
 import torch  # isort: skip

@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks import pnn_arm
 from examples import cifar_resnet
-from seqpart.ingest import as_split
-from seqpart.losses import token_cross_entropy
+from seqpart.data.splits import as_split
+from seqpart.model.losses import token_cross_entropy
 from seqpart.zoo import datasets, models, text
 
 Rows = tuple[torch.Tensor, torch.Tensor]

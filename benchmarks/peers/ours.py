@@ -21,9 +21,9 @@ from benchmarks.peers.networks import mean_loss
 
 def watching() -> Any:
     """A reporter that notes when each update ended."""
-    from seqpart.executor import StepDone
-    from seqpart.report import Reporter
-    from seqpart.schedule import PhaseKind, Verb
+    from seqpart.execution.executor import StepDone
+    from seqpart.report.reporter import Reporter
+    from seqpart.schedule.steps import PhaseKind, Verb
 
     class Watch(Reporter):
         def __init__(self) -> None:

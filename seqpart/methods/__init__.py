@@ -3,7 +3,7 @@
 from seqpart.errors import OptionError
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
 from seqpart.methods.method import Method
-from seqpart.methods.synthetic import SIL
+from seqpart.methods.sil import SIL
 
 METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, CHECKPOINTED, FULL)}
 

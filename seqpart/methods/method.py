@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
-from seqpart.losses import LossFunction, scores_of
-from seqpart.phases import Phases
-from seqpart.reductions import BY_ROWS, Reduction, Verdict, judged
-from seqpart.schedule import Phase, PhaseKind
+from seqpart.model.losses import LossFunction, scores_of
+from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged
+from seqpart.schedule.phases import Phases
+from seqpart.schedule.steps import Phase, PhaseKind
 
 
 class PartitionLoss(Protocol):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from seqpart.device import keyed_seed
+from seqpart.memory.device import keyed_seed
 from seqpart.methods.labels import SyntheticLabels
 from seqpart.methods.method import SyntheticLoss, Targets
 

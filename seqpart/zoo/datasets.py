@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
-from seqpart.ingest import ROWS_AT_ONCE, Split
-from seqpart.textfile import refuse_unusable
+from seqpart.files.text import refuse_unusable
 from seqpart.zoo import folders, text
 from seqpart.zoo.loading import called
 

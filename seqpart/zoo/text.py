@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from seqpart.data.splits import ROWS_AT_ONCE, TOKENS, Split
 from seqpart.errors import DataError, OptionError
-from seqpart.ingest import ROWS_AT_ONCE, TOKENS, Split
 
 CONTEXT = 128
 MOST_CHARACTERS = 1 << 15

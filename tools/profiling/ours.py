@@ -7,12 +7,12 @@ from typing import Any
 from profiling import answer
 from profiling.question import job_of, parsed, way_named
 from profiling.trace import StepLog
+from seqpart.cli.job import opened
 from seqpart.errors import DoesNotFit, LimitExceeded, OutOfMemory, SeqpartError
-from seqpart.executor import StepDone
-from seqpart.job import opened
-from seqpart.plan import Plan
-from seqpart.report import Reporter
-from seqpart.schedule import PhaseKind, Step, Verb
+from seqpart.execution.executor import StepDone
+from seqpart.planning.plan import Plan
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.steps import PhaseKind, Step, Verb
 from seqpart.trainer import Result
 
 

@@ -24,19 +24,19 @@ from torch.utils.checkpoint import checkpoint
 from profiling import answer
 from profiling.question import Way, job_of, parsed, way_named
 from profiling.trace import StepLog
-from seqpart.activations import windows
-from seqpart.blocks import as_chain
-from seqpart.device import Device, open_device
+from seqpart.data.reader import windows
+from seqpart.model.blocks import as_chain
+from seqpart.memory.device import Device, open_device
 from seqpart.errors import SeqpartError
-from seqpart.gauge import read_process
-from seqpart.ingest import Split, count_classes, pour
-from seqpart.job import Job, data_of, model_of
-from seqpart.losses import default_loss, label_dtype
-from seqpart.optimizers import choose
-from seqpart.rateschedule import rate_schedule
-from seqpart.report import Reporter
-from seqpart.rows import RowLayout
-from seqpart.tally import Tally
+from seqpart.memory.usage import read_process
+from seqpart.data.splits import Split, count_classes, pour
+from seqpart.cli.job import Job, data_of, model_of
+from seqpart.model.losses import default_loss, label_dtype
+from seqpart.model.optimizers import choose
+from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.report.reporter import Reporter
+from seqpart.data.row_file import RowLayout
+from seqpart.execution.metrics import Tally
 
 
 class Rows:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import tyro
 
-from seqpart.arguments import gathered
+from seqpart.cli.arguments import gathered
+from seqpart.cli.job import Job
 from seqpart.errors import OptionError
-from seqpart.job import Job
 from seqpart.methods import methods_named
 from seqpart.settings import OF_SIL
 

@@ -10,16 +10,15 @@ import torch
 
 from profiling import answer
 from profiling.question import parsed
-from seqpart.blocks import as_chain
-from seqpart.costs import measure_chain
-from seqpart.device import CudaDevice, describe_versions
+from seqpart.cli.job import opened
 from seqpart.errors import SeqpartError
-from seqpart.inputs import limit_of
-from seqpart.job import opened
-from seqpart.meter import seconds_of
-from seqpart.optimizers import choose
-from seqpart.rates import measure_rates
-from seqpart.report import Reporter
+from seqpart.memory.device import CudaDevice, describe_versions
+from seqpart.model.blocks import as_chain
+from seqpart.model.costs import measure_chain
+from seqpart.model.optimizers import choose
+from seqpart.planning.hardware import measure_rates, seconds_of
+from seqpart.planning.inputs import limit_of
+from seqpart.report.reporter import Reporter
 
 _ROWS, _WIDTH = 256, 2048
 

@@ -1,0 +1,121 @@
+"""Settings that may be other ones when a run goes on, and where it then stands in its phases.
+
+What a partition has learned stays as it is; other numbers hold from the next update on. Epochs may become more or fewer as
+long as that training is under way: a partition of `sil` that is done is what the ones behind it have learned from.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from seqpart.errors import OptionError
+from seqpart.schedule.phases import Phases
+from seqpart.schedule.steps import Position
+from seqpart.settings import Settings
+
+FREE = {"mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size"}
+"""Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
+TUNED = {"lr", "recovery_lr", "lr_schedule", "warmup_updates", "clip_grad_norm", "weight_decay", "epochs", "recovery_epochs"}
+"""Those that change what is learned from there on."""
+OF_RECOVERY = {"recover", "recovery_batch_size"}
+"""Those that may differ before recovery has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position in words that hold for other numbers of epochs too."""
+
+    stretch: int
+    """Of the phases: a partition's training, the whole network's, or recovery."""
+    epochs: int
+    """That are over there."""
+    behind: int | None
+    """Which of the phases behind them it is; None: another epoch."""
+    over: bool
+    """Whether the training of the stretch is."""
+    recovers: bool
+    """Whether recovery has begun."""
+
+    @classmethod
+    def of(cls, phases: Phases, at: Position) -> "Place":
+        which, epochs, behind = phases.stands(at.phase)
+        stretch = phases.stretches[which]
+        begun = bool(epochs or at.updates)
+        return cls(which, epochs, behind, behind is not None and epochs == stretch.epochs, stretch.train.stage == 1 and begun)
+
+    @property
+    def done(self) -> int:
+        """Stretches whose training is over."""
+        return self.stretch + self.over
+
+    def position(self, phases: Phases, updates: int) -> Position:
+        """Where it is in `phases`, which may have other numbers of epochs. Raises OptionError where it is beyond these."""
+        option = "--recovery-epochs" if self.recovers else "--epochs"
+        begun, epochs = self.epochs + bool(updates), 0
+        if self.stretch < len(phases.stretches):
+            epochs = phases.stretches[self.stretch].epochs
+        if begun > epochs:
+            raise OptionError(f"--resume: {option} {epochs}: {begun} epoch(s) are done or under way. Give at least {begun}.")
+        if self.stretch == len(phases.stretches):  # there was to be recovery, and it has not begun
+            return Position(len(phases))
+        behind = 0 if self.behind is None and self.epochs == epochs else self.behind
+        return Position(phases.number_of(self.stretch, self.epochs, behind), updates)
+
+
+def different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name, value in before.items() if not _same(value, str(now.get(name))))
+
+
+def _same(one: str, other: str) -> bool:
+    """As numbers where they are: 1e-3 is 0.001."""
+    try:
+        return one == other or [float(part) for part in one.split(",")] == [float(part) for part in other.split(",")]
+    except ValueError:
+        return False
+
+
+def refuse_fixed(
+    root: object, names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str], *, recovers: bool
+) -> None:
+    """Raises OptionError for settings that must be what they were, and are not."""
+    free = FREE | TUNED | (set() if recovers else OF_RECOVERY)
+    fixed = [name for name in names if name not in free]
+    if not fixed:
+        return
+    said = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
+    may = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(Settings) if field.name in TUNED)
+    raise OptionError(
+        f"--resume: the run in {root} has other settings: {said}. Give the same, or start anew elsewhere. What may be changed: "
+        f"{may}, limits and places."
+    )
+
+
+def told(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What the run goes on with otherwise, for the user."""
+    return [f"{name} was {before[name]}, is {now[name]}" for name in names if name not in FREE]
+
+
+def trained_epochs(place: Place, before: Sequence[int], changed: Sequence[str], *, exact: bool) -> tuple[int, ...]:
+    """Epochs of the partitions whose training is over: those that they had. Raises OptionError where nothing is left that
+    another number could be for."""
+    count = len(before)
+    done = (count if place.over else 0) if exact else min(place.done, count)
+    if "epochs" in changed and done == count:
+        rest = "; --recovery-epochs says how long it recovers" if place.recovers else ""
+        raise OptionError(
+            f"--resume: --epochs cannot be changed any more: all of them are done ({_listed(before)}), and optimizer states of "
+            f"what is trained are not kept{rest}. Give the same, or start anew elsewhere."
+        )
+    if "recovery_epochs" in changed and place.recovers and place.over:
+        raise OptionError("--resume: --recovery-epochs cannot be changed any more: all of them are done. Give the same.")
+    return tuple(before[:done])
+
+
+def kept_words(trained: Sequence[int], asked: Sequence[int]) -> list[str]:
+    """What is said of partitions that keep the epochs that they had."""
+    kept = [p for p, (had, want) in enumerate(zip(trained, asked, strict=False)) if had != want]
+    return [f"partition(s) {_listed(kept)} are done and keep {_listed([trained[p] for p in kept])} epoch(s)"] if kept else []
+
+
+def _listed(numbers: Sequence[Any]) -> str:
+    return ", ".join(map(str, dict.fromkeys(numbers)))

@@ -1,0 +1,95 @@
+"""The trained network as one plain safetensors file, streamed out of the homes block by block."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from seqpart.files.direct import REQUEST, DirectFile, aligned, bytes_of, explained, round_up
+from seqpart.files.owned import remove
+from seqpart.model.blocks import Block, tensors_of
+from seqpart.model.costs import BlockCost
+from seqpart.offload.layout import Layout, TensorSpec, encode_header
+from seqpart.offload.store import Store
+
+
+def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store) -> int:
+    """Write every tensor of the state_dict under the model's own names; returns the file's bytes.
+
+    Holds one block and one request at a time. The file appears under `path` only when it is whole and on the disk.
+    """
+    entries = list(_entries(blocks, costs))
+    specs, offset = [], 0
+    for _, name, source in entries:
+        specs.append(TensorSpec(name=name, shape=source.shape, dtype=source.dtype, offset=offset))
+        offset += source.nbytes
+    header = encode_header(specs, {"format": "pt"})
+    part = path.with_name(path.name + ".part")
+    flat = aligned(max(cost.layout.room for cost in costs))
+    try:
+        with DirectFile(part, write=True, mode=0o666) as file:
+            out = _Stream(file)
+            out.write(memoryview(header))
+            loaded: Block | None = None
+            for block, _, source in entries:
+                if block is not loaded:
+                    store.get(block.home, flat)
+                    loaded = block
+                if source.stride is None:
+                    out.write(bytes_of(flat)[source.offset : source.offset + source.nbytes])
+                else:  # as every reader expects it: row by row
+                    view = Layout((source,)).views(flat)[source.name]
+                    out.write(bytes_of(view.contiguous().view(-1).view(torch.uint8)))
+            out.finish()
+        part.replace(path)
+    except OSError as error:
+        raise explained(error, path) from None
+    finally:
+        remove(part)
+    return len(header) + offset
+
+
+def _entries(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Iterator[tuple[Block, str, TensorSpec]]:
+    """(block, exported name, where it lies in the block), widest elements first so that no tensor is misaligned.
+
+    A state_dict leaves some buffers out and may name one parameter twice: it decides, by identity.
+    """
+    found = []
+    for block, cost in zip(blocks, costs, strict=True):
+        place = {spec.name: spec for spec in cost.layout.specs}
+        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors_of(block.husk)).items()}
+        for tie in block.tied:  # under both names, as a state_dict has it
+            owned = next(spec for spec in costs[tie.owner.number].layout.specs if spec.name == tie.owner_name)
+            source[id(tensors_of(block.husk)[tie.name])] = tie.owner, owned
+        for name, tensor in block.husk.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                owner, spec = source[id(tensor)]
+                found.append((owner, f"{block.name}.{name}", spec))
+    yield from sorted(found, key=lambda entry: -entry[2].dtype.itemsize)
+
+
+class _Stream:
+    """Ragged pieces gathered into whole requests."""
+
+    def __init__(self, file: DirectFile) -> None:
+        self._file, self._memory = file, bytes_of(aligned(REQUEST))
+        self._filled = self._written = 0
+
+    def write(self, piece: memoryview) -> None:
+        while len(piece):
+            some = piece[: REQUEST - self._filled]
+            self._memory[self._filled : self._filled + len(some)] = some
+            self._filled += len(some)
+            piece = piece[len(some) :]
+            if self._filled == REQUEST:
+                self._flush()
+
+    def _flush(self) -> None:
+        self._file.write_from(self._memory[: round_up(self._filled)], self._written)
+        self._written += self._filled
+        self._filled = 0
+
+    def finish(self) -> None:
+        if self._filled:
+            self._flush()
+        self._file.finish(self._written, durable=True)

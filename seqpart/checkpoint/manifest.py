@@ -1,0 +1,250 @@
+"""A checkpoint is a manifest: one JSON file that names file versions in the homes and rows, and the trainer's state.
+
+Saving copies nothing that is on the disk already. What the two latest manifests name is neither written over nor
+deleted, so there is no moment at which a killed run has nothing to go on from:
+
+    1. homes and rows are brought to the disk                                          named and kept
+    2. the new manifest and a copy of the latest are written beside, and synced        n-1, n-2
+    3. checkpoint.previous.json is replaced                                            n-1, n-1
+    4. checkpoint.json is replaced, and the directory synced                           n,   n-1
+    5. files that only n-2 named may be written over
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.errors import CorruptFile, OptionError
+from seqpart.files.atomic import write_synced
+from seqpart.files.checksummed import sealed, unsealed
+from seqpart.files.direct import explained, sync
+from seqpart.files.owned import made, opened, remove
+from seqpart.files.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES
+from seqpart.files.text import read_text
+from seqpart.offload.store import Store
+
+FORMAT = 2
+
+Pour = Callable[[str, CorruptFile], None]
+"""Makes the rows of boundary 0 of a split again, because of that error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    path: Path
+    """The file that it was read from."""
+    scratch: Path
+    """The directory of the homes and rows."""
+    state: dict[str, Any]
+    """What the trainer gave."""
+    homes: Mapping[str, Mapping[str, str]]
+    rows: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def root(self) -> Path:
+        return self.path.parent
+
+    @property
+    def home_files(self) -> set[str]:
+        return {entry["file"] for entry in self.homes.values()}
+
+    @property
+    def row_files(self) -> set[str]:
+        return _files_of(self.rows)
+
+    @property
+    def inputs(self) -> dict[str, Mapping[str, Any]]:
+        """The rows of boundary 0, which the data can give again."""
+        return {place: entry for place, entry in self.rows.items() if place.endswith("-0")}
+
+    def to_json(self) -> str:
+        # A scratch directory inside the run's own may be moved along with it.
+        scratch = os.path.relpath(self.scratch.resolve(), self.root.resolve())
+        body = {
+            "format": FORMAT,
+            "scratch": str(self.scratch.resolve()) if scratch.startswith("..") else scratch,
+            "state": self.state,
+            "homes": dict(self.homes),
+            "rows": dict(self.rows),
+        }
+        return sealed("checkpoint", body)
+
+
+def save(
+    root: Path, scratch: Path, state: dict[str, Any], store: Store, boundaries: Boundaries, *, instead: bool = False
+) -> Manifest:
+    """Make the present state the run's latest checkpoint; `instead` of the latest, and the one before stays what it is.
+
+    Nothing may be half done, and no put underway.
+
+    Raises DiskFull or another StoreError; then the checkpoints are those that there were, and what was to be the new
+    one's takes no room but for spare files.
+    """
+    new = Manifest(path=root / CHECKPOINT, scratch=scratch, state=state, homes=store.persist(), rows=boundaries.persist())
+    latest, previous = _readable(root / CHECKPOINT), _readable(root / PREVIOUS)
+    # Also if what follows fails: nobody knows then which of the manifests is on the disk.
+    _keep(store, boundaries, new, latest, previous)
+    parts = {root / f"{CHECKPOINT}.part": new.to_json()}
+    if latest is not None and not instead:  # one that is damaged must not take the place of one that is whole
+        parts = {root / f"{PREVIOUS}.part": latest.to_json(), **parts}
+    try:
+        for part, text in parts.items():
+            write_synced(part, text)
+        for part in parts:
+            part.replace(part.with_suffix(""))
+        sync(root)
+    except OSError as error:
+        raise explained(error, new.path) from None
+    finally:
+        for part in parts:
+            with contextlib.suppress(OSError):
+                remove(part)
+    _keep(store, boundaries, new, previous if instead else latest or previous)
+    return new
+
+
+def load(path: Path) -> Manifest:
+    """The manifest at `path`, or the latest in the run directory `path`.
+
+    Raises OptionError where nothing was saved, CorruptFile, naming the file, where it is damaged.
+    """
+    path = path / CHECKPOINT if path.is_dir() else path
+    if not path.is_file():
+        if (path.parent / PREVIOUS).is_file():
+            raise CorruptFile(f"{path} is missing. {_cure(path)}")
+        raise OptionError(f"--resume: nothing was saved in {path.parent}: there is no {path.name}. Start without --resume.")
+    try:
+        body = unsealed("checkpoint", read_text(path))
+    except OSError as error:
+        raise explained(error, path) from None
+    except ValueError as error:
+        raise CorruptFile(f"{path} is damaged: {error}. It was not used. {_cure(path)}", path) from None
+    if not isinstance(body, dict) or not isinstance(body.get("format"), int):
+        raise CorruptFile(f"{path} is no checkpoint that seqpart wrote. It was not used. {_cure(path)}", path)
+    if body["format"] != FORMAT:
+        raise OptionError(
+            f"--resume: {path} was saved by another version of seqpart: its format is {body['format']} and this one reads "
+            f"{FORMAT}. Resume it with that version."
+        )
+    try:
+        manifest = Manifest(
+            path=path, scratch=path.parent / body["scratch"], state=body["state"], homes=body["homes"], rows=body["rows"]
+        )
+        _check_names(manifest)
+    except (KeyError, TypeError, AttributeError):
+        raise CorruptFile(f"{path} is no checkpoint that seqpart wrote. It was not used. {_cure(path)}", path) from None
+    return manifest
+
+
+def restore(manifest: Manifest, store: Store, boundaries: Boundaries, pour: Pour | None = None) -> None:
+    """Fill a new store and new boundaries, opened on the manifest's scratch directory, with what it names.
+
+    Every file is read once. Raises CorruptFile, naming a damaged one; no file that a manifest names is touched then.
+    Otherwise this manifest is the latest from now on: a damaged one that came after it is replaced. Rows of boundary 0 are
+    the same files in both checkpoints: where the one before is asked for, `pour` makes damaged ones again.
+    """
+    latest, previous = _readable(manifest.root / CHECKPOINT), _readable(manifest.root / PREVIOUS)
+    _keep(store, boundaries, manifest, latest, previous)
+    try:
+        store.adopt(manifest.homes)
+        store.verify()
+        boundaries.adopt({place: entry for place, entry in manifest.rows.items() if place not in manifest.inputs})
+        boundaries.verify()
+        for place, entry in manifest.inputs.items():
+            _adopt_input(place, entry, boundaries, pour if manifest.path.name == PREVIOUS else None)
+    except CorruptFile as error:
+        raise CorruptFile(f"{error} {_cure(manifest.path, error)}", error.path) from None
+    if manifest.path.name == CHECKPOINT:
+        _keep(store, boundaries, manifest, previous)
+        return
+    part = manifest.root / f"{CHECKPOINT}.part"
+    try:
+        write_synced(part, manifest.to_json())
+        part.replace(manifest.root / CHECKPOINT)
+        sync(manifest.root)
+    except OSError as error:
+        raise explained(error, part) from None
+    _keep(store, boundaries, manifest)
+
+
+def bring(manifest: Manifest, scratch: Path) -> None:
+    """Give the new directory `scratch` what the manifest names in a directory that is not its run's, and may be needed.
+
+    Nothing is changed there: the files get a second name, since such a file is never written over, or else are copied.
+    Raises CorruptFile, naming a file that is missing; DiskFull or another StoreError.
+    """
+    for folder, files in (("homes", manifest.home_files), ("rows", manifest.row_files)):
+        for file in sorted(files):
+            source = manifest.scratch / folder / file
+            try:
+                with open(opened(source), "rb") as found:
+                    _second_name(source, found, scratch / folder / file)
+            except FileNotFoundError:
+                error = CorruptFile(f"{source} is missing.", source)
+                raise CorruptFile(f"{error} {_cure(manifest.path, error)}", source) from None
+            except OSError as error:
+                raise explained(error, source if error.errno != errno.ENOSPC else scratch / folder / file) from None
+
+
+def _second_name(source: Path, found: BinaryIO, target: Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+        if os.path.samestat(os.lstat(target), os.fstat(found.fileno())):
+            return
+    except OSError:  # another disk, another user's file, or a file system that has no second names
+        pass
+    with open(made(target), "wb") as file:
+        shutil.copyfileobj(found, file)
+
+
+def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, pour: Pour | None) -> None:
+    split = place.removesuffix("-0")
+    try:
+        boundaries.adopt({place: entry})
+        boundaries.rows(split, 0).verify()
+    except CorruptFile as error:
+        if pour is None:
+            raise
+        pour(split, error)
+        if boundaries.rows(split, 0).persist()["digest"] != entry["digest"]:
+            raise CorruptFile(f"{error} The data are not what they were, so it could not be made again.", error.path) from None
+
+
+def _files_of(rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    return {entry[part] for entry in rows.values() for part in ("file", "sums")}
+
+
+def _keep(store: Store, boundaries: Boundaries, *manifests: Manifest | None) -> None:
+    store.keep(set().union(*(manifest.home_files for manifest in manifests if manifest)))
+    boundaries.keep(set().union(*(manifest.row_files for manifest in manifests if manifest)))
+
+
+def _readable(path: Path) -> Manifest | None:
+    try:
+        return load(path)
+    except (CorruptFile, OptionError):
+        return None
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Raises TypeError for names of files that we do not give: none may lead out of the scratch directory."""
+    for names, ours in ((manifest.home_files, HOME_FILES), (manifest.row_files, ROW_FILES)):
+        if not all(isinstance(name, str) and ours.fullmatch(name) for name in names):
+            raise TypeError
+
+
+def _cure(path: Path, damage: CorruptFile | None = None) -> str:
+    previous = path.with_name(PREVIOUS)
+    if path.name == PREVIOUS or not previous.is_file():
+        return "Start again in a new --output-dir."
+    found = _readable(previous)
+    needed = found.home_files | (found.row_files - _files_of(found.inputs)) if found is not None else set()
+    if damage is not None and damage.path is not None and damage.path.name in needed:
+        return "It did not change between two checkpoints, so the one before needs it too. Start again in a new --output-dir."
+    return f"Go on from the checkpoint before it with --resume {previous}."

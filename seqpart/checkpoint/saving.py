@@ -1,0 +1,113 @@
+"""When a run saves a checkpoint, ends because a signal has come, and what it falls back to when it diverges.
+
+Weights that are not finite show in the next loss at the latest. So a checkpoint is proven by a finite loss that was computed
+from it, and of the two that are kept one is proven: a new one takes the place of the latest, and the latest that of the one
+before, unless it is not proven. Then nothing was learned in between, and the new one takes its place.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import seqpart.checkpoint.manifest as manifests
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.errors import Interrupted
+from seqpart.execution.executor import Executor
+from seqpart.execution.metrics import Tally
+from seqpart.execution.partition import Resident
+from seqpart.files.scratch import CHECKPOINT, PREVIOUS
+from seqpart.interrupts import Interrupts
+from seqpart.offload.store import Store
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.steps import Phase, PhaseKind, Position
+from seqpart.settings import Settings
+
+
+class Saving:
+    """The checkpoints of the run in `root`, whose homes and rows are in `scratch`; `state` says the rest of a position."""
+
+    def __init__(
+        self, settings: Settings, state: Callable[[Position, Tally], dict[str, Any]],
+        *, root: Path, scratch: Path, store: Store, boundaries: Boundaries, reporter: Reporter, interrupts: Interrupts,
+    ) -> None:  # fmt: skip
+        self._settings, self._state, self._root, self._scratch = settings, state, root, scratch
+        self._store, self._boundaries, self._reporter, self._interrupts = store, boundaries, reporter, interrupts
+        self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False
+        self._executor: Executor | None = None
+        self._proven, self._judged = False, 0
+        """Whether a loss was computed from the latest checkpoint, and the losses that there had been when it was saved."""
+
+    def begin(self, *, changed: bool = False) -> None:
+        """Training begins: count time from here. changed: not as the latest checkpoint says; the first save is not put off."""
+        self._saved_at, self._changed = time.monotonic(), changed
+
+    def at_rest(self, executor: Executor, residents: Sequence[Resident], phases: Sequence[Phase]) -> None:
+        """Everything stands at a position: the moment to save, if it is time to, or to obey a signal.
+
+        Raises Diverged before anything is saved that is not finite.
+        """
+        self._updates_since += 1
+        updates, seconds = self._settings.saving
+        due = self._settings.saves and (
+            (updates is not None and self._updates_since >= updates)
+            or (seconds is not None and time.monotonic() - self._saved_at >= seconds)
+            or self._changed
+            or _begins_training(phases, executor.position)
+        )
+        self._look_for_proof(executor)
+        if due or self._interrupts.waiting:
+            executor.refuse_divergence(weights=True)
+            executor.settle()
+            for resident in residents:  # also one that is coming, and may be on its way home before that
+                resident.transfer.wait()
+            self.obey(executor.position, executor.passes.rested, due=due)
+
+    def _look_for_proof(self, executor: Executor) -> None:
+        if executor is not self._executor:
+            self._executor, self._judged = executor, 0
+        if not self._proven and executor.passes.judged > self._judged:
+            executor.refuse_divergence()
+            self._proven = True
+
+    def obey(self, position: Position, tally: Tally, *, due: bool = False) -> None:
+        """The homes are what `position` says: save if it is `due`, end if a signal waits. Raises Interrupted."""
+        waiting = self._interrupts.waiting  # once: what comes from here on is not saved
+        if due or (waiting and self._settings.saves):
+            self._save(position, tally)
+        if waiting and self._settings.saves:
+            raise Interrupted(self._root)
+        if waiting:
+            self._interrupts.check()
+
+    def _save(self, position: Position, tally: Tally) -> None:
+        began = time.perf_counter()
+        state = self._state(position, tally)
+        manifests.save(self._root, self._scratch, state, self._store, self._boundaries, instead=not self._proven)
+        self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False
+        if self._executor is not None:
+            self._proven, self._judged = False, self._executor.passes.judged
+        self._reporter.record(
+            "checkpoint", phase=position.phase, updates=position.updates, took=round(time.perf_counter() - began, 3)
+        )
+
+    def fallback(self, stage: int) -> str:
+        """How to go on after the run has diverged in `stage`, in words."""
+        other = f"another {'--recovery-lr' if stage else '--lr'}, --lr-schedule or --warmup-updates, or with --clip-grad-norm 1"
+        latest, previous = self._root / CHECKPOINT, self._root / PREVIOUS
+        if self._proven and latest.exists():
+            return f"The last checkpoint is from before that: go on from it with --resume {self._root} and {other}."
+        if previous.exists():
+            return (
+                "The last checkpoint led to it at once, and the one before it did not: go on from that with "
+                f"--resume {previous} and {other}."
+            )
+        saved = "The only checkpoint led to it at once" if latest.exists() else "Nothing had been saved"
+        return f"{saved}: start again with {other}."
+
+
+def _begins_training(phases: Sequence[Phase], at: Position) -> bool:
+    """Whether another part of the network begins to learn there: what the ones before have learned is not to be lost."""
+    if not at.phase or at.updates or at.phase == len(phases):
+        return False
+    return phases[at.phase].kind is PhaseKind.TRAIN and phases[at.phase].epoch == 1

@@ -1,0 +1,139 @@
+"""Options from three places: a config file, the run that is resumed, and the command line, which wins."""
+
+import dataclasses
+import itertools
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import tyro
+
+import seqpart.checkpoint.manifest as manifests
+from seqpart.checkpoint.resume import refuse_finished
+from seqpart.directory.marker import MARKER
+from seqpart.directory.publication import latest
+from seqpart.errors import CorruptFile, OptionError
+from seqpart.files.checksummed import unsealed
+from seqpart.files.owned import opened
+from seqpart.files.scratch import has_checkpoint
+from seqpart.files.text import read_text, refuse_unusable
+from seqpart.session import JOB
+
+T = TypeVar("T")
+
+_NOT_KEPT = {"config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "quiet", "debug"}
+"""Options that a resumed run does not take over."""
+
+
+def options_of(kind: type[T], arguments: list[str], program: str) -> T:
+    """The command line as a `kind`. Raises OptionError for files that cannot be used; leaves with 2 for unknown options."""
+    shown: type[T] = _for_help(kind) if {"-h", "--help"} & set(arguments) else kind
+    return tyro.cli(shown, args=gathered(arguments, kind), prog=program, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _for_help(kind: type[T]) -> type[T]:
+    """`kind` with what its texts say of a default, and no `(default: None)` behind that."""
+    hints = get_type_hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.default is None]  # type: ignore[arg-type]
+    told = {}
+    for field in fields:
+        (taken,) = {*get_args(hints[field.name])} - {type(None)}
+        told[field.name] = Annotated[hints[field.name], tyro.conf.arg(help_behavior_hint="", metavar=taken.__name__.upper())]
+    body = {"__annotations__": told, "__doc__": kind.__doc__, "__module__": kind.__module__, **dict.fromkeys(told)}
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), body))
+
+
+def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
+    """`arguments` behind those of `--config FILE`, or of the run that `--resume DIR` names. `kind`: the options' dataclass."""
+    known = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("config", "resume")}
+    config, resume = _given(arguments, "--config"), _given(arguments, "--resume")
+    if resume is not None and config is not None:
+        raise OptionError("--resume goes on with the run's own options: leave --config out.")
+    table, source = {}, ""
+    if config is not None:
+        table, source = _config(Path(config)), f"--config: {config}"
+    elif resume is not None:
+        table, source = _kept(Path(resume)), f"--resume: {resume}"
+    unknown = sorted(key for key in table if key.replace("-", "_") not in known)
+    if unknown:
+        raise OptionError(
+            f"{source} has unknown option(s) {', '.join(unknown)}. Its keys are the flags of --help without the dashes."
+        )
+    found = [
+        word
+        for key, value in table.items()
+        for word in _as_arguments(source, key.replace("_", "-"), value, known[key.replace("-", "_")].type is bool)
+    ]
+    return [*found, *arguments]
+
+
+def kept_options(job: Any) -> dict[str, Any]:
+    """What `--resume` needs to know of a job's options, as JSON."""
+    return {
+        field.name: str(value) if isinstance(value, Path) else value
+        for field in dataclasses.fields(job)
+        if field.name not in _NOT_KEPT and (value := getattr(job, field.name)) != field.default
+    }
+
+
+def _given(arguments: list[str], flag: str) -> str | None:
+    found = [b for a, b in itertools.pairwise(arguments) if a == flag]
+    found += [word.partition("=")[2] for word in arguments if word.startswith(f"{flag}=")]
+    return found[-1] if found else None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    refuse_unusable("--config", path)
+    try:
+        return tomllib.loads(read_text(path))
+    except OSError as error:
+        raise OptionError(f"--config: cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
+        raise OptionError(f"--config: {path} is not TOML: {error}.") from None
+    except RecursionError:
+        raise OptionError(f"--config: {path} is not TOML that we can read: it is nested too deeply.") from None
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """The job of the run in `path`: as its checkpoint says, or its job.json where there is none yet.
+
+    Raises CorruptFile where that is damaged: a digit that is another would train another job.
+    """
+    refuse_unusable("--resume", path)
+    if not path.exists():
+        raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
+    if not path.is_dir() or has_checkpoint(path):
+        job, found = path, manifests.load(path).state.get("job")
+        if found is None:
+            raise OptionError(
+                f"--resume: the run in {path} was started from Python. Go on with it there: fit(..., resume=...)."
+            )
+    else:
+        job = latest(path, JOB)
+        try:
+            with open(opened(job), "rb") as file:
+                found = unsealed("job", file.read().decode())
+        except (OSError, ValueError) as error:
+            refuse_finished(path)
+            found = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is damaged: {error}"
+            if isinstance(error, OSError) and not (path / MARKER).is_file():
+                raise OptionError(f"--resume: {path} is not the directory of a run: {job} {found}.") from None
+            raise CorruptFile(
+                f"--resume: {job} {found}. It was not used. Nothing was saved there yet: give the run's options again, with "
+                f"--output-dir {path} instead of --resume.", job,
+            ) from None  # fmt: skip
+    if not isinstance(found, dict) or _NOT_KEPT.intersection(found):
+        raise CorruptFile(f"--resume: {job} names no options that a run keeps. It was not used.", job)
+    return found
+
+
+def _as_arguments(source: str, name: str, value: Any, switch: bool) -> list[str]:
+    if switch:
+        if not isinstance(value, bool):
+            raise OptionError(f"{source}: {name} must be true or false; found {value!r}.")
+        return [f"--{name}"] if value else []
+    if isinstance(value, dict):
+        raise OptionError(f"{source}: {name} must be a value or a list of values; found a table.")
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    return [f"--{name}={','.join(map(str, value)) if isinstance(value, list) else value}"]

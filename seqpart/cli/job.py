@@ -1,0 +1,154 @@
+"""A job: everything that the command line says, and the trainer, data and model that it means."""
+
+import dataclasses
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from seqpart.data.splits import Split, as_split, count_classes, count_tokens
+from seqpart.errors import OptionError
+from seqpart.files.text import short
+from seqpart.memory.device import Device
+from seqpart.model.blocks import MOST_BLOCKS
+from seqpart.planning.inputs import limit_of
+from seqpart.report.reporter import Reporter
+from seqpart.settings import MOST, Settings
+from seqpart.trainer import Trainer
+from seqpart.units import format_size
+from seqpart.zoo import datasets, models
+from seqpart.zoo.loading import called
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Settings):
+    """Train a neural network under a memory limit, one partition at a time.
+
+    Without --model and --data: scikit-learn's real digits and a residual MLP whose full training state is twice the limit.
+    """
+
+    model: str = "mlp"
+    """mlp, gpt (for tokens), or package.module:function that returns an nn.Sequential, a list of blocks or a list of
+    block factories."""
+    data: str = "digits"
+    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
+    CLASS), text:FILE (its characters, to predict the next one), or package.module:function that returns a training and a
+    test set."""
+    data_dir: Path | None = None
+    """Directory of mnist, fashion-mnist or emnist."""
+    download: bool = False
+    """Fetch mnist, fashion-mnist or emnist into --data-dir."""
+    image_size: int | None = None
+    """Resize the images of folder:DIR to this many pixels square."""
+    context: int | None = None
+    """Characters in a row of text:FILE. Default: 128."""
+    width: int | None = None
+    """Width of --model mlp or gpt. Default: 2048 and 256."""
+    depth: int | None = None
+    """Residual blocks of --model mlp. Default: as many as make the full training state twice the limit.
+    Transformer blocks of --model gpt. Default: 4."""
+    heads: int | None = None
+    """Attention heads of --model gpt. Default: 4."""
+    config: Path | None = None
+    """A TOML file with these options as keys; options on the command line win."""
+    resume: Path | None = None
+    """Go on with the run in this directory (or from one of its checkpoint files), to the bits it would have reached.
+    Its options are taken over. Limits, places and --save-every may be others; so may the learning rate, its schedule, clipping,
+    weight decay and epochs, which hold from there on."""
+    dry_run: bool = False
+    """Print the plan and train nothing."""
+    plan_out: Path | None = None
+    """Save the plan as JSON."""
+    plan: Path | None = None
+    """Use the cut and the micro-batch of a plan that --plan-out saved."""
+    print_schedule: bool = False
+    """Print the first steps of the schedule."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def settings(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
+
+
+def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
+    """The job with what it left open decided, its trainer with the model, training and test data.
+
+    alone: this process does nothing else, and the limit counts from its start.
+
+    Raises OptionError, ModelError or DataError for what cannot be honoured.
+    """
+    trainer = Trainer(None, **job.settings(), quiet=job.quiet)
+    if alone:
+        trainer.count_from_start()
+    train, test = data_of(job)
+    trainer.model, depth = model_of(job, trainer.device, train, test, reporter)
+    return dataclasses.replace(job, depth=depth), trainer, train, test
+
+
+def data_of(job: Job) -> tuple[Split, Split]:
+    """Training and test data. Raises OptionError or DataError for what cannot be honoured."""
+    train, test = datasets.load(
+        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context
+    )
+    return as_split(train, "training"), as_split(test, "test")
+
+
+def model_of(job: Job, device: Device, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
+    """The model, and its depth where that is ours to choose. Raises OptionError or ModelError."""
+    classes = count_classes(train, test)
+    if job.heads is not None and job.model != "gpt":
+        raise OptionError(f"--heads goes with --model gpt; found --model {job.model}.")
+    if job.model not in ("mlp", "gpt"):
+        if job.width is not None or job.depth is not None:
+            raise OptionError(f"--width and --depth go with --model mlp or gpt; found --model {job.model}.")
+        if ":" not in job.model:
+            raise OptionError(f"--model: expected mlp, gpt or package.module:function; found {job.model!r}.")
+        return called(job.model, "--model"), None
+    _refuse_too_deep(job.depth, "")
+    width = (models.GPT_WIDTH if job.model == "gpt" else models.WIDTH) if job.width is None else job.width
+    if width < 1 or (job.depth is not None and job.depth < 0):
+        raise OptionError(f"--width and --depth: expected whole numbers, from 1 and from 0 up; found {width} and {job.depth}.")
+    if width > MOST:
+        raise OptionError(f"--width: expected at most {MOST}; found {short(width)}.")
+    if job.model == "gpt":
+        return _gpt(job, train, test, width, reporter), job.depth
+    if train.tokens:
+        raise OptionError(f"--model mlp takes quantities, and the rows of --data {job.data} are tokens. Take --model gpt.")
+    inputs, depth = prod(train.shape), job.depth
+    if depth is None:
+        limit = limit_of(job, device)
+        depth = models.depth_for(limit, inputs, max(classes, 1), width)
+        _refuse_too_deep(
+            depth, f" Its state would be twice the limit of {format_size(limit)}: give a --depth, or a larger --width."
+        )
+        reporter.say(
+            f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
+        )
+    return models.mlp(inputs, max(classes, 1), width=width, depth=depth), depth
+
+
+def _refuse_too_deep(depth: int | None, cure: str) -> None:
+    most = MOST_BLOCKS - 2  # the first and the last
+    if depth is not None and depth > most:
+        raise OptionError(
+            f"--depth: expected at most {most} blocks, each of which is planned on its own; found {short(depth)}.{cure}"
+        )
+
+
+def _gpt(job: Job, train: Split, test: Split, width: int, reporter: Reporter) -> object:
+    labels = tuple(train.labels.shape[1:])
+    if not train.tokens or len(train.shape) != 1 or labels != train.shape:
+        kind = "tokens" if train.tokens else "quantities"
+        raise OptionError(
+            "--model gpt takes rows of tokens with a label for each, as --data text:FILE gives them; "
+            f"found rows of {kind} of shape {train.shape} with labels of shape {labels} each. Take another --model."
+        )
+    heads = models.GPT_HEADS if job.heads is None else job.heads
+    if heads < 1 or width % heads:
+        raise OptionError(f"--heads: expected a number that divides the width of {width}; found {heads}.")
+    depth = models.GPT_DEPTH if job.depth is None else job.depth
+    vocabulary = max(count_tokens(train, test), count_classes(train, test))
+    reporter.say(f"model gpt: width {width}, depth {depth}, {heads} heads, {vocabulary} different tokens")
+    return models.gpt(vocabulary, train.shape[0], width=width, depth=depth, heads=heads)

@@ -1,0 +1,1 @@
+"""The user's rows, and the boundary cache that is read ahead."""

@@ -1,0 +1,86 @@
+"""The boundary cache: the rows of every boundary that a run still needs."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpart.data.row_file import RowLayout, Rows
+from seqpart.files.direct import aligned_bytes
+from seqpart.files.retained import Kept
+from seqpart.files.scratch import ROW_FILES
+from seqpart.memory.device import Device
+from seqpart.offload.host_pool import Arena
+
+
+def writer_bytes(layout: RowLayout, micro_batch: int) -> int:
+    """Host memory that writing takes: one chunk, and a batch on its way into it."""
+    return aligned_bytes(layout.chunk_bytes) + micro_batch * layout.nbytes
+
+
+class Boundaries:
+    """The rows of every boundary that is alive: `(split, p)` are the inputs of partition p. Homes go under `folder`.
+
+    Each creation has a file name of its own, so that what a checkpoint names is never written over.
+    """
+
+    def __init__(self, folder: Path, device: Device, arena: Arena | None) -> None:
+        self._folder, self._device, self._arena = folder, device, arena
+        self._rows: dict[tuple[str, int], Rows] = {}
+        self._kept, self._created = Kept(folder), 0
+        self.labels: dict[str, torch.Tensor] = {}
+
+    def create(self, split: str, partition: int, layout: RowLayout, count: int) -> Rows:
+        """Empty rows to be appended to; rows of the same place that were left half-written are discarded."""
+        self.discard(split, partition)
+        path = self._folder / f"{split}-{partition:05d}.{self._created}.safetensors"
+        self._created += 1
+        rows = self._rows[split, partition] = Rows(layout, count, path, self._device, self._arena)
+        return rows
+
+    def __contains__(self, place: tuple[str, int]) -> bool:
+        return place in self._rows
+
+    def rows(self, split: str, partition: int) -> Rows:
+        return self._rows[split, partition]
+
+    def discard(self, split: str, partition: int) -> None:
+        rows = self._rows.pop((split, partition), None)
+        if rows is not None:
+            rows.close()
+            for file in rows.files:
+                self._kept.remove(file)
+
+    def close(self) -> None:
+        for split, partition in list(self._rows):
+            self.discard(split, partition)
+
+    def persist(self) -> dict[str, dict[str, Any]]:
+        """Bring finished rows to the disk, and say how another process can `adopt` them. Unfinished ones are left out."""
+        return {f"{split}-{p}": rows.persist() for (split, p), rows in self._rows.items() if rows.finished}
+
+    def keep(self, files: Iterable[str]) -> None:
+        """From now on the files of these names, and no others, stay when their rows are discarded."""
+        self._kept.keep(files)
+
+    def adopt(self, described: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the rows that another process persisted here; other files here go, except kept ones.
+
+        Raises CorruptFile as Rows.adopt does. The labels are the caller's to give again.
+        """
+        for place, entry in described.items():
+            split, _, partition = place.rpartition("-")
+            self._rows[split, int(partition)] = Rows.adopt(entry, self._folder, self._device, self._arena)
+        self._created = 1 + max((_number(path) for path in self._folder.glob("*.safetensors")), default=-1)
+        self._kept.sweep(ROW_FILES, [file for rows in self._rows.values() for file in rows.files])
+
+    def verify(self) -> None:
+        """Read every row on the disk once. Raises CorruptFile, naming the first file that is damaged."""
+        for rows in self._rows.values():
+            rows.verify()
+
+
+def _number(path: Path) -> int:
+    number = path.name.split(".")[-2]
+    return int(number) if number.isdecimal() else -1

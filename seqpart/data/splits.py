@@ -1,0 +1,343 @@
+"""Data sets as they come from the user, checked, and turned into the rows of boundary 0.
+
+Rows are streamed home a chunk at a time, so a data set larger than the limit is no different from a small one.
+
+Rows are quantities (float32, or float64 where asked for) or tokens (int64), which an embedding looks up. Images and
+tables often come as whole numbers of 8 to 32 bits and are quantities; token ids come as 64-bit ones, or by name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from seqpart.errors import DataError
+from seqpart.model.losses import IGNORED
+
+ROWS_AT_ONCE = 256
+QUANTITIES = (torch.float32, torch.float64)
+TOKENS = torch.int64
+READ_TWICE = 32
+"""Items of a data set that are read a second time, to find out whether they stay the same."""
+SPARSE_CLASSES = 1000
+"""Gaps in the numbers of up to so many classes cost little."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Split:
+    """Training or test rows. `open` starts a new pass over them: tensors (some rows, *shape) of numbers, in order."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    labels: torch.Tensor
+    """(count,) int64 classes or floats to regress; or (count, T, ...) classes, one for every position of a row."""
+    open: Callable[[], Iterable[torch.Tensor]]
+    dtype: torch.dtype = torch.float32
+    """What its rows become: float32, float64 (for a float64 model) or int64 (tokens)."""
+
+    @property
+    def tokens(self) -> bool:
+        return self.dtype == TOKENS
+
+
+def as_split(data: object, name: str) -> Split:
+    """A Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items, as a Split.
+
+    x of type int64 is tokens and stays whole; x of any other type, uint8 images for one, becomes float32. A Split says
+    by its `dtype` what it wants. y has one label for each row, or whole numbers (rows, T, ...): one for each position.
+
+    Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
+    data set whose items are others when they are read again, as those of random augmentation: rows are read once and kept.
+    """
+    if isinstance(data, Split):
+        split = _known_dtype(data)
+    elif isinstance(data, tuple | list) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
+        split = _from_pair(data[0], data[1], name)
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        split = _from_items(data, name)
+    else:
+        raise DataError(
+            f"{name} data: expected a pair (x, y) of tensors or arrays, or a data set with len() and [i]; "
+            f"found {type(data).__name__}."
+        )
+    if not split.count:
+        raise DataError(f"{name} data: the set is empty. Give at least one row.")
+    if not prod(split.shape):
+        raise DataError(f"{name} data: rows of shape {split.shape} hold no numbers.")
+    return split
+
+
+def _known_dtype(split: Split) -> Split:
+    dtype = split.dtype
+    if dtype in (*QUANTITIES, TOKENS):
+        return split
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        raise DataError(f"{split.name} data: expected rows of float32, float64 or int64 (tokens); found dtype={dtype}.")
+    return replace(split, dtype=TOKENS)
+
+
+def _dtype_of(x: object) -> torch.dtype:
+    return TOKENS if getattr(x, "dtype", None) in (torch.int64, np.dtype(np.int64)) else torch.float32
+
+
+def _from_pair(x: Any, y: Any, name: str) -> Split:
+    labels = _as_labels(y, name)
+    if not len(x.shape) or len(x) != len(labels):
+        rows = len(x) if len(x.shape) else "no"
+        raise DataError(f"{name} data: {rows} rows of x and {len(labels)} labels; the numbers must be equal.")
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "buif":
+        raise DataError(f"{name} data: expected x to be numbers; found an array of type {x.dtype}.")
+
+    def passes() -> Iterator[torch.Tensor]:
+        for start in range(0, len(x), ROWS_AT_ONCE):
+            rows = x[start : start + ROWS_AT_ONCE]
+            # A copy: torch warns of arrays that it may not write to, such as memory-mapped ones.
+            yield torch.as_tensor(rows if isinstance(rows, torch.Tensor) else np.array(rows))
+
+    shape = tuple(int(n) for n in x.shape[1:])
+    return Split(name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x))
+
+
+def _length(items: Any, name: str) -> int:
+    """len(items), which a data set of the user's may refuse to tell, or tell wrongly. Raises DataError."""
+    try:
+        return len(items)
+    except Exception as error:
+        raise DataError(
+            f"{name} data: len() of the {type(items).__name__} failed: {type(error).__name__}: {error}. "
+            "Let its __len__ return the number of its rows."
+        ) from error
+
+
+def _from_items(items: Any, name: str) -> Split:
+    if not _length(items, name):
+        raise DataError(f"{name} data: the set is empty. Give at least one row.")
+    first, dtype = _item(items, 0, name)[0], _dtype_of(items[0][0])
+    targets = getattr(items, "targets", None)
+    # A target_transform changes what items say and leaves `targets` as it was.
+    unlike = targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None
+    if _other_labels(items, name, None if unlike else targets) or unlike:
+        targets = [_item(items, i, name)[1] for i in range(len(items))]
+
+    def passes() -> Iterator[torch.Tensor]:
+        for start in range(0, len(items), ROWS_AT_ONCE):
+            rows = [_item(items, i, name)[0] for i in range(start, min(start + ROWS_AT_ONCE, len(items)))]
+            odd = next((i for i, row in enumerate(rows) if row.shape != first.shape), None)
+            if odd is not None:
+                raise DataError(
+                    f"{name} data: row shapes differ: {tuple(first.shape)} in row 0 and {tuple(rows[odd].shape)} in row "
+                    f"{start + odd}. Resize or crop them to one shape (--image-size for --data folder:DIR)."
+                )
+            yield torch.stack(rows)
+
+    labels = _as_labels(targets, name)
+    return Split(name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype)
+
+
+def _other_labels(items: Any, name: str, targets: Any) -> bool:
+    """Whether some items have other labels than `targets` says. Raises DataError where an item changes between two reads."""
+    chosen = sorted({int(i) for i in np.linspace(0, len(items) - 1, READ_TWICE)})
+    read = {i: _item(items, i, name) for i in chosen}
+    first = {i: _digest(row, label) for i, (row, label) in read.items()}
+    labels = {i: _plain(label) for i, (_, label) in read.items()}
+    del read
+    for i in chosen:
+        if _digest(*_item(items, i, name)) != first[i]:
+            raise DataError(
+                f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
+                "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
+                "without that, and let the model's first block augment, which draws anew in every epoch; or keep one draw on "
+                "purpose: [data[i] for i in range(len(data))]."
+            )
+    if targets is None:
+        return True
+    said = {i: label for i, label in labels.items() if label is not None}
+    return any(not np.array_equal(label, _plain(targets[i])) for i, label in said.items())
+
+
+def _digest(row: torch.Tensor, label: Any) -> int:
+    digest = xxhash.xxh3_64(row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    digest.update(repr(_plain(label)).encode())
+    return digest.intdigest()
+
+
+def _item(items: Any, index: int, name: str) -> tuple[torch.Tensor, Any]:
+    try:
+        item = items[index]
+    except Exception as error:
+        raise DataError(f"{name} data: item {index} cannot be read: {type(error).__name__}: {error}.") from error
+    try:
+        x, y = item
+        return torch.as_tensor(x), y
+    except Exception as error:
+        raise DataError(f"{name} data: expected item {index} to be a pair (tensor, label): {error}.") from error
+
+
+def _as_labels(labels: Any, name: str) -> torch.Tensor:
+    if isinstance(labels, Sequence):
+        labels = [_plain(label) for label in labels]
+    try:
+        tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} labels: expected one number for each row: {str(error).splitlines()[0]}") from None
+    if tensor.is_complex():
+        raise DataError(f"{name} labels: expected whole numbers (classes) or floats; found {tensor.dtype}.")
+    if not tensor.ndim or (tensor.ndim > 1 and (tensor.is_floating_point() or not prod(tensor.shape[1:]))):
+        raise DataError(
+            f"{name} labels: expected shape (rows,), found {tuple(tensor.shape)}. "
+            "Only whole numbers, a class for each position of a row, may have more dimensions."
+        )
+    if tensor.is_floating_point():
+        if not bool(tensor.isfinite().all()):
+            raise DataError(f"{name} labels: NaN or infinity in row {int((~tensor.isfinite()).nonzero()[0])}.")
+        return tensor.to(torch.float32).clone()
+    return tensor.to(torch.int64 if tensor.ndim == 1 else _NARROW.get(tensor.dtype, torch.int64)).clone()
+
+
+_NARROW = {
+    **{dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)},
+    torch.bool: torch.uint8,
+    torch.uint16: torch.int32,
+}
+"""Types that labels of positions keep, because there are many; torch computes little with uint16."""
+
+
+def _plain(label: Any) -> Any:
+    if not isinstance(label, torch.Tensor):
+        return label
+    return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
+
+
+def count_classes(train: Split, test: Split, ignored: int | None = IGNORED) -> int:
+    """Number of classes of integer labels, from 0 up; 0 for labels to regress.
+
+    Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
+    training never saw, and test labels of another kind. Labels of positions may be any of a vocabulary, of which a text
+    rarely holds every entry: gaps, and labels that only the test rows have, are classes like the others.
+
+    ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and what labels below
+        0 mean is its affair.
+    """
+    if train.labels.shape[1:] != test.labels.shape[1:]:
+        raise DataError(
+            f"labels differ: training has shape {tuple(train.labels.shape)} and test {tuple(test.labels.shape)}; "
+            "give both one label per row, or one for each of equally many positions."
+        )
+    if train.labels.is_floating_point() != test.labels.is_floating_point():
+        raise DataError(
+            f"labels differ: training has {train.labels.dtype} and test {test.labels.dtype}; give both as one type."
+        )
+    if train.labels.is_floating_point():
+        return 0
+    (least, most), (least_tested, most_tested) = _class_range(train, ignored), _class_range(test, ignored)
+    for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
+        if found < 0:
+            raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
+    if least == most:
+        raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
+    if train.labels.ndim > 1:
+        return 1 + max(most, most_tested)
+    return _class_count(train, test, ignored)
+
+
+def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
+    """The least and the largest class, looked at piece by piece: there may be more labels than memory for a mask."""
+    found: list[int] = []
+    for piece in torch.split(split.labels.flatten(), 1 << 20):
+        counted = counts_as_class(piece, ignored)
+        if len(counted):
+            found += (int(n) for n in counted.aminmax())
+    if not found:
+        raise DataError(f"{split.name} labels: every label is one that the loss leaves out. Give rows to learn from.")
+    return min(found), max(found)
+
+
+def counts_as_class(labels: torch.Tensor, ignored: int | None) -> torch.Tensor:
+    """Those of `labels` (n,) that the loss does not leave out: see `count_classes`."""
+    if ignored is None:
+        return labels[labels >= 0]
+    return labels if ignored < 0 and not labels.dtype.is_signed else labels[labels != ignored]
+
+
+def _class_count(train: Split, test: Split, ignored: int | None) -> int:
+    """Of labels of whole rows, of which every class should have rows to be learned from."""
+    seen, tested = (torch.unique(counts_as_class(split.labels, ignored)) for split in (train, test))
+    unknown = tested[~torch.isin(tested, seen)]
+    if len(unknown):
+        raise DataError(
+            f"{test.name} labels: class {int(unknown[0])} does not occur in the training rows. "
+            "Add training rows of it, or leave its test rows out."
+        )
+    classes = int(seen[-1]) + 1
+    if classes > max(SPARSE_CLASSES, 10 * len(seen)):
+        raise DataError(
+            f"{train.name} labels: found class {classes - 1} among {len(seen)} classes; number them 0 to {len(seen) - 1}. "
+            "Every number costs an output."
+        )
+    return classes
+
+
+def count_tokens(train: Split, test: Split) -> int:
+    """Size of the vocabulary that the rows of tokens use; it takes a pass over them."""
+    return 1 + max(int(_converted(rows, split).max()) for split in (train, test) for rows in split.open())
+
+
+def refuse_mismatch(train: Split, test: Split) -> None:
+    if train.shape != test.shape:
+        raise DataError(
+            f"training rows have shape {train.shape} and test rows {test.shape}. Bring both to one shape: the same network "
+            "takes them."
+        )
+    if train.dtype != test.dtype:
+        raise DataError(
+            f"training rows are {train.dtype} and test rows {test.dtype}; give both as one type. Whole numbers of 64 bits are "
+            "tokens: give quantities as floats."
+        )
+
+
+def pour(split: Split, append: Callable[[torch.Tensor], None]) -> None:
+    """Stream every row of `split`, as its dtype, into `append`.
+
+    Raises DataError, naming the row, at the first NaN or infinity, and at the first token below 0.
+    """
+    done = 0
+    for found in split.open():
+        rows = _converted(found, split)
+        if tuple(rows.shape[1:]) != split.shape:
+            raise DataError(
+                f"{split.name} data: expected rows of shape {split.shape}; found {tuple(rows.shape[1:])} from row {done} on."
+            )
+        _refuse_bad_values(rows, split, done)
+        append(rows)
+        done += len(rows)
+    if done != split.count:
+        raise DataError(f"{split.name} data: expected {split.count} rows, as len() says; found {done}.")
+
+
+def _converted(found: torch.Tensor, split: Split) -> torch.Tensor:
+    if found.is_complex():
+        raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
+    if split.tokens and found.is_floating_point():
+        raise DataError(f"{split.name} data: expected tokens (whole numbers); found {found.dtype}.")
+    return found.to(split.dtype)  # before the check of values: 1e300 is infinity as a float32
+
+
+def _refuse_bad_values(rows: torch.Tensor, split: Split, done: int) -> None:
+    bad = (rows.flatten(1) < 0 if split.tokens else ~rows.flatten(1).isfinite()).any(1)
+    if not bool(bad.any()):
+        return
+    row = done + int(bad.nonzero()[0])
+    if split.tokens:
+        raise DataError(
+            f"{split.name} data: found token {int(rows[row - done].min())} in row {row}; expected tokens that count from 0. "
+            "Whole numbers of 64 bits are tokens: give quantities as floats."
+        )
+    raise DataError(
+        f"{split.name} data: NaN or infinity (as a {rows.dtype.itemsize * 8}-bit float) in row {row}. "
+        "Clean the data: one such row spoils every weight."
+    )

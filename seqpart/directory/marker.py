@@ -1,0 +1,112 @@
+"""How a directory shows whose it is: a marker says that we made it, where, and for which run; a lock that a run lives.
+
+A directory that was copied or moved carries the marker of another place, and one that took another's place has another
+`id`: what belongs to whom is then not known.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqpart.errors import DirectoryUnusable
+from seqpart.files.atomic import write_text
+from seqpart.files.owned import PRIVATE, Folder
+from seqpart.files.text import parsed
+
+MARKER = "seqpart-run.json"
+LOCK = "seqpart.lock"
+_WAIT = 1.0
+"""Seconds: other starting runs look whether this one lives, and clean up, in less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marker:
+    directory: Path
+    """Where it was written, without links."""
+    id: str
+    """Of the run directory, as long as it stays in its place."""
+    run: Path | None = None
+    """The directory of the run whose homes and rows these are; None where they are its own."""
+    run_id: str | None = None
+
+    def write(self, state: str) -> None:
+        body = {
+            "made by": "seqpart", "state": state, "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "directory": str(self.directory), "id": self.id,
+        }  # fmt: skip
+        if self.run is not None:
+            body |= {"run": str(self.run), "run id": self.run_id}
+        write_text(self.directory / MARKER, json.dumps(body) + "\n")
+
+
+def marker_of(folder: Folder) -> Marker | None:
+    """None where there is none; raises ValueError where what is there is no marker that we wrote."""
+    if not folder.holds(MARKER):
+        return None
+    try:
+        text, found = folder.read(MARKER)
+        body = parsed(text)
+        run, run_id = body.get("run"), body.get("run id")
+        words = [body["made by"], body["state"], body["directory"], body["id"], *([run, run_id] if run is not None else [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("its marker is damaged") from None
+    if body["made by"] != "seqpart" or not all(isinstance(word, str) for word in words):
+        raise ValueError("its marker is none of ours")
+    if found.st_uid != folder.uid:
+        raise ValueError("its marker is another user's")
+    return Marker(directory=Path(body["directory"]), id=body["id"], run=Path(run) if run is not None else None, run_id=run_id)
+
+
+def new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def locked(root: Path, *, wait: float = _WAIT) -> int:
+    """The lock of `root`, held: a descriptor that lets go when it is closed, or its process is killed.
+
+    Raises DirectoryUnusable where another run holds it for longer than `wait` seconds, OSError where it cannot be opened.
+    """
+    until = time.monotonic() + wait
+    while True:
+        handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, PRIVATE)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.lstat(root / LOCK)):
+                return handle
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(handle)
+                raise DirectoryUnusable(
+                    f"{root} is in use by another run. Wait for it to end, or give another --output-dir."
+                ) from None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # in use, or the directory was cleaned up that very moment
+        time.sleep(0.02)
+
+
+def lives(folder: Folder) -> bool:
+    """Whether a run holds the lock. It is taken for no longer than it takes to see that; shared with others who look."""
+    try:
+        handle = folder.open(LOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # nobody knows
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def is_half_written_marker(name: str) -> bool:
+    return re.fullmatch(rf"{re.escape(MARKER)}(\.seqpart-[0-9a-f]{{8}})?\.part", name) is not None

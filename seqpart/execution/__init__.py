@@ -1,0 +1,1 @@
+"""The only loop, and what it does with one partition on one micro-batch."""

@@ -1,0 +1,318 @@
+"""What partitions hand to each other within one update: activations on the way up, their gradients on the way down.
+
+    device   the tensors simply stay where they are
+    host     they wait in host memory that the plan granted
+    disk     they wait in one file; a few buffers are written and read behind the computation
+
+Of one boundary and micro-batch there is first the activation, which is needed until the partition above it has run
+backward, and then its gradient: both have the same place.
+
+What comes out has the strides of what went in, and lies as far off a cache line, because kernels round differently where
+memory lies differently: the elements are kept as they lie. Only of a part of a larger tensor the gaps are left out, and
+made again.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, Self
+
+import torch
+
+from seqpart.files.direct import DirectFile, aligned, bytes_of, round_up
+from seqpart.files.owned import remove
+from seqpart.memory.device import Device
+from seqpart.planning.problem import BUFFERS, largest_relayed, relay_room, relay_rooms
+from seqpart.planning.simulator import PartitionCost
+
+_LINE = 64
+"""Bytes to which new memory is aligned at least."""
+
+Key = tuple[int, int]
+"""(partition whose input it is, micro-batch); partition -1 - n: the gradient of tied weight n."""
+
+
+class Relay(Protocol):
+    """`put` what partition p will need for micro-batch m, `get` it in any later step; `take` or `forget` what is used up."""
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None: ...
+
+    def get(self, key: Key) -> torch.Tensor: ...
+
+    def take(self, key: Key) -> torch.Tensor:
+        """The same for the last time, in memory that is the caller's to keep: gradients may become those of weights."""
+
+    def expect(self, key: Key) -> None: ...
+
+    def forget(self, key: Key) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a tensor lies in memory, and in how many bytes it is kept."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    span: int
+    """Elements from the first to the last."""
+    numbers: int
+    """Different places of elements: one for those that are repeated."""
+    lead: int
+    """Elements from a cache line to the first: a part of a larger tensor may begin anywhere, new memory begins on one."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        lead = tensor.data_ptr() % _LINE // tensor.dtype.itemsize
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, span, _once(tensor).numel(), lead)
+
+    @property
+    def gaps(self) -> bool:
+        return self.span > self.numbers
+
+    @property
+    def nbytes(self) -> int:
+        return (self.numbers if self.gaps else self.span) * self.dtype.itemsize
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in a row, as they lie; without gaps."""
+        tensor = tensor.detach()
+        return _once(tensor).flatten() if self.gaps else tensor.as_strided((self.span,), (1,))
+
+    def again(self, kept: torch.Tensor) -> torch.Tensor:
+        """The tensor: a view of what was kept, or a copy where there were gaps or it began off a cache line."""
+        if not self.gaps and not self.lead:
+            return kept.as_strided(self.shape, self.stride)
+        wide = self.empty(kept.device)
+        once = _once(wide)
+        once.copy_(kept.view(once.shape) if self.gaps else _once(kept.as_strided(self.shape, self.stride)))
+        return wide
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """New memory in which a tensor lies like this."""
+        return torch.empty(self.lead + self.span, dtype=self.dtype, device=device).as_strided(
+            self.shape, self.stride, self.lead
+        )
+
+
+def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone that lies in memory like `tensor`, gaps and all; gradients go through it. Nothing may lie in two places."""
+    clone: torch.Tensor = _Form.of(tensor).empty(tensor.device).data  # no view to autograd
+    return clone.copy_(tensor)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions along dimensions of stride 0, as `expand` makes them."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+class OnDevice:
+    """Holds references; what the plan counted is the tensors' own memory. Of parts of larger tensors it holds copies."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, tuple[_Form, torch.Tensor]] = {}
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        form = _Form.of(tensor)
+        kept = form.kept(tensor)
+        if kept.untyped_storage().nbytes() > form.nbytes:
+            kept = kept.clone()
+        self._held[key] = form, kept
+
+    def get(self, key: Key) -> torch.Tensor:
+        form, kept = self._held[key]
+        return form.again(kept)
+
+    def take(self, key: Key) -> torch.Tensor:
+        form, kept = self._held.pop(key)
+        return form.again(kept)
+
+    def expect(self, key: Key) -> None:
+        """It is here already."""
+
+    def forget(self, key: Key) -> None:
+        self._held.pop(key, None)
+
+    def close(self) -> None:
+        self._held.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A range of `room` bytes, and how the tensor lies that is in it."""
+
+    offset: int
+    room: int
+    form: _Form
+
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        """The kept elements in `flat`, a buffer that begins where this range does."""
+        return flat[: self.form.nbytes].view(self.form.dtype)
+
+
+class _Places:
+    """One range for each boundary and micro-batch, made when it is first needed and used again in every update."""
+
+    def __init__(self, rooms: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._rooms = rooms
+        self._places: dict[Key, _Place] = {}
+        self._end = 0
+
+    def of(self, key: Key, tensor: torch.Tensor) -> _Place:
+        form, known = _Form.of(tensor), self._places.get(key)
+        if known is None or known.room < form.nbytes:
+            known = _Place(self._end, max(round_up(form.nbytes), self._rooms.get(key[0], 0)), form)
+            self._end += known.room
+        place = self._places[key] = replace(known, form=form)
+        return place
+
+    def __getitem__(self, key: Key) -> _Place:
+        return self._places[key]
+
+
+class InHost:
+    """Copies in `flat`, host memory that stays its owner's. They go in the order of the device's own work.
+
+    rooms: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
+    """
+
+    def __init__(self, flat: torch.Tensor, rooms: Mapping[int, int], device: Device) -> None:
+        self._flat, self._device = flat, device
+        self._places = _Places(rooms)
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        place = self._places.of(key, tensor)
+        place.on(self._flat[place.offset :]).copy_(place.form.kept(tensor), non_blocking=True)
+
+    def get(self, key: Key) -> torch.Tensor:
+        return self._again(key, own=False)
+
+    def take(self, key: Key) -> torch.Tensor:
+        return self._again(key, own=True)
+
+    def _again(self, key: Key, *, own: bool) -> torch.Tensor:
+        place = self._places[key]
+        kept = place.on(self._flat[place.offset :])
+        return place.form.again(self._device.own(kept) if own else self._device.upload(kept))
+
+    def expect(self, key: Key) -> None:
+        """Copies on the compute stream need no head start."""
+
+    def forget(self, key: Key) -> None:
+        """Its range is used again in the next update."""
+
+    def close(self) -> None:
+        """The memory is its owner's."""
+
+
+class OnDisk:
+    """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch."""
+
+    def __init__(self, path: Path, largest: int, device: Device) -> None:
+        self._device, self._file = device, DirectFile(path, write=True)
+        self._places = _Places()
+        self._buffers = [aligned(largest) for _ in range(BUFFERS)]
+        self._holds: dict[int, Key] = {}
+        self._work: list[Future[object] | None] = [None] * BUFFERS
+        self._reading: set[int] = set()
+        self._recent = list(range(BUFFERS))
+        """Buffers, the longest unused first."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-relay")
+        self._pool.submit(int).result()
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        place = self._places.of(key, tensor)
+        number = self._number_of(key)
+        if number is None:
+            number = self._claim(key)
+        else:
+            self._settle(number)
+        place.on(self._buffers[number]).copy_(place.form.kept(tensor))
+        memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
+        self._work[number] = self._pool.submit(self._file.write_from, memory, place.offset)
+
+    def get(self, key: Key) -> torch.Tensor:
+        place = self._places[key]
+        return place.form.again(self._device.upload(place.on(self._buffer_with(key))))
+
+    def take(self, key: Key) -> torch.Tensor:
+        place = self._places[key]
+        kept = self._device.own(place.on(self._buffer_with(key)))
+        self.forget(key)
+        return place.form.again(kept)
+
+    def _buffer_with(self, key: Key) -> torch.Tensor:
+        self.expect(key)
+        number = self._number_of(key)
+        assert number is not None
+        self._touch(number)
+        if number in self._reading:  # while it is being written the bytes in the buffer are whole
+            self._settle(number)
+        return self._buffers[number]
+
+    def expect(self, key: Key) -> None:
+        """Start to read it, if it is not in a buffer."""
+        if self._number_of(key) is not None:
+            return
+        number, place = self._claim(key), self._places[key]
+        memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
+        self._work[number] = self._pool.submit(self._file.read_into, memory, place.offset)
+        self._reading.add(number)
+
+    def forget(self, key: Key) -> None:
+        number = self._number_of(key)
+        if number is not None:
+            self._settle(number)
+            del self._holds[number]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._file.__exit__()
+        remove(self._file.path)
+        self._buffers, self._holds = [], {}
+
+    def _number_of(self, key: Key) -> int | None:
+        return next((number for number, held in self._holds.items() if held == key), None)
+
+    def _claim(self, key: Key) -> int:
+        number = next((n for n in self._recent if n not in self._holds), self._recent[0])
+        self._settle(number)
+        self._holds[number] = key
+        self._touch(number)
+        return number
+
+    def _touch(self, number: int) -> None:
+        self._recent.remove(number)
+        self._recent.append(number)
+
+    def _settle(self, number: int) -> None:
+        """The buffer's last transfer is over; raises what it raised."""
+        work, self._work[number] = self._work[number], None
+        self._reading.discard(number)
+        if work is not None:
+            work.result()
+
+
+def open_relay(
+    kind: str,
+    parts: Sequence[PartitionCost],
+    batch: int,
+    micro_batch: int,
+    host: torch.Tensor | None,
+    path: Path,
+    device: Device,
+) -> Relay:
+    """As planned: `kind` is device, host or disk. After a halved micro-batch `host` may be too small: then on disk."""
+    if kind == "device" or len(parts) == 1:
+        return OnDevice()
+    if host is not None and relay_room(parts, batch, micro_batch) <= len(host):
+        return InHost(host, relay_rooms(parts, micro_batch), device)
+    return OnDisk(path, largest_relayed(parts, micro_batch), device)

@@ -1,0 +1,382 @@
+"""FORWARD and BACKWARD of one partition on one micro-batch, and the rows, labels and gradients that they need.
+
+What a partition reads and leaves depends on its place in the phase alone: the first one reads rows, the last one owns
+the loss, and between them the relay hands activations up and gradients down.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.data.reader import Batch, Reader, ReaderThread
+from seqpart.data.row_file import RowLayout, Rows
+from seqpart.errors import Diverged, ModelError, OptionError
+from seqpart.execution.boundary_exchange import Relay
+from seqpart.execution.metrics import Tally
+from seqpart.execution.partition import Resident
+from seqpart.execution.saved_tensors import Arrival, entering
+from seqpart.memory.device import Device
+from seqpart.methods.method import PartitionLoss, SyntheticLoss
+from seqpart.model.blocks import Tied
+from seqpart.model.losses import label_dtype
+from seqpart.model.reductions import Kind, Verdict
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseDone:
+    """One pass is over. `loss` is the mean over its rows, `accuracy` None where the outputs say nothing of classes."""
+
+    phase: Phase
+    loss: float | None
+    """None where no loss stands behind the partition."""
+    accuracy: float | None
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseBegun:
+    phase: Phase
+    number: int
+
+
+class Passes:
+    """`loaded` are the partitions on the device, by number: the executor brings and drops them."""
+
+    def __init__(
+        self, *, phases: Sequence[Phase], residents: Sequence[Resident],
+        losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, cache_layouts: Sequence[RowLayout],
+        relay: Relay, device: Device, reader_thread: ReaderThread, seed: int, start: Position, tally: Tally | None,
+        falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
+    ) -> None:  # fmt: skip
+        self.loaded: dict[int, Resident] = {}
+        self.tally, self.rested = Tally(), tally or Tally()
+        """Sums over the pass so far; the same at the end of the last update."""
+        self.judged = 0
+        """Losses that were computed."""
+        self._phases, self._residents, self._losses = phases, residents, losses
+        self._boundaries, self._cache_layouts, self._relay = boundaries, cache_layouts, relay
+        self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
+        self._start, self._resumes = start, start.updates > 0
+        self._own_loss: dict[int, PartitionLoss | None] = {}
+        self._labels: dict[int, torch.Tensor] = {}
+        self._reader: Reader | None = None
+        self._sink: Rows | None = None
+        self._began = 0.0
+        self._ties = [tie for resident in residents for _, tie in resident.tied]
+        self._lent: set[tuple[int, int]] = set()
+        """Keys of shared weights' gradients that wait in the relay."""
+        self._counted: float | None = None
+        """Of the unfinished update, what its loss counted so far; None where micro-batches count by their rows."""
+
+    def forward(self, step: Step) -> tuple[int, int]:
+        phase = self._phases[step.phase]
+        batch, x, labels = self._input(step)
+        read, written = (batch.x.nbytes if batch else 0), 0
+        if phase.kind is PhaseKind.TRAIN:
+            self._forward_to_train(step, x)
+        else:
+            written = self._forward_to_test(step, x, labels)
+        if batch is not None:
+            self._done_with(batch)
+        return read, written
+
+    def _forward_to_test(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> int:
+        """Without a graph. Returns the bytes written."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        with torch.no_grad():
+            if phase.kind is PhaseKind.DRAW:
+                return self._write(cast(SyntheticLoss, self._loss_of(p)).ideal(labels))
+            output = self._output(step, x, training=False)
+            if phase.partition != phase.last:
+                self._relay.forget((p, m))
+                if p < phase.last:
+                    self._relay.put((p + 1, m), output)
+                    return 0
+                labels = self._labels.pop(m)
+            if not phase.stage or p == len(self._residents) - 1:  # recovery looks at the end alone, and is planned so
+                self._judge(step, output, labels)
+            return self._write(output)
+
+    def _write(self, output: torch.Tensor) -> int:
+        if self._sink is None:
+            return 0
+        self._sink.append(output)
+        return len(output) * self._sink.layout.nbytes
+
+    def _forward_to_train(self, step: Step, x: torch.Tensor) -> None:
+        """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        resident = self.loaded[p]
+        if not phase.streamed and self._starts_update(step):
+            resident.begin_update()
+        if p >= phase.lowest:
+            resident.remember_buffers()
+        x, arrival = self._entering(step, x)
+        with resident.packing() if phase.keeps_graph(p) else nullcontext():
+            output = self._output(step, x, training=True)
+        if phase.keeps_graph(p):
+            resident.keep_graph(m, arrival, output)
+        if p < phase.last:
+            self._relay.put((p + 1, m), output)
+            if p < phase.lowest:
+                self._relay.forget((p, m))
+        else:
+            self._judge(step, output, self._labels.pop(m))
+
+    def backward(self, step: Step) -> tuple[int, int]:
+        phase, resident = self._phases[step.phase], self.loaded[step.partition]
+        if phase.partition == phase.last:
+            batch, x, labels = self._input(step)
+            assert batch is not None
+            if self._starts_update(step):
+                resident.begin_update()
+            self._back_propagate_loss(step, self._entering(step, x)[0], labels)
+            resident.part_gradients(None)
+            self._done_with(batch)
+            return batch.x.nbytes, 0
+        resident.restore_buffers()
+        with resident.apart() as tied:
+            arrived = self._back_propagate(step).gradient
+        resident.part_gradients(arrived)
+        for tie, gradient in tied.items():
+            if gradient is not None:
+                key = self._key_of(tie, self._part(step))
+                self._relay.put(key, gradient)
+                self._lent.add(key)
+        self._pass_down(step, arrived)
+        return 0, 0
+
+    def _back_propagate(self, step: Step) -> Arrival:
+        """Of several partitions one: its own loss at the end, else the gradient that the next one left."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        if phase.keeps_graph(p):
+            arrival, edge = self.loaded[p].kept_graph(m)
+            self._propagate(step, edge)
+            return arrival
+        x = self._relay.get((p, m))
+        if p < phase.last or p == phase.lowest:  # the last runs forward here only: a wrong loss proves little of gradients
+            x = self._falsified(x)
+        x, arrival = self._entering(step, x)
+        if p == phase.last:
+            self._back_propagate_loss(step, x, self._labels.pop(m))
+            return arrival
+        output = self._output(step, x, training=True)
+        self._propagate(step, output if output.requires_grad else None)
+        return arrival
+
+    def _propagate(self, step: Step, root: Any) -> None:
+        """From the gradient that the next partition left, and from those of weights that a later partition shares.
+
+        Both in one go: then a shared weight's gradients of one micro-batch are added up before they join those of others,
+        as they are where nothing is cut.
+        """
+        p, m = step.partition, self._part(step)
+        roots, gradients = [], []
+        if root is not None:
+            roots, gradients = [root], [self._falsified(self._relay.take((p + 1, m)))]
+        for tie in self._lending(p):
+            key = self._key_of(tie, m)
+            if key in self._lent:
+                self._lent.remove(key)
+                roots.append(tie.owner.husk.get_parameter(tie.owner_name))
+                gradients.append(self._relay.take(key))
+        if roots:
+            torch.autograd.backward(roots, grad_tensors=gradients)
+        if root is None:
+            self._relay.forget((p + 1, m))
+
+    def _falsified(self, handed: torch.Tensor) -> torch.Tensor:
+        """What BACKWARD takes from the relay; for `verify`'s control slightly wrong, as no normalization takes back."""
+        if not self._falsify:
+            return handed
+        if not handed.is_floating_point():
+            return handed.flip(*range(handed.ndim))
+        growing = torch.linspace(2**-7, 2**-5, handed.numel(), device=handed.device).view(handed.shape)
+        return handed + (handed * growing).to(handed.dtype)
+
+    def _lending(self, p: int) -> list[Tied]:
+        """Weights of partition p that a later one shares."""
+        return [tie for tie in self._ties if tie.owner in self._residents[p].blocks]
+
+    def _key_of(self, tie: Tied, m: int) -> tuple[int, int]:
+        return -1 - self._ties.index(tie), m
+
+    def _pass_down(self, step: Step, gradient: torch.Tensor | None) -> None:
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        if p == phase.lowest:
+            self._relay.forget((p, m))
+            return
+        if gradient is None:
+            raise ModelError(
+                f"no gradient came through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are to "
+                "learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
+            )
+        self._relay.put((p, m), gradient)
+
+    def _back_propagate_loss(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> None:
+        """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
+        verdict = self._judge(step, self._output(step, x, training=True), labels)
+        assert verdict is not None
+        share = self.span(step)
+        part = (share.stop - share.start) / share.update_rows
+        if part < 1.0 and verdict.kind is Kind.COUNTED:  # what all of them count is known with the last one: see `scale`
+            self._counted = (self._counted or 0.0) + verdict.weight
+            part = verdict.weight / share.update_rows
+        elif part < 1.0 and verdict.kind is Kind.WHOLE:
+            raise OptionError(
+                "memory ran out for a whole batch, and this loss is not the sum of its parts': give a larger --mem-limit, or a "
+                "smaller --batch-size with the same --micro-batch-size."
+            )
+        elif verdict.kind is Kind.SUM:
+            part = 1.0
+        if verdict.loss.requires_grad:
+            (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
+
+    def scale(self, step: Step) -> float | None:
+        """What gradients are yet to be multiplied by behind an update's last micro-batch; None: nothing."""
+        share = self.span(step)
+        return share.update_rows / self._counted if share.ends_update and self._counted else None
+
+    def _entering(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
+        """The partition's input as the beginning of its graph; with a gradient if a partition below is to learn."""
+        below = step.partition > self._phases[step.phase].lowest
+        return entering(x, wants_gradient=below and x.is_floating_point())
+
+    def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> Verdict | None:
+        judge = self._loss_of(step.partition)
+        if judge is None:
+            return None
+        with self.loaded[step.partition].autocast():
+            found = judge(output, labels)
+        verdict = found if isinstance(found, Verdict) else Verdict(found, len(output))
+        with torch.no_grad():
+            self.tally.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
+        self.judged += 1
+        return verdict
+
+    def _loss_of(self, p: int) -> PartitionLoss | None:
+        if p not in self._own_loss:
+            self._own_loss[p] = self._losses(p)
+        return self._own_loss[p]
+
+    def _output(self, step: Step, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+        phase = self._phases[step.phase]
+        place = (phase.epoch, *divmod(_micro_batch(step), phase.micro_batches_per_update))
+        return self.loaded[step.partition].forward(x, training=training, key=place)
+
+    def _part(self, step: Step) -> int:
+        """The micro-batch's number within its update: what it leaves has a place that every update uses again."""
+        return _micro_batch(step) % self._phases[step.phase].micro_batches_per_update
+
+    def span(self, step: Step) -> Span:
+        return self._phases[step.phase].span(_micro_batch(step))
+
+    def _starts_update(self, step: Step) -> bool:
+        return self.span(step).start % self._phases[step.phase].batch == 0
+
+    def _input(self, step: Step) -> tuple[Batch | None, torch.Tensor, torch.Tensor]:
+        """(batch, rows, labels) of the phase's first partition from the reader; of the others what the relay holds."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        if p != phase.partition:
+            return None, self._relay.get((p, m)), torch.empty(0)
+        batch = self._next_batch(step)
+        x, labels = self._on_device(batch, p)
+        if phase.partition != phase.last:
+            if x.data_ptr() == batch.x.data_ptr():
+                x = x.clone()  # the reader's memory is about to be filled again
+            self._labels[m] = labels
+            self._relay.put((p, m), x)
+        return batch, x, labels
+
+    def _next_batch(self, step: Step) -> Batch:
+        if self._reader is None:
+            self._enter(step.phase)
+        assert self._reader is not None
+        batch = self._reader.take()
+        assert batch.micro_batch == step.micro_batch, f"{step}: the reader is at micro-batch {batch.micro_batch}"
+        return batch
+
+    def _enter(self, number: int) -> None:
+        """Open a phase: its reader, and the rows that it writes."""
+        phase = self._phases[number]
+        split, _ = reads(phase)
+        first_update = self._start.updates if self._resumes else 0
+        self.tally = replace(self.rested) if self._resumes else Tally()
+        self._resumes, self._began = False, time.perf_counter()
+        if phase.kind is not PhaseKind.TRAIN and phase.last < len(self._residents) - 1:
+            layout = self._cache_layouts[phase.last]
+            self._sink = self._boundaries.create(split, phase.last + 1, layout, phase.rows)
+        rows = self._boundaries.rows(split, phase.partition)
+        self._reader = Reader(
+            rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
+        )
+        self._listen(PhaseBegun(phase=phase, number=number))
+
+    def _on_device(self, batch: Batch, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, labels = self._device.upload(batch.x), self._device.upload(batch.labels)
+        return x.to(self._residents[partition].input_dtype), labels.to(label_dtype(labels))
+
+    def _done_with(self, batch: Batch) -> None:
+        assert self._reader is not None
+        self._reader.done(batch)
+
+    def rest(self) -> None:
+        """An update is finished: what was summed up so far is what a later run goes on with."""
+        self._counted = None
+        self.rested = replace(self.tally)
+
+    def refuse_divergence(self, number: int, update: int | None = None) -> None:
+        """Raises Diverged where a loss of phase `number` so far, up to `update` (from 1), is not finite. CUDA has to wait."""
+        loss = self.tally.mean_loss
+        if not math.isfinite(loss):
+            where = "" if update is None else f"update {update} of "
+            raise Diverged(f"training diverged: the loss is {loss} in {where}{self._phases[number]}.")
+
+    def end_phase(self, number: int) -> None:
+        """The last row of phase `number` is through. Raises Diverged if the loss is not finite."""
+        if self._sink is not None:
+            self._sink.finish()
+            self._sink = None
+        self.close_reader()
+        tally, phase = self.tally, self._phases[number]
+        loss = tally.mean_loss if tally.rows else None
+        self.refuse_divergence(number)
+        self.rested = Tally()
+        seconds = time.perf_counter() - self._began
+        self._listen(PhaseDone(phase=phase, loss=loss, accuracy=tally.accuracy, rows=phase.rows, seconds=seconds))
+
+    def forget_loss(self, p: int) -> None:
+        """Partition p leaves: free the fixed targets of its loss."""
+        self._own_loss.pop(p, None)
+
+    def close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def abandon(self) -> None:
+        """Forget the unfinished pass."""
+        self.close_reader()
+        self._sink = None
+        self._labels.clear()
+        self._lent.clear()
+        self._counted = None
+        self._own_loss.clear()  # the executor that goes on has fixed targets of its own
+
+
+def _micro_batch(step: Step) -> int:
+    assert step.micro_batch is not None
+    return step.micro_batch
+
+
+def reads(phase: Phase) -> tuple[str, int]:
+    """(split, partition) of the rows that a phase begins with."""
+    return "test" if phase.kind is PhaseKind.TEST else "train", phase.partition

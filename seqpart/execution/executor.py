@@ -1,0 +1,284 @@
+"""The only loop: takes the steps of a schedule and does them. It knows verbs and phases, never methods.
+
+It looks ahead for the next LOAD and starts it as soon as a slot is free, so that a partition comes, and the one before
+goes home, while another computes. Whatever ends the loop, nothing stays loaded, and the error names the step. An
+allocation that fails inside the limit ends it too, with everything at home as the last finished update left it, and
+`position` telling where to go on with a smaller micro-batch.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.errors import Diverged, OutOfMemory
+from seqpart.execution.compute import Passes, PhaseBegun, PhaseDone, reads
+from seqpart.execution.partition import Resident
+from seqpart.execution.slots import Slots
+from seqpart.memory.device import Device
+from seqpart.offload.store import Store
+from seqpart.schedule.phases import counted, trains_again
+from seqpart.schedule.prefetch import Lookahead
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """One executed step: its disk traffic in bytes, and seconds. A transfer counts where it is waited for or begun."""
+
+    step: Step
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+
+
+Event = StepDone | PhaseDone | PhaseBegun
+
+
+_COMPUTES = {Verb.FORWARD, Verb.BACKWARD}
+
+
+class AllocationFailed(Exception):
+    """An allocation failed inside the limit, at `step`; everything is at home."""
+
+    def __init__(self, step: Step, text: str) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+@dataclass(kw_only=True, slots=True)
+class Hooks:
+    """What the executor calls: after every event, after every step, and whenever everything stands at a position.
+
+    `guard` and `at_rest` may raise; `witness` sees a partition with its gradients before each of its updates.
+    """
+
+    listen: Callable[[Event], None]
+    guard: Callable[[], None]
+    at_rest: Callable[["Executor"], None] = lambda _: None
+    witness: Callable[[Resident, Step], None] = lambda _, __: None
+
+
+class Executor:
+    """Runs steps over `residents`; `passes` does what needs rows, `slots` are the device's memory for partitions."""
+
+    def __init__(
+        self, *, phases: Sequence[Phase], residents: Sequence[Resident], passes: Passes, boundaries: Boundaries, slots: Slots,
+        store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float], hooks: Hooks,
+        start: Position,
+    ) -> None:  # fmt: skip
+        self.position, self.step, self.passes = start, Step(Verb.LOAD, 0), passes
+        self._phases, self._residents, self._boundaries, self._slots = phases, residents, boundaries, slots
+        self._store, self._device, self._clip, self._rate, self._hooks = store, device, clip_grad_norm, rate, hooks
+        self._loaded = passes.loaded
+        self._coming: dict[int, Resident] = {}
+        self._norms: dict[int, list[torch.Tensor]] = {}
+        self._updated: set[int] = set()
+        """Partitions that have made the step of the unfinished update."""
+        self._do = {
+            Verb.LOAD: self._load,
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+            Verb.UPDATE: self._update,
+            Verb.DROP: self._drop,
+        }
+
+    def run(self, steps: Iterable[Step]) -> None:
+        """Do all `steps`. Raises AllocationFailed when memory ran out inside the limit, and whatever a step raises."""
+        failed = ""
+        ahead = Lookahead(steps)
+        try:
+            for step in ahead:
+                self.step = step
+                self._one(step)
+                self._begin_next(ahead)
+            self.settle()
+        except Exception as error:
+            if not self._device.is_out_of_memory(error):
+                error.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
+                raise
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if self.step.verb not in _COMPUTES:
+                raise OutOfMemory(f"memory ran out in {self.step}, where a smaller micro-batch cannot help: {text}.") from None
+            failed = text
+        finally:
+            self.passes.close_reader()
+            if not failed:
+                self._release_all()
+                self._slots.close()
+        if failed:  # outside the handler: its traceback kept the failed step's tensors alive
+            self._retreat(failed)
+            self._slots.close()
+            raise AllocationFailed(self.step, failed)
+
+    def _one(self, step: Step) -> None:
+        began = time.perf_counter()
+        read, written = self._do[step.verb](step)
+        took = time.perf_counter() - began
+        self._hooks.listen(StepDone(step=step, bytes_read=read, bytes_written=written, seconds=took))
+        self._hooks.guard()
+        resting = step.verb is Verb.UPDATE and not self._updated
+        if resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD):
+            self._hooks.at_rest(self)
+
+    def refuse_divergence(self, *, weights: bool = False) -> None:
+        """Raises Diverged where the pass so far had a loss that is not finite, or with `weights` a partition that is loaded
+        and learns has such a weight. Only while at rest; a CUDA device has to wait for the numbers."""
+        phase, done = self._phases[self.step.phase], self.position.updates
+        if self.position.phase == self.step.phase:  # else its end has looked already
+            self.passes.refuse_divergence(self.step.phase, done if phase.kind is PhaseKind.TRAIN else None)
+        for resident in self._loaded.values() if weights else ():
+            if name := _spoilt_weight(resident):
+                where = f"update {done or phase.updates} of {phase}" if phase.kind is PhaseKind.TRAIN else str(phase)
+                raise Diverged(f"training diverged: {name} is not finite behind {where}.")
+
+    def settle(self) -> None:
+        """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
+        for resident in self._loaded.values():
+            resident.save(keep_state=True, again=True)
+        self._wait_for_homes()
+
+    def _wait_for_homes(self) -> None:
+        for p, resident in enumerate(self._residents):
+            if p not in self._coming:
+                resident.transfer.wait()
+
+    # --- coming and going -----------------------------------------------------------------------------------------
+
+    def _begin_next(self, ahead: Lookahead) -> None:
+        while self._slots.count > 1 and self._slots.has_room(0):
+            step = ahead.next_load(set(self._coming))
+            if step is None or step.partition in self._loaded or step.partition in self._coming:
+                return
+            if not self._slots.has_room(self._needs(step)):
+                return
+            here = {*self._loaded, *self._coming}
+            if any(lender.number in here for lender in self._residents[step.partition].lenders):
+                return  # what it would borrow is yet to be saved
+            self._begin(step)
+
+    def _begin(self, step: Step) -> None:
+        resident = self._residents[step.partition]
+        resident.begin_load(self._slots.take(self._needs(step)), to_update=step.more)
+        self._coming[step.partition] = resident
+
+    def _needs(self, step: Step) -> int:
+        phase = self._phases[step.phase]
+        return self._residents[step.partition].needs(to_update=step.more, gradients=phase.clips and phase.streamed)
+
+    def _load(self, step: Step) -> tuple[int, int]:
+        if step.partition not in self._coming:
+            self._begin(step)
+        resident = self._loaded[step.partition] = self._coming.pop(step.partition)
+        return resident.finish_load(learns=self._phases[step.phase].trains(step.partition)), 0
+
+    def _drop(self, step: Step) -> tuple[int, int]:
+        p = step.partition
+        stage = self._phases[step.phase].stage
+        again = trains_again(self._phases, self.position, p, stage, stepped=p in self._updated)
+        streams = again and self._phases[step.phase].streamed
+        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams)
+        self._slots.give(slot, free)
+        del self._loaded[p]
+        self.passes.forget_loss(p)
+        self._device.release_cached()
+        needed = {reads(phase) for phase, _ in counted(self._phases[self.position.phase :])}
+        for split in ("train", "test"):
+            if (split, p) not in needed:
+                self._boundaries.discard(split, p)
+        return 0, written
+
+    # --- work -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, step: Step) -> tuple[int, int]:
+        phase = self._phases[step.phase]
+        traffic = self.passes.forward(step)
+        if phase.kind is not PhaseKind.TRAIN and step.partition == phase.last:
+            self._end_phase_if(self.passes.span(step).stop == phase.rows, step.phase)
+        return traffic
+
+    def _backward(self, step: Step) -> tuple[int, int]:
+        traffic = self.passes.backward(step)
+        if (scale := self.passes.scale(step)) is not None:
+            self._loaded[step.partition].scale_gradients(scale)
+        if self._clip is not None and self.passes.span(step).ends_update:
+            self._norms[step.partition] = self._loaded[step.partition].gradient_norms()
+        return traffic
+
+    def _update(self, step: Step) -> tuple[int, int]:
+        phase, resident = self._phases[step.phase], self._loaded[step.partition]
+        if self._device.kind == "cpu":  # nothing has to wait for the number there
+            self.passes.refuse_divergence(step.phase, self.position.updates + 1)
+        if not self._updated and phase.streamed:  # what the last update left is all at home, or on its way
+            self._wait_for_homes()
+            self._store.mark()
+        self._hooks.witness(resident, step)
+        clip = None
+        if self._clip is not None and phase.trains(step.partition):
+            norms = [norm for p in sorted(self._norms) for norm in self._norms[p]]
+            clip = (self._clip, torch.linalg.vector_norm(torch.stack(norms))) if norms else None
+        resident.update(self._rate(phase, self.position.updates), clip)
+        self._updated.add(step.partition)
+        if len(self._updated) == len(phase.partitions):
+            self._updated.clear()
+            self._norms.clear()
+            self.position = Position(step.phase, self.position.updates + 1)
+            self.passes.rest()
+            self._end_phase_if(self.position.updates == phase.updates, step.phase)
+        return 0, 0
+
+    def _end_phase_if(self, done: bool, number: int) -> None:
+        if done:
+            self.position = Position(number + 1, 0)
+            self.passes.end_phase(number)
+
+    # --- endings --------------------------------------------------------------------------------------------------
+
+    def _retreat(self, text: str) -> None:
+        """After a failed allocation: the unfinished update never was; what the last one left goes home."""
+        phase = self._phases[self.step.phase]
+        self.passes.abandon()
+        for p in list(self._coming):
+            self._coming.pop(p).release()
+        if self._updated and phase.streamed:
+            self._undo_update(text)
+        for resident in self._residents:
+            resident.abandon_update()
+        self._device.release_cached()
+        for resident in self._loaded.values():
+            slot, free, _ = resident.begin_drop(keep_state=True)
+            free()
+            self._slots.give(slot, free)
+        self._loaded.clear()
+
+    def _undo_update(self, text: str) -> None:
+        """Some partitions have made the step already: back to the versions of before."""
+        for resident in self._residents:
+            resident.transfer.settle()
+        self._release_all()
+        if not self._store.rollback():
+            raise OutOfMemory(
+                f"memory ran out in {self.step} in the middle of an update, and the homes in host memory cannot be taken back: "
+                f"{text}. Resume from the last checkpoint with a larger --mem-limit or a smaller --micro-batch-size."
+            )
+
+    def _release_all(self) -> None:
+        for resident in self._residents:
+            resident.transfer.settle()
+            resident.release()
+        self._loaded.clear()
+        self._coming.clear()
+
+
+def _spoilt_weight(resident: Resident) -> str:
+    """The name of a weight that learns and is not finite everywhere; "" where there is none. Takes no memory."""
+    for block in resident.blocks:
+        for name, parameter in block.husk.named_parameters():
+            if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
+                continue
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(parameter.detach())):  # of a NaN both are
+                return f"{block.name}.{name}"
+    return ""

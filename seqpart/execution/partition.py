@@ -1,0 +1,393 @@
+"""One partition on the device, with its optimizer.
+
+    AT_HOME --load--> LOADING --> RESIDENT --drop--> SAVING --> AT_HOME
+
+    who holds the weights:  the store   both       the slot       both     the store
+
+A slot is one flat buffer that partitions use in turn: weights, at the same places in each visit, then optimizer state,
+then gradients that wait for their norm. Parameters and state are views of it, so loading is a read into it and saving a
+write out of it. Both go on in the store's threads while another partition computes.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpart.execution.boundary_exchange import clone_as_it_lies
+from seqpart.execution.saved_tensors import Arrival, packing
+from seqpart.execution.slots import Slot, Wait
+from seqpart.memory.device import Device
+from seqpart.model.blocks import Block, Tied, attach, detach
+from seqpart.model.costs import BlockCost, written_input
+from seqpart.model.optimizers import Optimizer, gradient_layouts, slot_bytes, state_layouts
+from seqpart.offload.store import Store, Transfer
+
+_Copy = tuple[Block, str, torch.Tensor]
+"""(block, name, value) of a buffer."""
+
+
+class Placement(enum.Enum):
+    AT_HOME = "at home"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    SAVING = "saving"
+
+
+class Resident:
+    """Partition `number`: some blocks of the chain, moved in and out of slots that the executor owns."""
+
+    def __init__(
+        self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
+        *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
+    ) -> None:  # fmt: skip
+        self.number, self.blocks, self.placement = number, blocks, Placement.AT_HOME
+        self._costs, self._store, self._device = costs, store, device
+        self._writes_input = written_input(costs)
+        self._choice, self._seed, self._autocast = optimizer, seed, autocast
+        ours = set(blocks)
+        self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in ours]
+        """(block, tie): parameters used here whose home is in another partition."""
+        self._borrows = borrows
+        self.lenders: list[Resident] = []
+        """Partitions whose homes come along; their last save is to be waited for."""
+        self._lent = _lent(blocks, costs) if borrows else {}
+        self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._slot: Slot | None = None
+        self._regions: list[list[torch.Tensor]] = []
+        self.transfer = Transfer()
+        """The last one, in or out; the next waits for it."""
+        self._to_update = self._changed = False
+        self._waiting: list[str] | None = None
+        """Parameters whose gradients are at home."""
+        self._at_update: list[_Copy] = []
+        self._before: list[_Copy] = []
+        """(block, name, copy): buffers as they were when the update began, and before a forward pass that will be redone."""
+        self._graphs: dict[int, tuple[Arrival, Any]] = {}
+        self._evolved: list[torch.Tensor] = []
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [
+            parameter
+            for block, cost in zip(self.blocks, self._costs, strict=True)
+            for name, parameter in block.husk.named_parameters()
+            if parameter.requires_grad and name in cost.trainable
+        ]
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return self._costs[0].input_dtype
+
+    def needs(self, *, to_update: bool, gradients: bool) -> int:
+        """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
+        kept = gradients or (to_update and self._waiting is not None)
+        lent = sum(cost.layout.room for cost in self._lent.values())
+        return lent + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept)
+
+    # --- coming ---------------------------------------------------------------------------------------------------
+
+    def begin_load(self, slot: Slot, *, to_update: bool) -> None:
+        """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`."""
+        self.placement, self._slot, self._to_update = Placement.LOADING, slot, to_update
+        self._regions, offset = [], 0
+        own, lent = [cost.layout for cost in self._costs], [cost.layout for cost in self._lent.values()]
+        for layouts in own, lent, self._states if to_update else [], self._gradients:
+            regions = []
+            for layout in layouts:
+                regions.append(slot.buffer[offset : offset + layout.room])
+                offset += layout.room
+            self._regions.append(regions)
+        items = list(
+            zip((block.home for block in (*self.blocks, *self._lent)), self._regions[0] + self._regions[1], strict=True)
+        )
+        if to_update:
+            states = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
+            items += [(home, region) for home, region in states if home in self._store]
+            if self._waiting is not None:
+                items += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
+        before = [self.transfer, *(lender.transfer for lender in self.lenders)]
+
+        def ready() -> None:
+            slot.free()
+            for transfer in before:
+                transfer.wait()
+
+        self.transfer = self._store.begin_get(items, ready)
+
+    def finish_load(self, *, learns: bool) -> int:
+        """Wait for it, and let the modules' tensors be views of the slot. Returns the bytes read from disk."""
+        self.transfer.wait()
+        self._attach()
+        self._restore_evolved()
+        self.learn(learns)
+        if self._to_update:
+            self._build_optimizer()
+            self._fetch_gradients()
+        self.placement = Placement.RESIDENT
+        return self.transfer.nbytes
+
+    def learn(self, learns: bool) -> None:
+        """Whether gradients of the parameters are wanted; those that the user froze stay frozen."""
+        for block, cost in zip(self.blocks, self._costs, strict=True):
+            own = {spec.name for spec in cost.layout.specs}
+            for name, parameter in block.husk.named_parameters():
+                if name in own:
+                    parameter.requires_grad_(learns and name in cost.trainable)
+        for block, tie in self.tied if self._borrows else ():
+            parameter = block.husk.get_parameter(tie.name)
+            parameter.requires_grad_(learns and tie.owner_name in self._lent[tie.owner].trainable)
+
+    def _build_optimizer(self) -> None:
+        if not self.trainable:
+            return
+        self.optimizer = self._choice.build(self.trainable)
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
+            if block.state_home not in self._store:
+                region.zero_()
+            named = [(name, p) for name, p in block.husk.named_parameters() if p.requires_grad and name in cost.trainable]
+            self._choice.adopt(self.optimizer, named, layout.views(region))
+
+    def _fetch_gradients(self) -> None:
+        if self._waiting is None:
+            return
+        for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
+            views = layout.views(region)
+            for name, parameter in block.husk.named_parameters():
+                if f"{block.home}.{name}" in self._waiting:
+                    parameter.grad = views[name]
+        self._waiting = None
+
+    # --- work -----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: torch.Tensor, *, training: bool, key: tuple[int, ...]) -> torch.Tensor:
+        """The partition's output for `x`; the random state of each block is a function of `key` and the block.
+
+        To train, `x` stays as it is: it may be needed again, and a leaf must not be written into.
+        """
+        if training and self._writes_input:
+            x = clone_as_it_lies(x)
+        for block in self.blocks:
+            module = block.husk
+            module.train(training)
+            self._device.seed(self._seed, *key, block.number)
+            with self.autocast():
+                x = module(x)
+        return x
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return self._device.autocast(self._autocast)
+
+    def begin_update(self) -> None:
+        """Keep the buffers as they are now, for `abandon_update`."""
+        self._at_update = self._copied_buffers()
+
+    def _copied_buffers(self) -> list[_Copy]:
+        return [(block, name, buffer.clone()) for block in self.blocks for name, buffer in block.husk.named_buffers()]
+
+    def remember_buffers(self) -> None:
+        """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
+        if not self._before:
+            self._before = self._copied_buffers()
+
+    def restore_buffers(self) -> None:
+        """Let running statistics be what they were before the forward pass that will be done again."""
+        self._restore(self._before)
+        self._before = []
+
+    def _restore(self, copied: list[_Copy]) -> None:
+        if copied:  # also where a module put a new tensor in the place of its buffer
+            self._attach()
+        for block, name, before in copied:
+            block.husk.get_buffer(name).copy_(before)
+
+    def _attach(self) -> None:
+        for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
+            attach(block.husk, cost.layout.views(region))
+        lent = {
+            owner: cost.layout.views(region) for (owner, cost), region in zip(self._lent.items(), self._regions[1], strict=True)
+        }
+        for block, tie in self.tied if self._borrows else ():
+            attach(block.husk, {tie.name: lent[tie.owner][tie.owner_name]})
+
+    def keep_graph(self, m: int, arrival: Arrival, output: torch.Tensor) -> None:
+        """Until `kept_graph`. What autograd saved of the weights must have been packed, see `packing`."""
+        self._graphs[m] = (arrival, torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None)
+
+    def kept_graph(self, m: int) -> tuple[Arrival, Any]:
+        """(place of the input's gradient, gradient edge of the output) of micro-batch `m`; forgotten here."""
+        return self._graphs.pop(m)
+
+    def packing(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
+        assert self._slot is not None
+        changing = [buffer for block in self.blocks for buffer in block.husk.buffers()]
+        return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None, changing)
+
+    def part_gradients(self, passed_down: torch.Tensor | None) -> None:
+        """Give each gradient memory of its own. Autograd may let two weights, or a weight and the input, have one tensor,
+        as in x + a[None] + b[None]; then what a later micro-batch adds to the one, or a norm clips, would change both."""
+        known = set() if passed_down is None else {passed_down.untyped_storage().data_ptr()}
+        for parameter in self.trainable:
+            if parameter.grad is not None and (place := parameter.grad.untyped_storage().data_ptr()) in known:
+                parameter.grad = parameter.grad.clone()
+            elif parameter.grad is not None:
+                known.add(place)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Of the parameters whose home is here: what a later partition shares comes to the one that owns it."""
+        for parameter in self.trainable:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def gradient_norms(self) -> list[torch.Tensor]:
+        """Of each trained parameter that has a gradient, in the model's order."""
+        return [torch.linalg.vector_norm(p.grad) for p in self.trainable if p.grad is not None]
+
+    def update(self, rate: float = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
+        """Optimizer step at `rate` times the learning rate, gradients scaled by `clip` (limit, total norm) and then freed."""
+        if clip is not None and self.trainable:
+            nn.utils.clip_grads_with_norm_(self.trainable, *clip)
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+            self.optimizer.step()
+        self._at_update, self._before = [], []
+        has_buffers = any(True for block in self.blocks for _ in block.husk.buffers())
+        self._changed = self._changed or self.optimizer is not None or has_buffers
+        self.forget_gradients()
+
+    def abandon_update(self) -> None:
+        """Forget what the micro-batches of an unfinished update left: gradients, graphs and running statistics."""
+        self.forget_gradients()
+        self._graphs, self._evolved, self._waiting = {}, [], None
+        self._restore(self._at_update or self._before)
+        self._at_update, self._before = [], []
+
+    def forget_gradients(self) -> None:
+        for block, cost in zip(self.blocks, self._costs, strict=True):
+            for name, parameter in block.husk.named_parameters():
+                if name in cost.trainable:
+                    parameter.grad = None
+
+    @contextmanager
+    def apart(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
+        """Inside, gradients of parameters with a home elsewhere begin at nothing; behind it the dict holds what came."""
+        found: dict[Tied, torch.Tensor | None] = {}
+        parameters = {tie: block.husk.get_parameter(tie.name) for block, tie in self.tied}
+        before = {tie: parameter.grad for tie, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
+        yield found
+        for tie, parameter in parameters.items():
+            found[tie], parameter.grad = parameter.grad, before[tie]
+
+    # --- going ----------------------------------------------------------------------------------------------------
+
+    def save(self, *, keep_state: bool, again: bool = False) -> Transfer:
+        """Start to send home what changed, and stay. The slot must rest until the transfer is over.
+
+        again: the next update does so too, and until then its files need no checksums.
+        """
+        items = []
+        if self._changed:
+            self._gather_replaced()
+            items = [(b.home, c.layout, r) for b, c, r in zip(self.blocks, self._costs, self._regions[0], strict=True)]
+            if keep_state and self._to_update:
+                items += [
+                    (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
+                ]
+        self._changed = False
+        mark = self._device.mark()
+        self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark), sealed=not again)
+        return self.transfer
+
+    def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot, Wait, int]:
+        """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
+
+        Without `keep_state` the optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
+        """
+        assert self._slot is not None
+        self.placement = Placement.SAVING
+        if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
+            self._evolved = [buffer.clone() for block in self.blocks for buffer in block.husk.buffers()]
+        if self._before:
+            self.restore_buffers()
+        waiting = self._gradients_home() if gradients else Transfer()
+        saved = self.save(keep_state=keep_state, again=again)
+        if not keep_state:
+            for block in self.blocks:
+                self._store.discard(block.state_home)
+        slot, mark = self._slot, self._device.mark()
+
+        def free() -> None:
+            self._device.wait(mark)
+            saved.wait()
+            waiting.wait()
+
+        self.transfer = saved.with_other(waiting)
+        self._let_go()
+        return slot, free, saved.nbytes + waiting.nbytes
+
+    def _gradients_home(self) -> Transfer:
+        names, items = [], []
+        for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
+            views = layout.views(region)
+            for name, parameter in block.husk.named_parameters():
+                if parameter.grad is not None and name in views:
+                    views[name].copy_(parameter.grad)
+                    names.append(f"{block.home}.{name}")
+            items.append((block.gradient_home, layout, region))
+        self._waiting = names
+        mark = self._device.mark()
+        return self._store.begin_put(items, lambda: self._device.wait(mark), sealed=False)
+
+    def _restore_evolved(self) -> None:
+        buffers = [buffer for block in self.blocks for buffer in block.husk.buffers()]
+        for buffer, evolved in zip(buffers, self._evolved, strict=False):
+            buffer.copy_(evolved)
+        self._evolved = []
+
+    def _gather_replaced(self) -> None:
+        """A module may assign a new tensor to a name instead of writing into it: bring it back into the slot."""
+        for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
+            views = cost.layout.views(region)
+            # Each name, also of a tensor that has two; and all values before any place, since they may lie in one another's.
+            named = [*block.husk.named_parameters(), *block.husk.named_buffers(remove_duplicate=False)]
+            moved = [
+                (views[name], tensor.detach().clone())
+                for name, tensor in named
+                if name in views and tensor.data_ptr() != views[name].data_ptr()
+            ]
+            for view, value in moved:
+                view.copy_(value)
+
+    def _let_go(self) -> None:
+        for block in self.blocks:
+            detach(block.husk, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
+        self.optimizer, self._slot = None, None
+        self._at_update, self._before, self._regions = [], [], []
+        self._changed = False
+        self.placement = Placement.AT_HOME
+
+    def release(self) -> None:
+        """Hold nothing on the device any more, whatever happened before."""
+        self.transfer.settle()  # its bytes must not arrive in memory that is gone
+        self.transfer = Transfer()  # nor its error in the next visit
+        self._graphs, self._evolved, self._waiting = {}, [], None
+        self._let_go()
+
+
+def _lent(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
+    """Blocks of other partitions whose homes these need."""
+    found = {}
+    for block, cost in zip(blocks, costs, strict=True):
+        owners = dict.fromkeys(tie.owner for tie in block.tied)
+        found.update({owner: lent for owner, lent in zip(owners, cost.borrows, strict=True) if owner not in blocks})
+    return found

@@ -1,0 +1,67 @@
+"""The device's few large buffers, in which partitions lie one after the other.
+
+    one slot     the buffer is reused, and made anew when a larger partition comes
+    two slots    one partition computes while the previous one goes home out of the other buffer and the next one comes
+
+A slot never outgrows its room, so a partition may have to wait for a large one although a small one is idle. A buffer
+that was given back may still be on its way home: who takes it gets the wait along with it, and may wait in a thread of
+its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from seqpart.memory.device import Device
+
+Wait = Callable[[], object]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A flat uint8 buffer of at most `room` bytes, page-aligned on the CPU; `free` returns when nobody uses what it held."""
+
+    buffer: torch.Tensor
+    free: Wait
+    room: int = 0
+
+
+def at_once() -> None:
+    """Nothing to wait for."""
+
+
+class Slots:
+    """One buffer of at most so many bytes for each of `rooms`; they are this object's memory, and last as long as it."""
+
+    def __init__(self, rooms: Sequence[int], device: Device) -> None:
+        self.count, self._device = len(rooms), device
+        self._idle = [Slot(torch.empty(0, dtype=torch.uint8), at_once, room) for room in sorted(rooms)]
+
+    def has_room(self, nbytes: int) -> bool:
+        return any(slot.room >= nbytes for slot in self._idle)
+
+    def take(self, nbytes: int) -> Slot:
+        """A buffer of at least `nbytes`. There must be room."""
+        assert self.has_room(nbytes), "more or larger partitions are loaded than the plan has slots for"
+        ready = [slot for slot in self._idle if len(slot.buffer) >= nbytes]
+        best = min(ready or [slot for slot in self._idle if slot.room >= nbytes], key=lambda slot: slot.room)
+        self._idle.remove(best)
+        if not ready:
+            best.free()
+            self._drop(best)  # before the larger one comes
+            best.buffer = self._device.empty(nbytes)
+        return best
+
+    def give(self, slot: Slot, free: Wait) -> None:
+        """Back again; `free` returns when its bytes are no longer needed."""
+        slot.free = free
+        self._idle.append(slot)
+
+    def close(self) -> None:
+        """Let go of the idle buffers, which nobody uses any more."""
+        for slot in self._idle:
+            self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        slot.buffer, slot.free = torch.empty(0, dtype=torch.uint8), at_once

@@ -1,0 +1,1 @@
+"""Files of ours: direct I/O, replaced whole, checksummed, kept while a checkpoint names them."""

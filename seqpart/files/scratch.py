@@ -1,0 +1,69 @@
+"""Homes, rows and checkpoints by their names: what is in a run's directory, and what goes with it.
+
+Only plain files of names that we give are counted or removed, in directories that are no links. Anything else in them is
+the user's.
+"""
+
+import re
+from pathlib import Path
+
+from seqpart.files.checksummed import unsealed
+from seqpart.files.owned import HALF_WRITTEN, Folder, folder_inside
+
+CHECKPOINT = "checkpoint.json"
+PREVIOUS = "checkpoint.previous.json"
+WEIGHTS = "model.safetensors"
+"""A directory that holds it holds a finished run."""
+NEW = ".seqpart-new"
+"""Ends the name of a result that is to take another's place when its run is done."""
+PUBLISHING = "seqpart-publishing.json"
+"""Lists the results that are taking the earlier ones' places this moment, or were when the run was killed."""
+HOME_FILES = re.compile(r"block-\d+(\.[a-z]+)*\.\d+\.safetensors")
+ROW_FILES = re.compile(r"(train|test)-\d+\.\d+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{8}\.part)?)|relay\.part")
+FOLDERS = {"homes": HOME_FILES, "rows": ROW_FILES}
+_PARTS = {f"{name}.part" for name in (WEIGHTS, CHECKPOINT, PREVIOUS)}
+_NEW_RESULT = re.compile(rf"[\w.-]+{re.escape(NEW)}(\.part)?")
+
+
+def clear_scratch(folder: Folder) -> int:
+    """Remove homes, rows and half-written results that a run left behind; returns their bytes."""
+    freed = remove_half_written(folder)
+    if not folder.holds(PUBLISHING):
+        freed += sum(folder.remove(name) for name in folder.names() if _NEW_RESULT.fullmatch(name))
+    for name, pattern in FOLDERS.items():
+        with folder_inside(folder, name) as inside:
+            if inside is not None:
+                freed += sum(inside.remove(file) for file in inside.names() if pattern.fullmatch(file))
+        folder.remove_folder(name)
+    return freed
+
+
+def remove_half_written(folder: Folder) -> int:
+    """Remove what a killed run was about to put in another file's place; returns its bytes."""
+    return sum(folder.remove(name) for name in folder.names() if name in _PARTS or HALF_WRITTEN.fullmatch(name))
+
+
+def scratch_bytes(folder: Folder) -> int:
+    """Of homes and rows."""
+    held = 0
+    for name, pattern in FOLDERS.items():
+        with folder_inside(folder, name) as inside:
+            if inside is not None:
+                held += sum(inside.size(file) for file in inside.names() if pattern.fullmatch(file))
+    return held
+
+
+def has_checkpoint(root: Path) -> bool:
+    return any((root / name).exists() or (root / name).is_symlink() for name in (CHECKPOINT, PREVIOUS))
+
+
+def named_scratch(root: Path) -> tuple[set[Path], bool]:
+    """The directories of homes and rows that the checkpoints in `root` name, and whether all of them could be read."""
+    found, readable = set(), True
+    with Folder.at(root) as folder:
+        for name in filter(folder.holds, (CHECKPOINT, PREVIOUS)):
+            try:
+                found.add((root / unsealed("checkpoint", folder.read(name)[0])["scratch"]).resolve())
+            except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+                readable = False
+    return found, readable

@@ -1,0 +1,106 @@
+"""The limit: its margin, what refuses it, and what enforces it: the kernel, or the allocator."""
+
+import gc
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from seqpart.errors import DoesNotFit
+from seqpart.memory.device import Device
+from seqpart.memory.usage import Gauge, read_process
+from seqpart.units import format_limit, format_size
+
+_SLACK = 16 << 20
+"""Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
+
+_VARIES = 4 << 20
+"""Bytes by which the runtimes of two processes may differ: 294 to 297 MB were seen."""
+
+WARM_UP_BYTES = 9 << 20
+"""What warm_up's own small step takes for a moment, before any plan: the least peak beyond the runtime."""
+
+
+def warm_up(device: Device) -> None:
+    """One small training step: starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces."""
+    width, out, batch = 1024, 256, 256
+    layer = torch.nn.Linear(width, out, device=device.torch)
+    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+    for _ in range(2):
+        layer(torch.ones(batch, width, device=device.torch)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def measure_runtime(device: Device) -> int:
+    """Bytes that the process (CPU) or its context (CUDA) holds, of which nothing will go: every library has warmed up."""
+    gc.collect()
+    device.release_cached()
+    return Gauge(device).read()
+
+
+def margin_of(limit: int) -> int:
+    """Room left under the limit: what RLIMIT_DATA charges and nobody uses, and noise of the runtime."""
+    return limit // 100 + _SLACK
+
+
+def left_of(limit: int) -> str:
+    """What a refusal says of a limit."""
+    return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
+
+
+def refused(message: str, smallest: int) -> DoesNotFit:
+    """A refusal that names the least limit that is enough."""
+    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}.")
+
+
+def limit_for(peak: int) -> int:
+    """The least limit whose margin leaves room for `peak`, also where the runtime of the next process is a little larger."""
+    return -(-(peak + _SLACK + _VARIES) * 100 // 99) + 1
+
+
+@contextmanager
+def enforced(device: Device, limit: int) -> Iterator[None]:
+    """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
+
+    CPU: RLIMIT_DATA counts what is reserved, so the difference to what is used now (library data, thread stacks:
+    a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context.
+    """
+    if device.kind == "cuda":
+        with _capped_allocator(device, limit):
+            yield
+        return
+    now = read_process()
+    if now.held >= limit:
+        raise too_small(limit, now.held)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    ours = limit + (now.data - now.anon)
+    capped = [value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(capped), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextmanager
+def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
+    context = Gauge(device).read() - torch.cuda.memory_reserved(device.torch)
+    # Kernels that are loaded later make the context grow: the margin is theirs.
+    room = limit - context - margin_of(limit)
+    if room <= 0:
+        raise too_small(limit, context)
+    torch.cuda.reset_peak_memory_stats(device.torch)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, room / device.total_memory()), device.torch)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device.torch)
+
+
+def too_small(limit: int, held: int) -> DoesNotFit:
+    return DoesNotFit(
+        f"the limit of {format_size(limit)} is used up before training begins: the process holds {format_size(held)}, for the "
+        f"imported libraries and what the program has loaded beside the model. Give more than {format_limit(held)}."
+    )

@@ -1,0 +1,100 @@
+"""Memory sampled all through a run, and the proof in its last line."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from seqpart.memory.usage import Gauge, read_process
+from seqpart.units import format_size
+
+
+class Sampler:
+    """Reads the gauge every `interval` seconds in a thread, and remembers the peak and what was running then."""
+
+    def __init__(self, gauge: Gauge, limit: int, interval: float = 0.01) -> None:
+        self.gauge, self.limit, self.interval = gauge, limit, interval
+        self.label: Callable[[], str] = lambda: ""
+        self.peak = self.violations = self.samples = 0
+        self.peak_label = self.violation_label = ""
+        self.file_growth = 0
+        self.known = 0
+        """The peak when the plan was made: what came before is no matter of its prediction."""
+        self._file_start = read_process().file
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="seqpart-sampler", daemon=True)
+
+    def start(self) -> None:
+        if self._thread.is_alive():
+            return
+        self.gauge.watch()
+        self.sample()
+        self._thread.start()
+
+    def hold(self, limit: int) -> None:
+        """The limit is known now, and has counted from the start."""
+        self.limit = limit
+        if self.peak > limit:
+            self.violations += 1
+            self.violation_label = self.violation_label or self.peak_label or "planning"
+
+    def heed(self, held: int, label: str = "planning") -> None:
+        """Somebody else saw that much held, between two looks perhaps."""
+        if held > self.peak:
+            self.peak, self.peak_label = held, label
+        if held > self.limit:
+            self.violations += 1
+            self.violation_label = self.violation_label or label
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.sample()
+        self._look_at_files()
+
+    def sample(self) -> int:
+        used = self.gauge.read()
+        self.samples += 1
+        if used > self.peak:
+            self.peak, self.peak_label = used, self.label()
+        if used > self.limit:
+            self.violations += 1
+            self.violation_label = self.violation_label or self.label()
+        return used
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            self.sample()
+            if self.samples % 20 == 0:
+                self._look_at_files()
+
+    def _look_at_files(self) -> None:
+        self.file_growth = max(self.file_growth, read_process().file - self._file_start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """The last line of every run."""
+
+    limit: int
+    peak: int
+    source: str
+    predicted: int
+    runtime: int
+    """What the imported libraries (CPU) or the context (CUDA) took before any training."""
+    allocator_peak: int | None
+    host: int
+    """Host memory granted beside the limit, and not part of the peak."""
+    file_growth: int
+    samples: int
+    violations: int
+
+    def __str__(self) -> str:
+        allocator = f", allocator peak {format_size(self.allocator_peak)}" if self.allocator_peak is not None else ""
+        host = f" with {format_size(self.host)} of host memory beside it" if self.host else ""
+        return (
+            f"proof: limit {format_size(self.limit)}{host}, measured peak {format_size(self.peak)} ({self.source}, "
+            f"{self.samples} samples), predicted {format_size(self.predicted)}{allocator}, "
+            f"of it runtime {format_size(self.runtime)}; file pages grew {format_size(self.file_growth)}; "
+            f"violations {self.violations}"
+        )

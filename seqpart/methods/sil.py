@@ -1,0 +1,53 @@
+"""`sil`: partitions trained one after the other against synthetic intermediate labels.
+
+C. V. Karadağ and N. Topaloğlu, "Partitioned Neural Network Training via Synthetic Intermediate Labels" (2024),
+section 2. Steps, as the comments below number them:
+
+    (1) for every cut draw SIL[i, j] ~ kappa * U(0, 1), (boundary size, classes), once          eq. 1
+    (2) train partition 0 against column SIL[:, label], nothing else on the device
+    (3) one forward pass: its outputs are the next partition's inputs
+    (4) the same for each partition; the last one has the true labels
+    (5) joined, the partitions are the network
+    (*) figure 5: instead of (3) the next partition's inputs are the synthetic labels themselves, so that no partition
+        waits for another                                                                                section 2
+    (6) recovery: the left side once more, against the true loss through the frozen right side        section 5
+"""
+
+from dataclasses import replace
+
+from seqpart.methods.exact import recovery_phases
+from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
+from seqpart.methods.objectives import OBJECTIVES
+from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.steps import Phase, PhaseKind
+
+
+def sil_phases(work: Workload) -> Phases:
+    """Per partition: its epochs (2), the outputs for the next (3), the test rows through it; then recovery (6)."""
+    stretches: list[Epochs] = []
+    last = len(work.partitions) - 1
+    for p, part in enumerate(work.partitions):
+        test = Phase(
+            kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
+        )
+        train = replace(
+            test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle, epochs=part.epochs
+        )
+        behind: tuple[Phase, ...] = (test,)
+        if p < last:
+            # A frozen partition never learned its labels: what comes behind it is to see what it really gives.
+            outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
+            behind = replace(test, kind=outputs, rows=work.train_rows), test
+        every = work.test_every if p == last else None
+        stretches.append(Epochs(train=train, epochs=part.epochs if part.trainable else 0, behind=behind, every=every))
+    return Phases([*stretches, *recovery_phases(work)])
+
+
+def sil_loss(targets: Targets) -> PartitionLoss:
+    """(1) for an inner partition, the true loss for the last (4)."""
+    if targets.partition == targets.partitions - 1:
+        return TrueLoss(targets.final_loss, targets.reduction)
+    return OBJECTIVES[targets.objective](targets)
+
+
+SIL = Method(name="sil", exact=False, cuts=True, phases=sil_phases, loss=sil_loss)

@@ -1,0 +1,1 @@
+"""Blocks, their costs, optimizers and losses."""

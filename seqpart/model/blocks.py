@@ -1,0 +1,366 @@
+"""The model as a chain of blocks, and a block's parameters as views of memory that someone else owns.
+
+A block is a module that is never cut. It comes from a factory, which is called only when the block is built, so that
+a model larger than memory never exists whole; or it is a module that already lives, whose parameters are moved home.
+Between its visits to the device a block is a husk: the module with empty parameters.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.stateless import _reparametrize_module
+
+from seqpart.errors import ModelError
+from seqpart.memory.device import Device
+from seqpart.model.sharing import refuse_sharing, tensors_in_attributes
+from seqpart.offload.layout import Layout, spec_of, stride_of
+
+Factory = Callable[[], nn.Module]
+MOST_BLOCKS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """Parameter `name` of a block is parameter `owner_name` of the earlier block `owner`, whose home it has."""
+
+    name: str
+    owner: "Block"
+    owner_name: str
+
+
+class Block:
+    """One link of the chain: `number` in the chain, `name` in the model's own state_dict."""
+
+    def __init__(self, number: int, name: str, source: nn.Module | Factory) -> None:
+        self.number, self.name, self._source = number, name, source
+        self._husk: nn.Module | None = None
+        self.alive = source if isinstance(source, nn.Module) else None
+        """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
+        self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
+        # Looked at now: the module is empty when it is measured, and when it is measured again with fewer rows.
+        self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
+        self.tied: tuple[Tied, ...] = ()
+
+    def __str__(self) -> str:
+        return f"block {self.number} ({self.kind})"
+
+    @property
+    def kind(self) -> str:
+        if isinstance(self._source, nn.Module):
+            return type(self._source).__name__
+        source = self._source
+        while isinstance(source, functools.partial):
+            source = source.func
+        return getattr(source, "__name__", None) or type(source).__name__
+
+    @property
+    def same_as(self) -> int:
+        """Equal for blocks that come from one factory."""
+        return id(self._source)
+
+    @property
+    def home(self) -> str:
+        """Name of its weights in the store."""
+        return f"block-{self.number:05d}"
+
+    @property
+    def state_home(self) -> str:
+        """Name of its optimizer state in the store."""
+        return f"{self.home}.optimizer"
+
+    @property
+    def gradient_home(self) -> str:
+        """Name of its gradients in the store, while they wait for their norm."""
+        return f"{self.home}.gradients"
+
+    def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """The module, and its parameters and buffers by name as fake tensors: shapes that own no memory."""
+        if self.alive is not None:
+            return self.alive, {name: _fake_like(tensor, mode) for name, tensor in self._shapes.items()}
+        try:
+            with mode:
+                module = _called(self._source, self)
+            if problems := _without_values(module, self.name):
+                raise _unusable(problems)
+            refuse_sharing(_named(self, module), tensors_in_attributes(module, self.name))
+            return module, tensors_of(module)
+        except ModelError:
+            raise
+        except Exception as error:
+            return self._fake_from_meta(mode, error)
+
+    def _fake_from_meta(self, mode: FakeTensorMode, why: Exception) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """Fake parameters cannot be converted, as a factory does with `Linear(...).double()`; those on `meta` can."""
+        try:
+            with torch.device("meta"):
+                module = _called(self._source, self)
+        except Exception:
+            raise ModelError(
+                f"{self} cannot be built without memory: {type(why).__name__}: {why}. "
+                "Its factory must not read the values of its own tensors."
+            ) from why
+        if problems := _without_values(module, self.name, meta=False):
+            raise _unusable(problems) from None
+        return module, {name: _fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
+
+    def build(self, device: Device, seed: int) -> nn.Module:
+        """The real module, its random initial weights keyed by (seed, block)."""
+        device.seed(seed, "build", self.number)
+        module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
+        self._husk = module
+        return module
+
+    def another(self) -> nn.Module:
+        """One more module from the factory, which is not the one to be trained."""
+        return _called(self._source, self)
+
+    def restore_modes(self) -> None:
+        """Let every submodule of a module that was given alive train or evaluate as it did when it came, and each parameter
+        learn or not: a pass over the test rows wants no gradients."""
+        for module, training in self._modes:
+            module.training = training
+        for name, parameter in self.alive.named_parameters() if self.alive is not None else ():
+            if name in self._shapes:
+                parameter.requires_grad_(self._shapes[name].requires_grad)
+
+    @contextmanager
+    def left_as_it_is(self) -> Iterator[None]:
+        """What the body makes a module that was given alive remember is forgotten: a cache of fake tensors, a mode."""
+        before = [(module, {name: _shallow(value) for name, value in vars(module).items()}) for module, _ in self._modes]
+        try:
+            yield
+        finally:
+            for module, attributes in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+
+    def own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of its `tensors` that have their home in this block."""
+        tied = {tie.name for tie in self.tied}
+        return {name: tensor for name, tensor in tensors.items() if name not in tied}
+
+    @property
+    def given_alive(self) -> bool:
+        return self.alive is not None
+
+    @property
+    def husk(self) -> nn.Module:
+        assert self._husk is not None, f"{self} was not built"
+        return self._husk
+
+
+class Chain(Sequence[Block]):
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks = tuple(blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._blocks[index]
+
+
+def as_chain(model: object) -> Chain:
+    """An nn.Sequential, a list of modules or a list of factories as a chain.
+
+    A parameter may belong to two blocks, as the first and last weights of many language models do. Raises ModelError
+    for anything else, for no blocks or more than MOST_BLOCKS, for a parameter of more than two blocks and for shared buffers.
+    """
+    if isinstance(model, nn.Sequential):
+        # Not named_children(): it names a module once, and one ReLU used twice is two links of the chain.
+        named = list(model._modules.items())
+    elif isinstance(model, Sequence) and not isinstance(model, str | bytes):
+        named = [(str(number), part) for number, part in enumerate(model)]
+    else:
+        raise ModelError(
+            f"a model must be an nn.Sequential, a list of modules or a list of block factories; found "
+            f"{type(model).__name__}. A module with its own forward cannot be cut: give its blocks in order."
+        )
+    if not named:
+        raise ModelError("the model has no blocks: give at least one.")
+    if len(named) > MOST_BLOCKS:
+        raise ModelError(
+            f"the model has {len(named)} blocks, and a plan can be made for {MOST_BLOCKS}: each has files of its own, and "
+            "every stretch of them is looked at. Join some: an nn.Sequential of several blocks is one."
+        )
+    wrong = [f"entry {name} is a {type(part).__name__}" for name, part in named if not callable(part)]
+    if wrong:
+        raise ModelError("a model's entries must be modules or factories (callables that return one): " + "; ".join(wrong))
+    if problems := [text for name, part in named if isinstance(part, nn.Module) for text in _without_values(part, name)]:
+        raise _unusable(problems)
+    chain = Chain(Block(number, name, part) for number, (name, part) in enumerate(named))
+    _find_tied(chain, [part for _, part in named])
+    alive = [(block, block.alive) for block in chain if block.alive is not None]
+    once = {id(tensor): (name, tensor) for block, module in reversed(alive) for name, tensor in _named(block, module).items()}
+    attributes = {name: t for block, module in alive for name, t in tensors_in_attributes(module, block.name).items()}
+    refuse_sharing(dict(once.values()), attributes)
+    return chain
+
+
+def _find_tied(chain: Chain, parts: Sequence[object]) -> None:
+    owners: dict[int, tuple[Block, str]] = {}
+    uses: dict[int, int] = {}
+    problems = []
+    for block, part in zip(chain, parts, strict=True):
+        if not isinstance(part, nn.Module):
+            continue
+        for name, tensor in tensors_of(part).items():
+            owner, owner_name = owners.setdefault(id(tensor), (block, name))
+            if owner is block:
+                continue
+            uses[id(tensor)] = uses.get(id(tensor), 1) + 1
+            if uses[id(tensor)] > 2 or not isinstance(tensor, nn.Parameter):
+                problems.append(f"{block.name}.{name} is {owner.name}.{owner_name}")
+            block.tied += (Tied(name, owner, owner_name),)
+    if problems:
+        raise ModelError(
+            "only a parameter may be shared, and by no more than two blocks, since it has one home: "
+            + ", ".join(problems) + ". Give each block its own."
+        )  # fmt: skip
+
+
+def _without_values(module: nn.Module, name: str, *, meta: bool = True) -> list[str]:
+    """Its tensors that cannot be trained because there is nothing in them yet, each in words. `meta`: those too that are
+    there."""
+    found = []
+    for own, tensor in tensors_of(module).items():
+        if is_lazy(tensor):
+            found.append(f"{name}.{own} of a {type(module).__name__} has no shape before the first rows")
+        elif meta and tensor.is_meta:
+            found.append(f"{name}.{own} is on the meta device and has no values")
+    return found
+
+
+def _unusable(problems: Sequence[str]) -> ModelError:
+    more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return ModelError(
+        f"a model's tensors must have shapes and values: {'; '.join(problems[:3])}{more}. Run a lazy module once on some rows, "
+        "or give it its sizes; build a module on the CPU, or give a factory that does."
+    )
+
+
+def _shallow(value: object) -> object:
+    """A copy of a container, in which a module may keep what it has made; anything else as it is."""
+    return copy.copy(value) if type(value) in (dict, list, set) else value
+
+
+def _called(factory: Factory, block: Block) -> nn.Module:
+    module = factory()
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{block}: the factory returned a {type(module).__name__}, not an nn.Module.")
+    return module
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Its type and shape, without memory; of a counter its value too, which a forward pass may look at."""
+    if _is_counter(tensor):
+        return tensor.detach().cpu().clone()
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
+
+
+def _is_counter(tensor: torch.Tensor) -> bool:
+    return not tensor.ndim and not tensor.is_floating_point() and not tensor.is_meta
+
+
+def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    value = tensor.item() if _is_counter(tensor) else None
+    with mode:
+        if value is not None:
+            return torch.tensor(value, dtype=tensor.dtype)
+        stride = stride_of(tensor)
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if stride is not None:
+            fake = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers (also those that a state_dict leaves out) by name; each tensor once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    return Layout.of(spec_of(name, tensor) for name, tensor in tensors.items())
+
+
+def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
+    """Let the module's tensors be `views`. The memory stays with its owner, who must outlive the attachment."""
+    for name, parameter in module.named_parameters():
+        if name in views:
+            parameter.data = views[name]
+    buffers = _places(module)
+    # `.data` counts its own versions. Views count together, and autograd would take a change of one buffer (a
+    # BatchNorm's statistics) for a change of every other that it saved.
+    own = {name: views[name].data for name, _ in buffers if name in views}
+    # A buffer that two submodules share has one home, under its first name; both get the same tensor.
+    home = {id(buffer): name for name, buffer in buffers if name in views}
+    for name, buffer in buffers:
+        _put_buffer(module, name, own[name] if name in own else own.get(home.get(id(buffer), ""), buffer))
+
+
+def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
+    """Make the module a husk: its tensors keep their types and own nothing. Parameters in `spare` are somebody else's."""
+    for name, parameter in module.named_parameters():
+        if name in spare:
+            continue
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    empty: dict[int, torch.Tensor] = {}
+    for name, buffer in _places(module):
+        _put_buffer(module, name, empty.setdefault(id(buffer), torch.empty(0, dtype=buffer.dtype)))
+
+
+def _places(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every name of every buffer."""
+    return list(module.named_buffers(remove_duplicate=False))
+
+
+def _put_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path)._buffers[leaf] = tensor
+
+
+def lent(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
+    """Inside, the module's tensors are `tensors`: also for what runs again in backward, as `torch.utils.checkpoint` does."""
+    return _reparametrize_module(module, dict(tensors), tie_weights=True)
+
+
+def _named(block: Block, module: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{block.name}.{name}": tensor for name, tensor in tensors_of(module).items()}
+
+
+def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`module(x)` with `tensors` in place of its own."""
+    own = tensors_of(module)
+    with _listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}):
+        output = functional_call(module, dict(tensors), (x,))
+    if not isinstance(output, torch.Tensor):
+        raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
+    return output
+
+
+@contextmanager
+def _listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Lists in which submodules keep their own tensors once more, as nn.LSTM does, hold `others` (by the id of the one that
+    each stands for): they would run with the tensors of a module that is empty."""
+    changed: list[tuple[dict[str, object], str, object]] = []
+    for attributes in map(vars, module.modules()):
+        for name, value in attributes.items():
+            if type(value) in (list, tuple) and any(id(part) in others for part in value):
+                changed.append((attributes, name, value))
+    for attributes, name, value in changed:
+        attributes[name] = type(value)(others.get(id(part), part) for part in value)  # type: ignore[call-arg, attr-defined]
+    try:
+        yield
+    finally:
+        for attributes, name, value in changed:
+            attributes[name] = value

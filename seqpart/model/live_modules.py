@@ -1,0 +1,189 @@
+"""Modules that were given alive: their tensors wait in a file while a run is planned and carried out.
+
+The file has no name, so that nothing stays of it however the process ends. It holds pieces of storages, not tensors: what
+shared memory before shares it again, with the strides that it had.
+"""
+
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from seqpart.errors import CorruptFile
+from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
+from seqpart.model.blocks import Block, tensors_of
+
+_ALIGNED = 64
+"""A piece begins at a multiple of so many bytes of its storage, and so of every element's size."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What modules use of one storage: bytes `first` to `last` (not included), in the file from `offset` on."""
+
+    storage: "weakref.ref[torch.UntypedStorage]"
+    """It lives on where somebody else holds it too."""
+    device: torch.device
+    first: int
+    last: int
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A tensor of a module, how it lay in its storage, and every place in the module (for a buffer)."""
+
+    tensor: torch.Tensor
+    piece: _Piece
+    start: int
+    """Bytes of the storage before its first element."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def on(self, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
+        """The tensor as it lay, on a storage whose byte 0 is byte `first` of the one it lay on."""
+        found = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
+        return found.set_(storage, (self.start - first) // self.tensor.itemsize, self.shape, self.stride)
+
+
+class Given:
+    """The modules of `chain` that were given alive, and the file in `folder` where their tensors are while they are empty."""
+
+    def __init__(self, chain: Sequence[Block], folder: Path) -> None:
+        self._blocks = [block for block in chain if block.given_alive]
+        self._folder, self._file = folder, -1
+        self._taken: dict[int, dict[str, _Taken]] = {}
+        """By the number of the block and the name in it."""
+        self._pieces: list[_Piece] = []
+
+    @property
+    def away(self) -> bool:
+        return self._file >= 0
+
+    def alive(self, kind: str) -> int:
+        """Memory of that kind of device that the modules' tensors take while they are not in the file."""
+        return 0 if self.away else sum(piece.nbytes for piece in self._found()[1] if piece.device.type == kind)
+
+    def nbytes(self, kind: str) -> int:
+        """Memory of that kind of device (cpu, cuda) that was freed when the modules were emptied, and is theirs at the end."""
+        return sum(round_up(piece.nbytes) for piece in self._pieces if piece.device.type == kind and piece.storage() is None)
+
+    def take(self) -> None:
+        """Write every tensor to the file, and leave the modules empty. Raises StoreError; then nothing was changed."""
+        if self.away or not self._blocks:
+            return
+        self._taken, self._pieces = self._found()
+        try:
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+                offset = 0
+                for piece in self._pieces:
+                    piece.offset = offset
+                    self._write(file.fileno(), piece)
+                    offset += round_up(piece.nbytes)
+                self._file = os.dup(file.fileno())
+        except OSError as error:
+            raise explained(error, self._folder) from None
+        for tensors in self._taken.values():
+            for taken in tensors.values():
+                taken.tensor.data = torch.empty(0, dtype=taken.tensor.dtype, device=taken.piece.device)
+
+    def read(self, block: Block, views: dict[str, torch.Tensor]) -> None:
+        """Copy a block's tensors, as they came, into `views` (without gaps, on the CPU). Raises StoreError."""
+        for name, view in views.items():
+            taken = self._taken[block.number][name]
+            if taken.stride == view.stride():
+                self._read(
+                    taken.piece.offset + taken.start - taken.piece.first,
+                    view.as_strided((view.numel(),), (1,)).view(torch.uint8),
+                )
+            else:
+                view.copy_(taken.on(self._storage(taken.piece, torch.device("cpu")), taken.piece.first))
+
+    def keep(self, block: Block) -> None:
+        """Its module has other tensors now, which `give_back` is to leave there."""
+        self._taken.pop(block.number, None)
+
+    def give_back(self) -> None:
+        """Let the modules be what they were, but for those to `keep`. Raises StoreError where the file cannot be read."""
+        if not self.away:
+            return
+        try:
+            back: dict[int, tuple[torch.UntypedStorage, int]] = {}
+            for tensors in self._taken.values():
+                for taken in tensors.values():
+                    piece, held = taken.piece, taken.piece.storage()
+                    if id(piece) not in back:
+                        back[id(piece)] = (self._storage(piece, piece.device), piece.first) if held is None else (held, 0)
+                    taken.tensor.data = taken.on(*back[id(piece)])
+                    for module, leaf in taken.places:
+                        module._buffers[leaf] = taken.tensor
+            for block in self._blocks:
+                if block.number in self._taken:
+                    block.restore_modes()
+        finally:
+            os.close(self._file)
+            self._file, self._taken, self._pieces = -1, {}, []
+
+    def _found(self) -> tuple[dict[int, dict[str, _Taken]], list[_Piece]]:
+        pieces: dict[int, _Piece] = {}
+        taken: dict[int, dict[str, _Taken]] = {}
+        for block in self._blocks:
+            module = block.alive
+            assert module is not None
+            places: dict[int, list[tuple[nn.Module, str]]] = {}
+            for part in module.modules():
+                for leaf, buffer in part._buffers.items():
+                    places.setdefault(id(buffer), []).append((part, leaf))
+            taken[block.number] = {
+                name: _taken(tensor, pieces, places.get(id(tensor), []))
+                for name, tensor in block.own(tensors_of(module)).items()
+            }
+        return taken, list(pieces.values())
+
+    def _write(self, file: int, piece: _Piece) -> None:
+        storage = piece.storage()
+        assert storage is not None
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for at in range(0, piece.nbytes, REQUEST):
+            part = whole[piece.first + at : min(piece.first + at + REQUEST, piece.last)].cpu()
+            done, memory = 0, bytes_of(part)
+            while done < len(memory):
+                done += os.pwrite(file, memory[done:], piece.offset + at + done)
+
+    def _storage(self, piece: _Piece, device: torch.device) -> torch.UntypedStorage:
+        """A new storage with the piece's bytes."""
+        flat = torch.empty(piece.nbytes, dtype=torch.uint8)
+        self._read(piece.offset, flat)
+        return flat.to(device).untyped_storage()
+
+    def _read(self, offset: int, flat: torch.Tensor) -> None:
+        done, memory = 0, bytes_of(flat)
+        try:
+            while done < len(memory):
+                got = os.preadv(self._file, [memory[done : done + REQUEST]], offset + done)
+                if not got:
+                    raise CorruptFile(f"a file of this run in {self._folder} was cut off: the disk, or another program.")
+                done += got
+        except OSError as error:
+            raise explained(error, self._folder) from None
+
+
+def _taken(tensor: torch.Tensor, pieces: dict[int, _Piece], places: list[tuple[nn.Module, str]]) -> _Taken:
+    storage = tensor.untyped_storage()
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = start + (steps + 1) * tensor.itemsize if tensor.numel() else start
+    first = start // _ALIGNED * _ALIGNED
+    piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end))
+    piece.first, piece.last = min(piece.first, first), max(piece.last, end)
+    return _Taken(tensor, piece, start, tuple(tensor.shape), tuple(tensor.stride()), places)

@@ -1,0 +1,339 @@
+"""What a loss divides by, so that the micro-batches of an update add up to the loss of the whole batch.
+
+    ROWS     a mean over rows, or over equally many numbers of each: a micro-batch counts by its rows
+    COUNTED  a mean over what counts (labels that are not ignored, weights of classes, a mask): by what it counted
+    SUM      a sum: micro-batches are added as they are
+    WHOLE    none of these: right only where a batch is not divided
+
+A loss that counts all micro-batches alike would depend on their size, and with that on the memory limit. torch's own say
+what they divide by, and a loss of the user's own may; any other is tried on a small batch, whole and in two parts.
+"""
+
+import copy
+import enum
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart.errors import DataError, OptionError
+from seqpart.model.losses import IGNORED, LossFunction, label_dtype, regression, token_cross_entropy
+
+Counts = Callable[[torch.Tensor], Any]
+"""labels (rows, ...) -> what a mean over them is divided by: a number, or a tensor of one."""
+
+
+class Kind(enum.Enum):
+    ROWS = "a mean over rows"
+    COUNTED = "a mean over what counts"
+    SUM = "a sum"
+    WHOLE = "neither"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    kind: Kind = Kind.ROWS
+    counts: Counts | None = None
+    """Of a mean over what counts; None where the loss itself returns (sum, count)."""
+    ignored: int | None = None
+    """The label that does not count."""
+
+
+BY_ROWS = Reduction()
+
+
+class Verdict(NamedTuple):
+    """What a loss says of one micro-batch."""
+
+    loss: torch.Tensor
+    """A scalar: its mean, or its sum if it is of that kind."""
+    weight: float
+    """What the mean was divided by."""
+    kind: Kind = Kind.ROWS
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Without a graph, for the mean over a pass."""
+        return self.loss.detach() if self.kind is Kind.SUM else self.loss.detach() * self.weight
+
+
+def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor) -> Verdict:
+    """`loss` of one micro-batch. One that counts nothing has a loss of zero, and gradients of zero.
+
+    reduction: None for fake tensors, which can be differentiated, and not counted.
+    """
+    if reduction is None:
+        found: Any = loss(output, labels)
+        return Verdict(_one(found[0] if isinstance(found, tuple) else found), len(output))
+    if reduction.kind is not Kind.COUNTED:
+        return Verdict(_one(loss(output, labels)), len(output), reduction.kind)
+    if reduction.counts is None:
+        total, count = _pair(loss(output, labels))
+        return Verdict(total / (count or 1.0), count, Kind.COUNTED)
+    count = _number(reduction.counts(labels))
+    if not count:  # 0 / 0
+        return Verdict(output.flatten()[:0].sum(), 0.0, Kind.COUNTED)
+    return Verdict(_one(loss(output, labels)), count, Kind.COUNTED)
+
+
+def _one(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"it returned {found}; expected one number (reduction='mean' or 'sum'), or (sum, count)")
+    return value
+
+
+def _pair(value: Any) -> tuple[torch.Tensor, float]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ValueError("it returned (sum, count) before, and now it does not")
+    return _one(value[0]), _number(value[1])
+
+
+def _number(count: Any) -> float:
+    number = float(count.detach() if isinstance(count, torch.Tensor) else count)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"it counted {number}; expected a finite number, zero or above")
+    return number
+
+
+def reduction_of(
+    loss: LossFunction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor, tested: torch.Tensor
+) -> Reduction:
+    """Of `loss` behind outputs (rows, *shape) with these training and test labels.
+
+    Raises OptionError where that cannot be found, DataError where the loss fails.
+    """
+    known = said(loss)
+    if known is None or (known.counts is not None and not _is_ours(known.counts)):
+        return tried(loss, known, shape, dtype, labels)
+    alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None
+    if alike and not (holds(labels, known.ignored) or holds(tested, known.ignored)):
+        return Reduction(ignored=known.ignored)  # the bits of a plain loop
+    return known
+
+
+# --- losses that say what they divide by --------------------------------------------------------------------------
+
+
+def said(loss: LossFunction) -> Reduction | None:
+    """What is known without a trial; None of a loss that must be tried."""
+    if loss is regression:
+        return Reduction()
+    if (known := _of_torch(loss)) is not None:
+        weight, ignored, reduction = known
+        if reduction == "sum":
+            return Reduction(Kind.SUM, ignored=ignored)
+        return Reduction(Kind.COUNTED, functools.partial(_counted, weight=weight, ignored=ignored), ignored)
+    counts = getattr(loss, "counts", None)
+    return Reduction(Kind.COUNTED, counts) if callable(counts) else None
+
+
+def _is_ours(counts: Counts | None) -> TypeGuard[functools.partial[torch.Tensor]]:
+    return isinstance(counts, functools.partial) and counts.func is _counted
+
+
+def holds(labels: torch.Tensor, value: int | None) -> bool:
+    """Whether `value` is among `labels`, looked at piece by piece: there may be more of them than memory for a mask."""
+    if value is None or (value < 0 and not labels.dtype.is_signed):
+        return False
+    return any(bool((piece == value).any()) for piece in torch.split(labels.flatten(), 1 << 20))
+
+
+def ignored_label(loss: LossFunction | None) -> int | None:
+    """The label that does not count: of torch's cross-entropy what it says, of the default IGNORED, of others unknown."""
+    known = None if loss is None else said(loss)
+    return IGNORED if loss is None else known.ignored if known is not None else None
+
+
+def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
+    """(weights of classes, ignored label, reduction) of torch's cross-entropy and its kin."""
+    if loss is token_cross_entropy:
+        return None, IGNORED, "mean"
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        own = type(loss).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        return None if own or loss.reduction == "none" else (loss.weight, loss.ignore_index, loss.reduction)
+    partial = isinstance(loss, functools.partial)
+    function, keywords = (loss.func, loss.keywords) if partial else (loss, {})
+    if function not in (F.cross_entropy, F.nll_loss) or (partial and loss.args):
+        return None
+    reduction = keywords.get("reduction", "mean")
+    if reduction == "none" or {"size_average", "reduce"} & set(keywords):
+        return None
+    return keywords.get("weight"), keywords.get("ignore_index", IGNORED), reduction
+
+
+def _counted(labels: torch.Tensor, *, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
+    valid = labels != ignored
+    return valid.sum() if weight is None else weight.to(labels.device)[labels[valid]].sum(dtype=torch.float64)
+
+
+# --- losses that are tried ----------------------------------------------------------------------------------------
+
+_TRIAL_BYTES = 4 << 20
+_MOST_TRIAL_BYTES = 64 << 20
+_VALUES = 32
+"""Different labels of which rows are tried."""
+_CLOSE = 1e-4
+
+
+def tried(
+    loss: LossFunction, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
+) -> Reduction:
+    """How the parts of a batch add up to the whole: outputs (rows, *shape) are random, labels are such as occur.
+
+    reduction: what the loss says of itself, to be confirmed. Raises OptionError where that is wrong, and where nothing can
+    be tried; DataError where the loss fails.
+    """
+    own = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+    trial = _Trial(own, reduction, shape, dtype if dtype == torch.float64 else torch.float32, labels)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return trial.result()
+
+
+class _Trial:
+    def __init__(
+        self, loss: Any, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
+    ) -> None:
+        self._loss, self._said, self._dtype = loss, reduction, dtype
+        self._shape, self._labels, self._rows = shape, labels, (2, 4)
+        nbytes = math.prod(shape) * dtype.itemsize
+        positions = labels.shape[1:]
+        if (
+            6 * nbytes > _TRIAL_BYTES
+            and positions
+            and shape[: len(positions)] == tuple(positions)
+            and len(shape) > len(positions)
+        ):
+            keep = max(1, _TRIAL_BYTES * positions[0] // (6 * nbytes))
+            self._shape, self._labels = (keep, *shape[1:]), labels[:, :keep]
+        elif 6 * nbytes > _TRIAL_BYTES:
+            self._rows = (1, 1)
+        self._too_large = sum(self._rows) * math.prod(self._shape) * dtype.itemsize > _MOST_TRIAL_BYTES
+
+    def result(self) -> Reduction:
+        if self._too_large:
+            if self._said is None:
+                raise OptionError(f"loss {name_of(self._loss)}: its outputs are too large for a trial. {_CURE}")
+            return self._said
+        change = self._outputs()
+        kinds, pairs = set(Kind) - {Kind.WHOLE}, False
+        for labels in self._batches():
+            output = change(torch.randn(len(labels), *self._shape, dtype=self._dtype))
+            at = self._rows[0]
+            whole, *parts = (self._judge(output[a:b], labels[a:b]) for a, b in ((0, None), (0, at), (at, None)))
+            pairs = pairs or whole[1] is not None
+            kinds &= self._fitting(whole, parts, at / len(labels))
+        if not kinds and self._is_random():
+            if self._said is None:
+                raise OptionError(f"loss {name_of(self._loss)}: it draws random numbers, so it cannot be tried. {_CURE}")
+            return self._said
+        if self._said is not None and Kind.COUNTED not in kinds:
+            raise OptionError(
+                f"loss {name_of(self._loss)}: `counts` says what its mean is divided by, and on a small batch it did not add "
+                "up: the losses of two parts, weighted by their counts, are not the loss of the whole."
+            )
+        if self._said is not None:
+            return self._said
+        if pairs and Kind.COUNTED not in kinds:
+            raise OptionError(
+                f"loss {name_of(self._loss)}: it returned (sum, count), and one of them is not the sum of its parts'."
+            )
+        first = next(
+            (kind for kind in (Kind.ROWS, Kind.COUNTED, Kind.SUM) if kind in kinds and (kind is Kind.COUNTED) == pairs),
+            Kind.WHOLE,
+        )
+        return Reduction(first)
+
+    def _fitting(self, whole: tuple[float, float | None], parts: list[tuple[float, float | None]], share: float) -> set[Kind]:
+        """Kinds by which the parts add up to the whole. share: of the first part's rows."""
+        (value, count), (one, count_one), (other, count_other) = whole, *parts
+        scale = abs(value) + abs(one) + abs(other)
+        found = {Kind.ROWS} if _near(value, share * one + (1 - share) * other, scale) else set()
+        if _near(value, one + other, scale):
+            found.add(Kind.SUM)
+        if (
+            count is not None
+            and count_one is not None
+            and count_other is not None
+            and _near(count, count_one + count_other, count)
+        ):
+            # Of (sum, count) `value` is the sum already.
+            sums = (value, one + other) if self._said is None else (value * count, one * count_one + other * count_other)
+            if _near(*sums, abs(sums[0]) + abs(sums[1])):
+                found.add(Kind.COUNTED)
+        return found
+
+    def _judge(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, float | None]:
+        """(loss, what it counted); a mean over nothing is 0."""
+        count = None
+        if self._said is not None and self._said.counts is not None:
+            count = _number(self._said.counts(labels))
+            if not count:
+                return 0.0, count
+        found = self._loss(output, labels)
+        if isinstance(found, tuple):
+            total, count = _pair(found)
+            return float(total.detach()), count
+        return float(_one(found).detach()), count
+
+    def _is_random(self) -> bool:
+        output, labels = self._outputs()(torch.randn(sum(self._rows), *self._shape, dtype=self._dtype)), next(self._batches())
+        return self._judge(output, labels) != self._judge(output, labels)
+
+    def _outputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What random numbers must become for this loss to be finite: scores, probabilities, or their logarithms."""
+        output, labels, problem = torch.randn(sum(self._rows), *self._shape, dtype=self._dtype), next(self._batches()), ""
+        for change in (_as_they_are, torch.sigmoid, functools.partial(F.log_softmax, dim=-1)):
+            try:
+                if math.isfinite(self._judge(change(output), labels)[0]):
+                    return change
+            except Exception as error:
+                problem = problem or str(error)
+        if problem:
+            raise DataError(f"the loss cannot judge outputs of shape {self._shape}: {problem}")
+        raise OptionError(f"loss {name_of(self._loss)}: it is not finite for random outputs, so it cannot be tried. {_CURE}")
+
+    def _batches(self) -> Iterator[torch.Tensor]:
+        """Labels of small batches: real rows, and real rows behind rows of one label each, for each that occurs."""
+        labels, (few, more) = self._labels, self._rows
+        real = labels[torch.linspace(0, len(labels) - 1, few + more).long()]
+        real = real.to(label_dtype(labels))
+        yield real
+        some = labels[torch.linspace(0, len(labels) - 1, min(len(labels), 4096)).long()]
+        values, counts = torch.unique(some, return_counts=True)
+        ends = torch.stack(torch.aminmax(labels))
+        for value in torch.cat([ends, values[counts.argsort(descending=True)]])[:_VALUES]:
+            yield torch.cat([torch.full_like(real[:few], value.item()), real[few:]])
+
+
+def _as_they_are(output: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def _near(one: float, other: float, scale: float) -> bool:
+    return abs(one - other) <= _CLOSE * scale
+
+
+_CURE = (
+    "What its mean is divided by must be known, or training would depend on the memory limit: let it return (sum, count), give "
+    "it an attribute `counts`, a function from labels to what their mean is divided by, or take one of torch's own."
+)
+
+
+def refuse_division(loss: LossFunction, batch: int) -> OptionError:
+    """The error for a loss of kind WHOLE whose batch is to be divided."""
+    return OptionError(
+        f"loss {name_of(loss)}: the loss of a batch is neither the mean of its parts' by their rows nor their sum (a mask, "
+        f"ignored labels, weights, or rows that are compared with each other?). {_CURE} Or give --micro-batch-size {batch}: a "
+        "batch that is not divided may have any loss."
+    )
+
+
+def name_of(loss: object) -> str:
+    return getattr(loss, "__qualname__", type(loss).__qualname__)

@@ -1,0 +1,92 @@
+"""Tensors of a model that lie in one another's memory, which homes of their own cannot keep.
+
+Every parameter and buffer has a home, and is in memory of its own while it is on the device. Where a plain loop would see a
+change of one tensor in another, training here would go on with two that drift apart: such models are refused by name.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from seqpart.errors import ModelError
+from seqpart.offload.layout import lies_dense
+
+_MOST_MARKED = 1 << 26
+"""Elements between two ends that are looked at one by one."""
+
+
+def refuse_sharing(tensors: Mapping[str, torch.Tensor], attributes: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Raises ModelError for tensors that overlap without being one, and for those whose own elements have gaps or overlap.
+
+    tensors: by their names in the model, each once. attributes: tensors in plain attributes, which must not lie in a
+    parameter that learns: they would stay what they are.
+    """
+    there = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
+    gaps = [
+        f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        for name, tensor in there.items()
+        if (tensor.is_floating_point() or isinstance(tensor, nn.Parameter)) and not lies_dense(tensor)
+    ]
+    if gaps:
+        raise ModelError(
+            f"a tensor must lie in memory without gaps and without elements that share a place: {'; '.join(gaps[:3])}. Give it "
+            "memory of its own: .contiguous(), or .clone()."
+        )
+    pairs = [*_overlapping(there.items())]
+    for name, tensor in (attributes or {}).items():
+        pairs += [
+            (name, other)
+            for other, parameter in there.items()
+            if parameter.requires_grad and tensor is not parameter and _overlap(tensor, parameter)
+        ]
+    if pairs:
+        said = ", ".join(f"{one} and {other}" for one, other in pairs[:3])
+        raise ModelError(
+            f"tensors that share memory without being one: {said}. A change of one would be seen in the other, and here each "
+            "has a home of its own. Let both names be one parameter (b.weight = a.weight), or give each its own (.clone())."
+        )
+
+
+def tensors_in_attributes(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors that are neither parameters nor buffers."""
+    return {
+        f"{prefix}.{path}.{name}".replace("..", "."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, str]]:
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named:
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    for group in by_storage.values():
+        for (one, tensor), (other, second) in itertools.combinations(group, 2):
+            if _overlap(tensor, second):
+                yield one, other
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not one.numel() or not other.numel():
+        return False
+    (first, end), (other_first, other_end) = _range(one), _range(other)
+    start, stop = min(first, other_first), max(end, other_end)
+    if max(first, other_first) >= min(end, other_end):
+        return False
+    size = one.itemsize
+    if (lies_dense(one) and lies_dense(other)) or size != other.itemsize or (stop - start) // size > _MOST_MARKED:
+        return True
+    marked = torch.zeros((stop - start) // size, dtype=torch.bool)  # as columns of one matrix do not
+    marked.as_strided(one.shape, one.stride(), (first - start) // size).fill_(True)
+    return bool(marked.as_strided(other.shape, other.stride(), (other_first - start) // size).any())
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes of its storage, from the first to behind the last that it uses."""
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (steps + 1) * tensor.itemsize

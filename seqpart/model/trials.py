@@ -1,0 +1,235 @@
+"""Every kind of block run once for real, under a meter: what fake tensors do not show.
+
+A kernel takes memory inside one operation (an LSTM's gates, a convolution's reordered weights, the powers of a matrix), and
+some operations are others on fake tensors. What the system says of a real run, beyond what was counted, joins the block's cost.
+
+In this process and not in a child: a child would hold the imported libraries, 300 MB, a second time, and it would count.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FunctionType
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+
+from seqpart.memory.device import Device
+from seqpart.memory.usage import HighWater
+from seqpart.model.blocks import Block, lent, run_fake, tensors_of
+from seqpart.model.costs import BlockCost
+
+Kind = tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Excess:
+    """Bytes by which a block's real run passed what was counted for it."""
+
+    forward: int = 0
+    saved: int = 0
+    backward: int = 0
+    inference: int = 0
+
+    def on(self, cost: BlockCost) -> BlockCost:
+        return replace(
+            cost, forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
+            saved_alone=cost.saved_alone + self.saved, backward_peak=cost.backward_peak + self.backward,
+            again_peak=cost.again_peak + self.backward, inference_peak=cost.inference_peak + self.inference,
+        )  # fmt: skip
+
+    def times(self, factor: int) -> "Excess":
+        return Excess(
+            forward=factor * self.forward, saved=factor * self.saved, backward=factor * self.backward,
+            inference=factor * self.inference,
+        )  # fmt: skip
+
+
+CostsAt = Callable[[int], Sequence[BlockCost]]
+"""Costs as they are counted on fake tensors, at a number of rows."""
+
+
+class Trials:
+    """What real runs have shown so far: by kind of block and number of rows, each run once."""
+
+    def __init__(self, chain: Sequence[Block], costs_at: CostsAt, device: Device, autocast: torch.dtype | None) -> None:
+        self._chain, self._costs_at, self._device, self._autocast = chain, costs_at, device, autocast
+        self._meter = HighWater(device)
+        self._found: dict[Kind, dict[int, Excess]] = {}
+        self._structures: dict[int, Kind] = {}
+        self.peak = 0
+        """Most bytes that were held during any trial: too short, perhaps, for a sampler."""
+        self.untold: list[str] = []
+        """Blocks that could not be run alone, in words: what was counted stands."""
+
+    def refined(self, rows: int) -> tuple[BlockCost, ...]:
+        """The costs of micro-batches of `rows` rows with what real runs add: of so many, or of the next larger number."""
+        found: list[BlockCost] = []
+        now: dict[int, BlockCost] = {}
+        for number, cost in enumerate(self._costs_at(rows)):
+            known = self._found.get(self._kind(number, cost), {}) if self._found else {}
+            nearest = min((count for count in known if count >= rows), default=None)
+            excess = Excess() if nearest is None else known[nearest]
+            now[id(cost)] = excess.on(replace(cost, borrows=tuple(now[id(owner)] for owner in cost.borrows)))
+            found.append(now[id(cost)])
+        return tuple(found)
+
+    def has_run(self, rows: int) -> bool:
+        """Whether every kind of block has been run with so many rows, or more."""
+        kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)))
+        return all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds)
+
+    def held(self) -> int:
+        """Bytes that are held now, and were not given back to the system."""
+        self._device.release_cached()
+        return self._meter.now()
+
+    def run(self, rows: int, first: int, last: int, room: int) -> bool:
+        """Run the kinds among blocks first..last (last not included) that have not been run with so many rows.
+
+        Those that take more than `room` bytes alone are left out: what was counted stands. Returns whether any was run.
+        """
+        fresh, costs = False, self._costs_at(rows)
+        for number in range(first, last) if self._meter.works else ():
+            known = self._found.setdefault(self._kind(number, costs[number]), {})
+            if rows not in known and _alone(costs[number]) <= room:
+                known[rows], fresh = self._measured(number, rows), True
+        return fresh
+
+    def _kind(self, number: int, cost: BlockCost) -> Kind:
+        """Equal for blocks whose real runs are alike: the same modules and settings, tensors and rows."""
+        block = self._chain[number]
+        if block.same_as not in self._structures:
+            self._structures[block.same_as] = _structure(block)
+        return self._structures[block.same_as], cost.input_shape, cost.input_dtype
+
+    def _measured(self, number: int, rows: int) -> Excess:
+        """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
+        block, fewer = self._chain[number], rows
+        while True:
+            try:
+                with _left_alone(block, self._device):
+                    return self._once(number, fewer).times(-(-rows // fewer))
+            except Exception as error:
+                if self._device.is_out_of_memory(error) and fewer > 1:
+                    fewer = -(-fewer // 2)
+                    continue
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self.untold.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
+                return Excess()
+
+    def _once(self, number: int, rows: int) -> Excess:
+        """Two micro-batches, the first to warm up; the second adds to gradients that exist. Then one without a graph."""
+        module, tensors = _real(self._chain[number], self._device)
+        cost, x = self._costs_at(rows)[number], self._rows(number, rows)
+        with lent(module, tensors):
+            module.train()
+            self._train(module, tensors, x)
+            forward, saved, backward = self._train(module, tensors, x)
+            module.eval()
+            with torch.no_grad():
+                held = self._meter.restart()
+                self._forward(module, tensors, x)
+                inference = self._most() - held
+        return Excess(
+            forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
+            backward=max(0, backward - cost.again_peak), inference=max(0, inference - cost.inference_peak),
+        )  # fmt: skip
+
+    def _rows(self, number: int, rows: int) -> torch.Tensor:
+        """Random ones; tokens are zeros, which every vocabulary has."""
+        cost = self._costs_at(rows)[number]
+        shape, kind = (rows, *cost.input_shape), cost.input_dtype
+        if not kind.is_floating_point:
+            return torch.zeros(shape, dtype=kind, device=self._device.torch)
+        return torch.randn(shape, device=self._device.torch).to(kind)
+
+    def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[int, int, int]:
+        """(peak of forward, bytes saved, peak of backward), as costs.py watches them on fake tensors."""
+        leaf = x.requires_grad_(x.is_floating_point())
+        entering = leaf.clone()  # inside a chain a block's input is no leaf
+        held = self._meter.restart()
+        y = self._forward(module, tensors, entering)
+        forward, saved = self._most() - held, self._meter.now() - held
+        if not y.requires_grad:
+            return forward, saved, 0
+        edge, gradient = get_gradient_edge(y), torch.ones_like(y)
+        del y
+        held = self._meter.restart()
+        torch.autograd.backward(edge, grad_tensors=gradient)
+        backward = self._most() - held
+        leaf.grad = None
+        return forward, saved, backward
+
+    def _most(self) -> int:
+        most = self._meter.peak()
+        self.peak = max(self.peak, most)
+        return most
+
+    def _forward(self, module: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        with self._device.autocast(self._autocast):
+            return run_fake(module, tensors, x)
+
+
+def _alone(cost: BlockCost) -> int:
+    """Bytes of a trial, as far as they are counted."""
+    working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.again_peak))
+    return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
+
+
+def _real(block: Block, device: Device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
+    module, fakes = block.fake(FakeTensorMode(allow_non_fake_inputs=True))
+    if block.given_alive:
+        return module, {name: _filled(fake, device) for name, fake in fakes.items()}
+    module = block.another()
+    return module, {name: _on(tensor, device) for name, tensor in tensors_of(module).items()}
+
+
+def _filled(fake: torch.Tensor, device: Device) -> torch.Tensor:
+    """A tensor of that shape: small numbers, since zeros would spare some kernels their work; whole numbers are indices."""
+    if not isinstance(fake, FakeTensor):  # a counter, which has its value
+        return fake.to(device.torch, copy=True)
+    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device.torch).zero_()
+    if isinstance(fake, nn.Parameter):
+        return nn.Parameter(tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor, fake.requires_grad)
+    return tensor
+
+
+def _on(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().to(device.torch), tensor.requires_grad)
+    return tensor.to(device.torch)
+
+
+def _structure(block: Block) -> Kind:
+    """Types, plain settings, and the tensors' names and shapes: what tells kinds of blocks apart without running them."""
+    module, tensors = block.fake(FakeTensorMode(allow_non_fake_inputs=True))
+    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
+    return tuple((type(part), _settings(part)) for part in module.modules()), shapes
+
+
+def _settings(module: nn.Module) -> Kind:
+    return tuple((name, repr(value)) for name, value in sorted(vars(module).items()) if name != "training" and _plain(value))
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_plain(part) for part in value)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType)
+
+
+@contextmanager
+def _left_alone(block: Block, device: Device) -> Iterator[None]:
+    """Neither random state, nor what the user's module remembers, nor its modes are changed by a trial."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with device.own_random_state(), block.left_as_it_is():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -1,0 +1,164 @@
+"""How named tensors lie in one flat buffer, and the safetensors header that says so.
+
+A block's home is one file: a header padded with spaces to a whole page, then the tensors one after the other. The
+buffer on the device has the same bytes in the same order, so loading is one read and saving is one write, and any
+safetensors reader can open the file.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from seqpart.errors import CorruptFile, ModelError
+from seqpart.files.direct import PAGE, round_up
+from seqpart.files.text import parsed
+
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+_LARGEST_HEADER = 64 << 20
+_STRIDES = "seqpart.strides"
+"""Of a home: JSON of shape and strides by name, for tensors that do not lie row by row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+    """Bytes from the start of the data."""
+    stride: tuple[int, ...] | None = None
+    """How its elements lie, where that is not row by row: as kernels of `channels_last` want it."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors without holes, widest elements first, so that each lies at a multiple of its element size."""
+
+    specs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorSpec]) -> Self:
+        placed, offset = [], 0
+        for spec in sorted(tensors, key=lambda spec: -spec.dtype.itemsize):
+            if spec.dtype not in _CODES:
+                raise ModelError(
+                    f"tensor {spec.name!r} has type {spec.dtype}, which has no home. Use a plain float or int type."
+                )
+            placed.append(replace(spec, offset=offset))
+            offset += spec.nbytes
+        return cls(tuple(placed))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a buffer that can take this layout by whole pages."""
+        return round_up(self.nbytes)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each tensor as a view of `flat`, (>= nbytes,) uint8. The views keep `flat`'s memory alive."""
+        return {spec.name: _view(spec, flat[spec.offset : spec.offset + spec.nbytes].view(spec.dtype)) for spec in self.specs}
+
+
+def _view(spec: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, stride=stride_of(tensor))
+
+
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """How its elements lie; None where they lie row by row, or with gaps, which no home keeps."""
+    rows = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
+    return None if tensor.stride() == rows or not lies_dense(tensor) else tuple(tensor.stride())
+
+
+def lies_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a piece of memory, each its own place, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The file's first bytes: length, JSON, spaces up to a whole page."""
+    specs = list(specs)
+    strides = {spec.name: [spec.shape, spec.stride] for spec in specs if spec.stride is not None}
+    more = {_STRIDES: json.dumps(strides, separators=(",", ":"))} if strides else {}
+    entries: dict[str, object] = {"__metadata__": {**metadata, **more}}
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": _CODES[spec.dtype],
+            "shape": _as_it_lies(spec),
+            "data_offsets": [spec.offset, spec.offset + spec.nbytes],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded = round_up(8 + len(text)) - 8
+    return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def _as_it_lies(spec: TensorSpec) -> list[int]:
+    """The shape that another reader may take the bytes for: the longest stride first."""
+    if spec.stride is None:
+        return list(spec.shape)
+    axes = sorted(range(len(spec.shape)), key=lambda axis: -(spec.stride or ())[axis])
+    return [spec.shape[axis] for axis in axes]
+
+
+def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
+    """Layout and metadata from a file's first bytes. Raises CorruptFile, naming `path`."""
+    length = header_size(head, path)
+    try:
+        if len(head) < length:
+            raise ValueError("cut off")
+        entries = parsed(head[8:length])
+        metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
+        strides = json.loads(metadata.pop(_STRIDES, "{}"))
+        specs = [
+            TensorSpec(
+                name=name,
+                shape=tuple(int(n) for n in (strides[name][0] if name in strides else entry["shape"])),
+                dtype=_DTYPES[entry["dtype"]],
+                offset=int(entry["data_offsets"][0]),
+                stride=tuple(int(n) for n in strides[name][1]) if name in strides else None,
+            )
+            for name, entry in entries.items()
+        ]
+        if any(entries[spec.name]["data_offsets"] != [spec.offset, spec.offset + spec.nbytes] for spec in specs):
+            raise ValueError("offsets and shapes disagree")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
+        raise CorruptFile(f"{path}: the safetensors header is damaged. Do not train on it; use another copy.", path) from None
+    return Layout(tuple(sorted(specs, key=lambda spec: spec.offset))), metadata
+
+
+def header_size(head: bytes, path: Path) -> int:
+    """Bytes before the data, from the first 8 bytes of a file that we wrote. Raises CorruptFile, naming `path`."""
+    length = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length % PAGE or not PAGE <= length <= _LARGEST_HEADER:
+        raise CorruptFile(
+            f"{path} is not a file that seqpart wrote whole (its header length is {length}). It was not used.", path
+        )
+    return length

@@ -1,0 +1,347 @@
+"""Named flat tensors at home: in host memory while the budget lasts, else on disk.
+
+`put` copies bytes in, `get` copies them out into memory that the caller owns, `discard` forgets. A disk home has
+numbered versions: `put` writes one that nobody needs and then makes it current, so a home is always whole. The blocks
+of a version that is written over are used again, which doubles the speed against a new file that is renamed over the
+old (benchmarks/LOG.md).
+
+    needed   the current version; the one that was current at the last `mark`, for `rollback`; those that a
+             checkpoint names, for `adopt` in a later process
+    spare    every other one, to be written over: two files a home, four where two checkpoints are kept
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpart.files.direct import bytes_of, sync
+from seqpart.files.retained import Kept
+from seqpart.files.scratch import HOME_FILES
+from seqpart.memory.device import Device
+from seqpart.offload.host_pool import Arena
+from seqpart.offload.layout import Layout
+from seqpart.offload.tensor_file import HomeFiles, Version
+
+IO_THREADS = 2
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of tensors read from and written to the disk; headers are not counted."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+@dataclass(slots=True)
+class _Home:
+    layout: Layout
+    host: torch.Tensor | None
+    """The bytes, when the home is in host memory; owned by the arena."""
+    now: Version | None = None
+    """The file with the bytes; of a home in host memory, the copy that was persisted of what it holds now."""
+    marked: Version | None = None
+    """What `now` was at the mark before the last put."""
+    epoch: int = -1
+    """How many marks there were before the last put."""
+    files: set[str] = field(default_factory=set)
+    """All versions on the disk, needed and spare."""
+
+
+class Transfer:
+    """Tensors on their way between home and the device; `nbytes` of them by way of the disk."""
+
+    def __init__(self, parts: "Sequence[Future[None]]" = (), nbytes: int = 0) -> None:
+        self._parts, self.nbytes = parts, nbytes
+
+    def wait(self) -> None:
+        """Return when every part is over; raise the first error of any."""
+        wait(self._parts)
+        for part in self._parts:
+            part.result()
+
+    def settle(self) -> None:
+        """Return when every part is over, however it ended: its error is told elsewhere."""
+        wait(self._parts)
+
+    def with_other(self, other: "Transfer") -> "Transfer":
+        return Transfer([*self._parts, *other._parts], self.nbytes + other.nbytes)
+
+
+class Store:
+    """Homes under `folder`. Flat buffers are uint8, at least `layout.room` bytes, page-aligned on the CPU."""
+
+    def __init__(self, folder: Path, device: Device, arena: Arena | None = None) -> None:
+        self.folder, self.traffic = folder, Traffic()
+        self._device, self._arena = device, arena
+        self._files, self._kept = HomeFiles(device), Kept(folder)
+        self._homes: dict[str, _Home] = {}
+        self._reserved: dict[str, torch.Tensor] | None = None
+        """Host memory of homes that are planned to be there; None: whoever comes first gets it."""
+        self._gone: dict[str, _Home] = {}
+        """Discarded since the mark: a rollback brings them back."""
+        self._epoch, self._host_epoch = 0, -1
+        """How many marks there were, and how many before the last put into host memory."""
+        self._puts: list[Future[None]] = []
+        self._count = threading.Lock()
+        # Started now, so that the threads' stacks are part of the runtime and not of somebody's partition.
+        self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="seqpart-io")
+        ready = threading.Barrier(IO_THREADS + 1)
+        for _ in range(IO_THREADS):
+            self._pool.submit(ready.wait)
+        ready.wait()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def reserve(self, homes: Mapping[str, int]) -> None:
+        """Keep host memory for these homes of so many bytes, in this order while there is some, and for no others."""
+        taken = {name: self._arena.take(nbytes) if self._arena is not None else None for name, nbytes in homes.items()}
+        self._reserved = {name: host for name, host in taken.items() if host is not None}
+
+    def _host_for(self, name: str, nbytes: int) -> torch.Tensor | None:
+        if self._reserved is not None:
+            return self._reserved.pop(name, None)
+        return self._arena.take(nbytes) if self._arena is not None else None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._homes
+
+    def tier(self, name: str) -> str:
+        return self._device.host_tier if self._homes[name].host is not None else "disk"
+
+    def layout(self, name: str) -> Layout:
+        return self._homes[name].layout
+
+    def path(self, name: str) -> Path | None:
+        """The file that holds `name` now; None when it is in host memory."""
+        home = self._homes[name]
+        return home.now.path if home.host is None and home.now is not None else None
+
+    def checksum(self, name: str) -> int:
+        now = self._homes[name].now
+        return now.checksum if now is not None else 0
+
+    def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
+        """Copy `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
+        self._put(name, layout, flat, self._epoch, True)
+
+    def get(self, name: str, flat: torch.Tensor) -> None:
+        """Copy the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
+        home = self._homes[name]
+        if home.host is not None:
+            _copy(home.host[: home.layout.nbytes], flat[: home.layout.nbytes])
+            return
+        assert home.now is not None, f"{name} is not written yet"
+        self._files.read(home.now, flat)
+        with self._count:
+            self.traffic.bytes_read += home.layout.nbytes
+
+    def begin_put(
+        self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, sealed: bool = True
+    ) -> "Transfer":
+        """Start to `put` each of `items` in the I/O threads, once `after` has returned there. Their memory must rest.
+
+        It belongs before the next `mark`, also when it ends after that. Without `sealed` files get their checksums when
+        they are persisted only.
+        """
+        work = list(items)
+        for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
+            self._place(name, layout)
+        nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
+        parts = [self._pool.submit(self._move, after, self._put, [*item, self._epoch, sealed]) for item in work]
+        self._puts = [put for put in self._puts if not put.done()] + parts
+        return Transfer(parts, nbytes)
+
+    def begin_get(self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
+        """Start to `get` each of `items` in the I/O threads, once `after` has returned there."""
+        work = list(items)
+        nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
+        return Transfer([self._pool.submit(self._move, after, self.get, [*item]) for item in work], nbytes)
+
+    def _move(self, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> None:
+        """Takes the arguments out of their list: a thread of the pool lets go of a job, and of the memory that it was given,
+        only some time after it has said that the job is over."""
+        after()
+        taken = tuple(arguments)
+        arguments.clear()
+        with self._device.copying():
+            work(*taken)
+
+    def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
+        self.begin_put(items, _at_once).wait()
+
+    def get_all(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.begin_get(items, _at_once).wait()
+
+    def discard(self, name: str) -> None:
+        home = self._homes.pop(name, None)
+        if home is None:
+            return
+        if home.host is not None:
+            if self._reserved is not None:
+                self._reserved[name] = home.host
+            elif self._arena is not None:
+                self._arena.give(home.host)
+            home.now = None
+            self._note_host(self._epoch)
+        self._go_back(home)
+        for file in home.files - _named(home.now):
+            self._kept.remove(file)
+        home.files = _named(home.now)
+        if home.now is not None:
+            self._gone[name] = home
+
+    def mark(self) -> None:
+        """The homes as they are now, with the puts that have begun, are what `rollback` comes back to."""
+        self._epoch += 1
+        for home in self._gone.values():
+            for file in home.files:
+                self._kept.remove(file)
+        self._gone.clear()
+
+    @property
+    def can_roll_back(self) -> bool:
+        """False when a home in host memory, which has one version only, was written or discarded since the mark."""
+        return self._host_epoch < self._epoch
+
+    def rollback(self) -> bool:
+        """Make every home what it was at the mark; False, and nothing done, where that cannot be. No put may be underway."""
+        self._assert_at_rest()
+        if not self.can_roll_back:
+            return False
+        for name, home in [*self._homes.items(), *self._gone.items()]:
+            self._go_back(home)
+            self._homes[name] = home
+            if home.now is None and home.host is None:
+                del self._homes[name]
+                for file in home.files:
+                    self._kept.remove(file)
+        self._gone.clear()
+        return True
+
+    def persist(self) -> dict[str, dict[str, str]]:
+        """Bring every home to the disk, and say by which file another process can `adopt` it. No put may be underway.
+
+        A home in host memory is written if it changed since it last was; it stays in host memory as well.
+        """
+        self._assert_at_rest()
+        Transfer([self._pool.submit(self._persist, name, home) for name, home in self._homes.items()]).wait()
+        sync(self.folder)
+        return {
+            name: {"file": home.now.path.name, "header": f"{home.now.digest:016x}"}
+            for name, home in self._homes.items()
+            if home.now is not None
+        }
+
+    def keep(self, files: Iterable[str]) -> None:
+        """From now on the files of these names, and no others, are safe from `put` and `discard`."""
+        self._kept.keep(files)
+
+    def adopt(self, described: Mapping[str, Mapping[str, str]]) -> None:
+        """Take over the homes that another process persisted in `folder`; other files there go, except kept ones.
+
+        Raises CorruptFile, naming a file that is missing, of another length or of another header. The data on the disk
+        are read by `verify`; what goes to host memory is read, and verified, here.
+        """
+        files = [self.folder / entry["file"] for entry in described.values()]
+        digests = [int(entry["header"], 16) for entry in described.values()]
+        for name, version in zip(described, self._pool.map(self._files.found, files, digests), strict=True):
+            host = self._host_for(name, version.layout.nbytes)
+            self._homes[name] = _Home(version.layout, host, now=version, files={version.path.name})
+        Transfer([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None]).wait()
+        self._kept.sweep(HOME_FILES, [file.name for file in files])
+
+    def verify(self) -> None:
+        """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
+        parts = [home.now for home in self._homes.values() if home.host is None and home.now is not None]
+        Transfer([self._pool.submit(self._files.check, version) for version in parts]).wait()
+
+    def _place(self, name: str, layout: Layout) -> _Home:
+        """The home of `name`: where it is, where it was before it was discarded since the mark, or a new place."""
+        if name in self._gone:
+            self._homes[name] = self._gone.pop(name)
+        if name not in self._homes:
+            self._homes[name] = _Home(layout, self._host_for(name, layout.nbytes))
+        return self._homes[name]
+
+    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, sealed: bool) -> None:
+        home = self._place(name, layout)
+        if home.host is not None:
+            home.now = None
+            self._note_host(epoch)
+            _copy(flat[: layout.nbytes], home.host[: layout.nbytes])
+        else:
+            if home.epoch != epoch:
+                home.marked, home.epoch = home.now, epoch
+            self._write(name, home, layout, flat, sealed=sealed)
+        home.layout = layout
+
+    def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor, *, sealed: bool = True) -> None:
+        spare = self._spare(name, home)
+        home.files.add(spare)
+        try:
+            home.now = self._files.write(self.folder / spare, layout, flat, sealed=sealed)
+        except BaseException:
+            home.files.discard(spare)
+            if home.now is None and home.host is None:
+                del self._homes[name]  # it was never written
+            raise
+        with self._count:
+            self.traffic.bytes_written += layout.nbytes
+
+    def _spare(self, name: str, home: _Home) -> str:
+        """A version to write: one whose blocks are on the disk already, or a new one."""
+        needed = _named(home.now) | _named(home.marked)
+        for file in sorted(home.files - needed):
+            if file not in self._kept:
+                return file
+        files = (f"{name}.{number}.safetensors" for number in count())
+        return next(file for file in files if file not in self._kept and not os.path.lexists(self.folder / file))
+
+    def _go_back(self, home: _Home) -> None:
+        if home.epoch == self._epoch:
+            home.now, home.epoch = home.marked, self._epoch - 1
+            home.layout = home.now.layout if home.now is not None else home.layout
+
+    def _persist(self, name: str, home: _Home) -> None:
+        if home.now is None:
+            assert home.host is not None, f"{name} is not written yet"
+            self._write(name, home, home.layout, home.host)
+        assert home.now is not None
+        self._files.seal(home.now)
+        home.now.make_durable()
+
+    def _fill(self, home: _Home) -> None:
+        assert home.now is not None and home.host is not None
+        self._files.read(home.now, home.host)
+
+    def _note_host(self, epoch: int) -> None:
+        with self._count:
+            self._host_epoch = max(self._host_epoch, epoch)
+
+    def _assert_at_rest(self) -> None:
+        assert all(put.done() for put in self._puts), "homes are still being written: wait for their transfers first"
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Flat bytes, by the calling thread alone: between CPU tensors copy_ would start an OpenMP team in every I/O thread."""
+    if source.device.type == target.device.type == "cpu":
+        bytes_of(target)[:] = bytes_of(source)
+    else:
+        target.copy_(source)
+
+
+def _named(version: Version | None) -> set[str]:
+    return set() if version is None else {version.path.name}

@@ -1,0 +1,176 @@
+"""One version of a home as a safetensors file: written whole, read back with its checksum.
+
+The checksum of the data stands in the header, so the header's own digest vouches for the whole file: that one number is
+all that a checkpoint has to remember of it.
+
+Checksums guard what rests on a disk. A home that the next update writes anew is read back within seconds, and its checksum
+would cost as much processor time as the rest of its way there and back: it is written without one, and gets it (`seal`)
+when a checkpoint is to name it.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from seqpart.errors import CorruptFile
+from seqpart.files.direct import PAGE, REQUEST, DirectFile, aligned, bytes_of, round_up, sync
+from seqpart.files.owned import remove
+from seqpart.memory.device import Device
+from seqpart.offload.layout import Layout, TensorSpec, decode_header, encode_header, header_size
+
+CHECK = 1 << 20
+"""Bytes read at a time where nobody waits for them: checking must not take a training buffer's memory."""
+
+
+@dataclass(slots=True)
+class Version:
+    path: Path
+    layout: Layout
+    header: int
+    """Bytes before the data."""
+    checksum: int
+    """Of the data; 0 while it has none."""
+    digest: int
+    """Of the header."""
+    sealed: bool = True
+    """Whether it has a checksum, which every read compares."""
+    durable: bool = False
+    """On the disk also when the machine loses power."""
+
+    def make_durable(self) -> None:
+        if not self.durable:
+            sync(self.path)
+            self.durable = True
+
+
+class HomeFiles:
+    """Moves whole homes in the calling thread. Flat buffers are uint8, of at least `layout.room` bytes."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._staging = threading.local()
+
+    def write(self, path: Path, layout: Layout, flat: torch.Tensor, *, sealed: bool = True) -> Version:
+        """A version at `path`, over the blocks of the file that is there. What fails leaves no file."""
+        nbytes, digest = layout.nbytes, xxhash.xxh3_64()
+        # The checksum goes into the header, so the header's size must not depend on it: its digits are always as many.
+        unsealed = _unsealed(layout.specs)
+        length = len(unsealed)
+        try:
+            with DirectFile(path, write=True, keep=True) as file:
+                for at in range(0, nbytes, REQUEST):
+                    want = min(REQUEST, nbytes - at)
+                    memory = self._readable(flat, at, want)
+                    if sealed:
+                        digest.update(memory[:want])
+                    file.write_from(memory, length + at)
+                checksum = digest.intdigest() if sealed else 0
+                head = encode_header(layout.specs, _metadata(checksum)) if sealed else unsealed
+                file.write_from(self._page_of(head), 0)
+                file.finish(length + nbytes)
+        except BaseException:
+            remove(path)
+            raise
+        return Version(path, layout, length, checksum, xxhash.xxh3_64_intdigest(head), sealed)
+
+    def seal(self, version: Version) -> None:
+        """Read the data once more, and write their checksum into the header."""
+        if version.sealed:
+            return
+        buffer, digest = aligned(min(CHECK, version.layout.room)), xxhash.xxh3_64()
+        for _, want in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
+            digest.update(bytes_of(buffer)[:want])
+        head = encode_header(version.layout.specs, _metadata(digest.intdigest()))
+        with DirectFile(version.path, patch=True) as file:
+            file.write_from(self._page_of(head), 0)
+            file.finish(version.header + version.layout.nbytes)
+        version.checksum, version.digest, version.sealed = digest.intdigest(), xxhash.xxh3_64_intdigest(head), True
+
+    def read(self, version: Version, flat: torch.Tensor) -> None:
+        """Copy the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written: by its header
+        and length, and by its checksum if it is sealed."""
+        if flat.device.type == "cpu":
+            for _ in self._pieces(version, REQUEST, lambda at, want: flat[at : at + round_up(want)]):
+                pass
+            return
+        for at, want in self._pieces(version, REQUEST, lambda at, want: self._stage(want)[: round_up(want)]):
+            # Waits for the copy: the staging buffer is about to be filled again.
+            flat[at : at + want].copy_(self._stage(want)[:want])
+
+    def check(self, version: Version) -> None:
+        """Read the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
+        buffer = aligned(min(CHECK, version.layout.room))
+        for _ in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
+            pass
+
+    def found(self, path: Path, digest: int) -> Version:
+        """The version that an earlier process wrote at `path`, by its header. Raises CorruptFile, naming the file."""
+        if not path.is_file():
+            raise CorruptFile(f"{path} is missing.", path)
+        with DirectFile(path) as file:
+            length = header_size(self._head(file, PAGE), path)
+            head, size = self._head(file, length), file.size
+        if xxhash.xxh3_64_intdigest(head) != digest:
+            raise CorruptFile(f"{path} is damaged, or not the file that was saved: its header differs. It was not used.", path)
+        layout, metadata = decode_header(head, path)
+        if size != length + layout.nbytes:
+            raise CorruptFile(f"{path} has {size} bytes and was saved with {length + layout.nbytes}. It was not used.", path)
+        return Version(path, layout, length, int(metadata["xxh3_64"], 16), digest, durable=True)
+
+    def _pieces(self, version: Version, request: int, memory: Callable[[int, int], torch.Tensor]) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of each piece of the data when it lies in `memory(offset, bytes)`; compares the checksum."""
+        nbytes, digest, path = version.layout.nbytes, xxhash.xxh3_64(), version.path
+        with DirectFile(path) as file:
+            head = self._head(file, version.header)
+            if xxhash.xxh3_64_intdigest(head) != version.digest:
+                raise CorruptFile(f"{path} is not the file that this run wrote: its header differs. It was not used.", path)
+            for at in range(0, nbytes, request):
+                want = min(request, nbytes - at)
+                piece = bytes_of(memory(at, want))
+                if file.read_into(piece, version.header + at) < want:
+                    raise CorruptFile(f"{path} is shorter than it was written. It was not used.", path)
+                if version.sealed:
+                    digest.update(piece[:want])
+                yield at, want
+        if version.sealed and digest.intdigest() != version.checksum:
+            raise CorruptFile(f"{path} is damaged: its checksum is not the one that was written. It was not used.", path)
+
+    def _head(self, file: DirectFile, length: int) -> bytes:
+        memory = bytes_of(self._stage(length)[:length])
+        got = file.read_into(memory, 0)  # the buffer may hold the header of an earlier file: look at what was read only
+        return bytes(memory[:got])
+
+    def _readable(self, flat: torch.Tensor, at: int, want: int) -> memoryview:
+        """`want` bytes of `flat` from `at`, rounded up to pages, in host memory."""
+        if flat.device.type == "cpu":
+            return bytes_of(flat[at : at + round_up(want)])
+        stage = self._stage(want)[: round_up(want)]
+        stage[:want].copy_(flat[at : at + want])
+        return bytes_of(stage)
+
+    def _page_of(self, head: bytes) -> memoryview:
+        page = bytes_of(self._stage(len(head))[: len(head)])
+        page[:] = head
+        return page
+
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        """Host memory of this thread's own, reused: a header's pages on CPU, one request's worth on CUDA."""
+        buffer: torch.Tensor | None = getattr(self._staging, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._staging.buffer = self._device.host(round_up(nbytes))
+        return buffer
+
+
+@functools.lru_cache(1024)
+def _unsealed(specs: tuple[TensorSpec, ...]) -> bytes:
+    """The header without a checksum."""
+    return encode_header(specs, _metadata(0))
+
+
+def _metadata(checksum: int) -> dict[str, str]:
+    return {"format": "pt", "xxh3_64": f"{checksum:016x}"}

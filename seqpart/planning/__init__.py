@@ -1,0 +1,1 @@
+"""From checked inputs to a frozen plan."""

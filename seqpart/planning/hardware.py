@@ -1,0 +1,61 @@
+"""What this machine does per second, measured at start: a matrix product, an optimizer step, the disk."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from seqpart.files.direct import probe_disk
+from seqpart.memory.device import Device
+from seqpart.model.optimizers import Optimizer
+from seqpart.planning.simulator import Rates
+
+
+def measure_rates(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Rates:
+    """For micro-batches of `rows` rows and homes under `folder`, where a `dry` run leaves no trace, not for a moment.
+
+    Raises StoreError where it cannot be written.
+    """
+    read, write = probe_disk(existing(folder), hidden=dry)  # first: its buffer is gone when the others come
+    weight = torch.ones(1024, 1024, device=device.torch)
+    x = torch.ones(rows, 1024, device=device.torch)
+
+    def matmul() -> None:
+        for _ in range(4):
+            x @ weight
+        device.wait(device.mark())
+
+    matmul()
+    parameter = torch.nn.Parameter(weight[:256])
+    parameter.grad = torch.ones_like(parameter)
+    steps = optimizer.build([parameter])
+
+    def step() -> None:
+        steps.step()
+        device.wait(device.mark())
+
+    step()
+    return Rates(
+        flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
+        optimizer=parameter.numel() / seconds_of(step),
+        read=read,
+        write=write,
+    )
+
+
+def existing(folder: Path) -> Path:
+    """The nearest directory that is there already."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def seconds_of(work: Callable[[], object], repeats: int = 3) -> float:
+    """Shortest of `repeats` timings of `work`, in seconds."""
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,399 @@
+"""What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from seqpart.data.row_file import RowLayout
+from seqpart.data.splits import Split, count_classes, refuse_mismatch
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.memory.device import Device, host_memory_free
+from seqpart.memory.limit import enforced, margin_of, measure_runtime, warm_up
+from seqpart.methods import methods_named
+from seqpart.methods.method import PartitionLoss, Targets
+from seqpart.methods.objectives import lack_of
+from seqpart.model.blocks import as_chain
+from seqpart.model.costs import BlockCost, measure_chain, measure_loss
+from seqpart.model.inplace import refuse_lost_gradients
+from seqpart.model.live_modules import Given
+from seqpart.model.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
+from seqpart.model.optimizers import Optimizer, choose
+from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
+from seqpart.model.trials import Trials
+from seqpart.planning.hardware import existing, measure_rates
+from seqpart.planning.plan import Plan
+from seqpart.planning.simulator import LossCost
+from seqpart.settings import Settings, at_least_one, listed, per_partition
+from seqpart.units import format_limit, format_size, parse_size
+
+T = TypeVar("T", int, float, str)
+
+_LEFT_LYING = 4 << 20
+"""Bytes left behind by counting a model's costs from which on a collection, 0.1 s, is worth its time."""
+_KEPT = 1 << 20
+"""Bytes that are looked at again after a collection, before they count as kept for good."""
+
+
+def limit_of(settings: Settings, device: Device) -> int:
+    """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
+    total = device.total_memory()
+    limit = parse_size(settings.mem_limit, total=total, free=device.free_memory(), name="--mem-limit")
+    if limit > total:
+        raise OptionError(
+            f"--mem-limit: {format_size(limit)} were asked for, and the device has {format_size(total)}. Give less, or auto."
+        )
+    return limit
+
+
+class Inputs:
+    """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
+
+    falsify = False
+    """For `verify` alone: replay with other activations, which must not go unnoticed."""
+
+    def __init__(
+        self, model: object, settings: Settings, train: Split, test: Split, device: Device,
+        *, final_loss: LossFunction | None = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
+        reuse: Plan | None = None,
+    ) -> None:  # fmt: skip
+        refuse_mismatch(train, test)
+        self.settings, self.train, self.test, self.device = settings, train, test, device
+        self.chain, self.methods = as_chain(model), methods_named(settings.method)
+        self.exact = self.methods[0].exact
+        if settings.partitions not in ("auto", "1"):  # `auto` takes one that can do as it is told
+            self.methods = tuple(method for method in self.methods if method.cuts)
+        if not self.exact and any(block.tied for block in self.chain):
+            raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
+        self.classes = count_classes(train, test, ignored_label(final_loss))
+        if not self.exact and not self.classes:
+            raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
+        if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):
+            raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
+        self.limit = limit_of(settings, device)
+        self.label_bytes = self.limit // 10
+        """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
+        since products with pieces round otherwise."""
+        self._final_loss = final_loss or default_loss(train.labels, self.classes)
+        self._optimizer, self._reuse = optimizer, reuse
+        self._label_shape = tuple(train.labels.shape[1:])
+        self.input_layout = RowLayout(train.shape, train.dtype)
+        self.counted_at = cache(self._measure)
+        self._measured_loss = cache(self._measure_loss)
+        self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
+        self.costs_at = cache(self.trials.refined)
+        self.folder, self.dry = folder, dry
+        self.given = Given(self.chain, existing(folder))
+        micro = settings.micro_batch_size
+        if micro is not None and micro > self.largest_batch:
+            raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
+        warm_up(device)  # threads that start later would have their stacks charged to the limit
+        with self.under_limit():
+            self._check_model()
+        self.given.take()
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            with self.under_limit():
+                self._measure_machine()
+            undo.pop_all()
+
+    @contextmanager
+    def under_limit(self) -> Iterator[None]:
+        """Around work on a plan, which keeps the limit too. Raises DoesNotFit where it alone needs more.
+
+        Modules that were given alive are granted on top while they are not empty. A process that holds more than the limit
+        already is let go on: no plan will fit, and the refusal is to name a limit that does.
+        """
+        with ExitStack() as stack:
+            with suppress(DoesNotFit):
+                stack.enter_context(enforced(self.device, self.limit + self.given.alive(self.device.kind)))
+            try:
+                yield
+            except Exception as error:
+                if not self._ran_out(error):
+                    raise
+                raise DoesNotFit(
+                    f"the limit of {format_size(self.limit)} is too small to plan in: looking at the model block by block "
+                    f"takes more. Give more, for example {format_limit(self.limit * 3 // 2)}."
+                ) from error
+
+    def _ran_out(self, error: BaseException | None) -> bool:
+        """Memory was refused, or that led to what a block's failure is explained by."""
+        while error is not None:
+            if self.device.is_out_of_memory(error):
+                return True
+            error = error.__cause__
+        return False
+
+    def _check_model(self) -> None:
+        self._refuse_giants()
+        rows = self.full_batch
+        refuse_lost_gradients(self.chain, self.costs_at(rows), self.train.shape, rows, self.settings.autocast)
+        self._reduction = self._found_reduction()
+        self.possible_optimizers()
+        self._refuse_endless_warmup()
+
+    def close(self) -> None:
+        """Modules that were given alive are what they were again, but for those that have been trained."""
+        self.given.give_back()
+
+    def _measure_machine(self) -> None:
+        """With the modules empty: what is measured is what is there while they are trained."""
+        device, train = self.device, self.train
+        self.given_bytes = self.given.nbytes(device.kind)
+        self.runtime = measure_runtime(device)
+        self._held = self.trials.held()
+        self._check_partitions()
+        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
+        # Looked at once: a second plan, after a failed allocation, is made when the arena has taken its share.
+        self.host_free = host_memory_free()
+        rows = min(self.largest_batch, train.count, 256)  # a rate, and not the memory of a whole batch
+        self.rates = measure_rates(device, self.possible_optimizers()[0], rows, self.folder, self.dry)
+
+    def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
+        before = self.trials.held()
+        costs = measure_chain(
+            self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
+            autocast=self.settings.autocast,
+        )  # fmt: skip
+        if self.trials.held() > before + _LEFT_LYING:  # graphs in cycles, and what fake tensors remember of every shape
+            FakeTensorMode.cache_clear()
+            gc.collect()
+            self.device.release_cached()
+        return costs
+
+    def _found_reduction(self) -> Reduction:
+        """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
+        last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
+        found = reduction_of(self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels)
+        sizes = {
+            *listed("--batch-size", self.settings.batch_size, int),
+            self.settings.recovery_batch_size or self.largest_batch,
+        }
+        if found.kind is Kind.WHOLE and {min(size, self.train.count) for size in sizes} != {batch}:
+            raise refuse_division(self._final_loss, self.full_batch)
+        return found
+
+    def _refuse_giants(self) -> None:
+        """What no limit on this machine helps: said before a loss is measured, which takes longer the wider a block is."""
+        costs, total = self.costs_at(self.full_batch), self.device.total_memory()
+        number, giant = max(enumerate(costs), key=lambda pair: pair[1].weights)
+        if giant.weights + giant.gradients > total:
+            raise DoesNotFit(
+                f"{self.chain[number]} alone has {format_size(giant.weights)} of weights and {format_size(giant.gradients)} of "
+                f"gradients: more than the {format_size(total)} that the device has, so no limit would do. Split it."
+            )
+
+    def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
+        """Run kinds of blocks for real: of (rows, first, last) those that were not run yet and fit alone.
+
+        Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
+        """
+        room = self.limit - margin_of(self.limit) - self.trials.held()
+        if room <= 0:
+            return False
+        fresh = [self.trials.run(rows, first, last, room) for rows, first, last in wanted]
+        if not any(fresh):
+            return False
+        before, self._held = self._held, self.trials.held()
+        if self._held > before + _KEPT:
+            gc.collect()
+            self._held = self.trials.held()
+        self.runtime += max(0, self._held - before)
+        self.costs_at = cache(self.trials.refined)
+        return True
+
+    def _check_partitions(self) -> None:
+        starts = self.settings.partition_choice()[1]
+        if starts and starts[-1] >= len(self.chain):
+            raise OptionError(
+                f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}."
+            )
+        self.refuse_cuts("--partitions", starts or ())
+
+    def refuse_cuts(self, option: str, starts: tuple[int, ...]) -> None:
+        """Raises OptionError where a partition may not begin there, for what ends before it."""
+        for start in starts[1:]:
+            cost = self.costs_at(self.full_batch)[start - 1]
+            if lack := self._lack_behind(cost):
+                raise OptionError(
+                    f"{option}: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
+                    "elsewhere, or use --method auto."
+                )
+
+    def cuts_behind(self, cost: BlockCost) -> bool:
+        """Whether a partition may end with that block: an objective of `sil` must have something to judge there."""
+        return not self._lack_behind(cost)
+
+    def _lack_behind(self, cost: BlockCost) -> str:
+        """Why not, in words; "" where it may."""
+        return "" if self.exact else lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
+
+    def _refuse_endless_warmup(self) -> None:
+        """Every partition, and recovery, warms up anew."""
+        settings, warmup = self.settings, self.settings.warmup_updates
+        epochs = listed("--epochs", settings.epochs, int)
+        batches = listed("--batch-size", settings.batch_size, int)
+        at_least_one("--batch-size", batches)
+        if len(epochs) != len(batches):
+            epochs, batches = epochs * len(batches), [batch for batch in batches for _ in epochs]
+        runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
+        if settings.recovery_epochs:
+            runs["recovery"] = self._updates(settings.recovery_epochs, self.recovery_batch)
+        for what, updates in runs.items():
+            if warmup >= updates > 0:
+                raise OptionError(
+                    f"--warmup-updates {warmup}: {what} has {updates} updates, so the learning rate would never be reached. "
+                    "Give fewer."
+                )
+
+    def _updates(self, epochs: int, batch: int) -> int:
+        return epochs * -(-self.train.count // min(batch, self.train.count))
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """What tells one loss, or one optimizer that was given as a function, from another: as far as that can be seen."""
+        optimizer, loss = self._optimizer, self._final_loss
+        return {
+            "optimizer": f"{optimizer.name} {optimizer.options}" if optimizer is not None else "of the settings",
+            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+        }
+
+    @property
+    def tuned(self) -> str:
+        """Of an optimizer that was given as a function: what of its options a run that goes on may change."""
+        return self._optimizer.tuned if self._optimizer is not None else ""
+
+    @property
+    def largest_batch(self) -> int:
+        sizes = listed("--batch-size", self.settings.batch_size, int)
+        at_least_one("--batch-size", sizes)
+        return max(sizes)
+
+    @property
+    def full_batch(self) -> int:
+        """Rows of the largest update."""
+        return min(self.largest_batch, self.train.count)
+
+    @property
+    def the_batch(self) -> int | None:
+        """Rows of an update; None where partitions differ in it, and which of them a block will be in is not known."""
+        sizes = {min(size, self.train.count) for size in listed("--batch-size", self.settings.batch_size, int)}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def recovery_batch(self) -> int:
+        """Rows of one update in recovery."""
+        return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
+
+    def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
+        """One for each of `count` partitions; in recovery the learning rate may be another."""
+        if self._optimizer is not None:
+            return (self._optimizer,) * count
+        settings = self.settings
+        names = self.values("--optimizer", settings.optimizer, str, count)
+        rates = self.values("--lr", settings.lr, float, count)
+        if recovery and settings.recovery_lr is not None:
+            rates = [settings.recovery_lr] * count
+        if settings.momentum and "sgd" not in names:
+            raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
+        return tuple(
+            choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
+            for n, lr in zip(names, rates, strict=True)
+        )
+
+    def values(self, name: str, text: str, kind: Callable[[str], T], count: int) -> list[T]:
+        """One value for each partition; an exact method trains the network as one, with one value."""
+        if not self.exact:
+            return per_partition(name, text, kind, count)
+        values = listed(name, text, kind)
+        if len(values) > 1:
+            raise OptionError(f"{name} {text}: values for each partition go with --method sil only. Give one value.")
+        return values * count
+
+    def possible_optimizers(self) -> list[Optimizer]:
+        """Until the cut is known any partition may get any of them."""
+        if self._optimizer is not None:
+            return [self._optimizer]
+        names = listed("--optimizer", self.settings.optimizer, str)
+        return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
+
+    def loss_for(
+        self, partition: int, partitions: int, output_shape: tuple[int, ...], device: torch.device, *, measured: bool = False,
+    ) -> PartitionLoss | None:  # fmt: skip
+        """measured: on fake tensors, of which nothing can be counted."""
+        settings = self.settings
+        return self.methods[0].loss(
+            Targets(
+                partition=partition, partitions=partitions, output_shape=output_shape,
+                label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
+                most=self.label_bytes, device=device, final_loss=self._final_loss,
+                reduction=None if measured else self._reduction, objective=settings.objective_name,
+                kappa=10.0 if settings.kappa is None else settings.kappa,
+                prototype_scale=settings.prototype_scale_of(partition, self.classes),
+            )
+        )  # fmt: skip
+
+    def loss_cost(self, micro_batch: int) -> LossCost:
+        """(peak, targets) of the loss behind a block: the true loss after the last one, a partition's own after others."""
+        return self._loss_cost_of(micro_batch, inner=not self.exact)
+
+    def true_loss_cost(self, micro_batch: int) -> LossCost:
+        """The same where only the end of the network is judged."""
+        return self._loss_cost_of(micro_batch, inner=False)
+
+    def _loss_cost_of(self, micro_batch: int, *, inner: bool) -> LossCost:
+        last = self.costs_at(micro_batch)[-1]
+
+        def cost(block: BlockCost) -> tuple[int, int]:
+            if block is not last and not (inner and self.cuts_behind(block)):
+                return 0, 0  # no loss ever stands there, and none may suit that shape
+            return self._measured_loss(micro_batch, block.output_shape, block.output_dtype, block is last)
+
+        self._refuse_few_outputs(last)
+        return cost
+
+    def _measure_loss(self, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool) -> tuple[int, int]:
+        labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=label_dtype(self.train.labels))
+        targets = 0
+
+        def judged(output: torch.Tensor) -> torch.Tensor:
+            """As the executor does it: the scores are looked at while the loss still holds its graph."""
+            nonlocal targets
+            loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"), measured=True)  # it may be large
+            assert loss is not None
+            targets = loss.nbytes
+            with Device().autocast(self.settings.autocast):
+                value = loss(output, labels)
+            with torch.no_grad():
+                loss.scores(output.detach(), labels)
+            return value.loss if isinstance(value, Verdict) else value
+
+        try:
+            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype)
+        except Exception as error:
+            raise DataError(
+                f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
+                f"{'classes' if self.classes else 'labels'}: {error}"
+            ) from error
+        return max(0, peak - targets), targets
+
+    def _refuse_few_outputs(self, last: BlockCost) -> None:
+        if self._final_loss is regression and torch.Size(last.output_shape).numel() != 1:
+            raise DataError(f"a regression needs one output per row; the network ends with shape {last.output_shape}.")
+        by_us = self._final_loss in (F.cross_entropy, token_cross_entropy)
+        if self.classes and by_us and (*last.output_shape, 0)[-2 if last.output_shape else 0] < self.classes:
+            raise DataError(
+                f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
+                f"Let the last block have {self.classes} outputs."
+            )
+
+    def cache_row(self, cost: BlockCost) -> RowLayout:
+        """Of the boundary behind a block. Exact methods keep what the block returned, bit for bit."""
+        return RowLayout(cost.output_shape, cost.output_dtype if self.exact else self.settings.cache_type)

@@ -1,0 +1,125 @@
+"""The plan: which cut, which micro-batch, which tiers, what it will take, and why. Made before anything is trained.
+
+A plan is a frozen value of ints. It can be printed, saved as JSON, compared and reused; the run is held to it.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self, TypeVar
+
+from seqpart.errors import OptionError
+from seqpart.files.text import parsed
+from seqpart.units import format_size
+
+T = TypeVar("T")
+
+FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionPlan:
+    """Blocks first..last (last not included), and what the partition takes at its micro-batch, in bytes."""
+
+    first: int
+    last: int
+    micro_batch: int
+    weights: int
+    state: int
+    slot: int
+    gradients: int
+    activations: int
+    buffers: int
+    """Host buffers of the boundary cache, where they count against the limit."""
+    boundary_row: int
+    peak: int
+    """Of the whole process (CPU) or device (CUDA), runtime included."""
+    tier: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a run will do under `limit`. `fingerprint` names the model and input shape that it was made for."""
+
+    method: str
+    device: str
+    limit: int
+    margin: int
+    runtime: int
+    """Taken by the libraries (CPU) or the context (CUDA) before any training; measured."""
+    growth: int
+    """Allowed for what kernels take inside one operation, and for small objects."""
+    full_state: int
+    """Weights, gradients and optimizer state of the whole network: what plain training must hold."""
+    parameters: int
+    partitions: tuple[PartitionPlan, ...]
+    host_limit: int
+    disk_bytes: int
+    seconds: float
+    reasons: tuple[str, ...]
+    fingerprint: str
+    slots: int
+    """Partitions that may be on the device at once."""
+    relay: str
+    """Where boundaries wait within an update: device, host or disk."""
+    keeps_graph_from: int | None
+    """Partitions from this one on keep activations for backward instead of computing them again."""
+    given: int = 0
+    """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
+
+    @property
+    def peak(self) -> int:
+        return max(part.peak for part in self.partitions)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(part.first for part in self.partitions)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> Self:
+        """Raises OptionError, naming the file, for anything that `to_json` did not write."""
+        try:
+            found = parsed(text)
+            version = found.pop("format")
+            parts = tuple(_typed(PartitionPlan, part) for part in found.pop("partitions"))
+            found["reasons"] = tuple(found["reasons"])
+            if version != FORMAT:
+                raise ValueError(f"format {version}")
+            edges = [0, *(part.last for part in parts)]
+            if not parts or [part.first for part in parts] != edges[:-1] or edges != sorted(set(edges)):
+                raise ValueError("its partitions do not follow each other")
+            if min(part.micro_batch for part in parts) < 1:
+                raise ValueError("micro_batch 0")
+            return _typed(cls, {**found, "partitions": parts})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OptionError(f"--plan: {name} is not a plan that --plan-out wrote ({error}).") from None
+
+
+def _typed(kind: type[T], values: dict[str, Any]) -> T:
+    """A dataclass from JSON. Raises ValueError for a number or text of another type, TypeError for other fields."""
+    for known in fields(kind):  # type: ignore[arg-type]
+        value = values.get(known.name)
+        if known.type in (int, str) and type(value) is not known.type:
+            raise ValueError(f"{known.name} is {value!r}")
+    return kind(**values)
+
+
+def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
+    """One dict of printable cells for each partition."""
+    return [
+        {
+            "partition": str(number),
+            "blocks": f"{part.first}..{part.last - 1}",
+            "weights": format_size(part.weights),
+            "gradients": format_size(part.gradients),
+            "optimizer": format_size(part.state),
+            "activations": format_size(part.activations),
+            "boundary row": format_size(part.boundary_row),
+            "micro-batch": str(part.micro_batch),
+            "home": part.tier,
+            "peak": format_size(part.peak),
+        }
+        for number, part in enumerate(plan.partitions)
+    ]

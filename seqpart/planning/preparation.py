@@ -1,0 +1,394 @@
+"""From checked inputs to a plan and everything that carrying it out needs: decided before anything is trained."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import seqpart.planning.problem as planning
+from seqpart.data.row_file import RowLayout
+from seqpart.errors import DiskFull, DoesNotFit, OptionError
+from seqpart.files.direct import round_up
+from seqpart.memory.limit import margin_of, refused
+from seqpart.methods.exact import STREAMED
+from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
+from seqpart.model.blocks import Chain
+from seqpart.model.costs import BlockCost
+from seqpart.model.losses import label_dtype
+from seqpart.model.optimizers import Optimizer, state_layouts
+from seqpart.offload.host_pool import first_piece, piece_sizes
+from seqpart.planning.exact import Foretold, choose_exact, fastest_of, peaks_by_partition
+from seqpart.planning.hardware import existing
+from seqpart.planning.inputs import Inputs
+from seqpart.planning.plan import PartitionPlan, Plan
+from seqpart.planning.problem import Candidate, Request, relay_room
+from seqpart.planning.sil import choose_cut
+from seqpart.planning.simulator import Means, PartitionCost, Rates, foretell, growing
+from seqpart.schedule.phases import Phases
+from seqpart.settings import OF_SIL, at_least_one
+from seqpart.units import format_size, parse_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Phases up to number `end` (not included), and what they are granted."""
+
+    end: int
+    means: Means
+    micro_batch: int
+    optimizers: tuple[Optimizer, ...]
+    """Of each partition. Those of two stages have the same kinds of state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A plan, and what carrying it out needs to know."""
+
+    plan: Plan
+    chain: Chain
+    method: Method
+    costs: tuple[BlockCost, ...]
+    phases: Phases
+    stages: tuple[Stage, ...]
+    cache_layouts: tuple[RowLayout, ...]
+    input_layout: RowLayout
+    partition_costs: tuple[PartitionCost, ...]
+    rates: Rates
+    loss: Callable[[int], PartitionLoss | None]
+    at_host: frozenset[int]
+    arena_bytes: int
+    relay_bytes: int
+    """Of the arena, for boundaries."""
+
+    def hosted(self) -> dict[str, int]:
+        """Bytes of the homes that are planned to be in host memory: weights and optimizer state, partition by partition."""
+        homes: dict[str, int] = {}
+        for p in sorted(self.at_host):
+            part, optimizer = self.plan.partitions[p], self.stages[0].optimizers[p]
+            costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
+            for block, cost, state in zip(blocks, costs, state_layouts(costs, optimizer), strict=True):
+                homes |= {block.home: cost.layout.nbytes} | ({block.state_home: state.nbytes} if state.specs else {})
+        return homes
+
+
+_UNMEASURED = 16 << 20
+"""Bytes that a limit is named larger by where blocks could not be run under the one that was given. An LSTM's library and its
+workspaces took 10 MB more than was counted."""
+
+
+class Preparation(Inputs):
+    """Makes the plan, and makes it again when a failed allocation asks for a smaller micro-batch."""
+
+    trained_epochs: tuple[int, ...] = ()
+    """Of the first partitions, in a run that goes on after they were trained."""
+
+    def request(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Request:
+        count, asked = self.settings.partition_choice()
+        batch = self.full_batch
+        heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
+        costs = self.costs_at(batch)
+        return Request(
+            chain=self.chain, device=self.device.name, host_counts=self.device.kind == "cpu",
+            limit=self.limit, runtime=self.runtime, growth=self.device.growth, costs_at=self.costs_at,
+            counted_at=self.counted_at, states=state_layouts(costs, heaviest), loss_of=self.loss_cost, fused=heaviest.fused,
+            heap_below=self.device.heap_below, rates=self.rates, clips=self.settings.clip_grad_norm is not None,
+            relays=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
+            host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
+            batch_size=batch, the_batch=self.the_batch, micro_batch=micro_batch or self.settings.micro_batch_size,
+            starts=starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
+            cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count, given=self.given_bytes,
+        )  # fmt: skip
+
+    def planned(self) -> Prepared:
+        """The plan: a new one, or the cut and micro-batch of the one to reuse. Raises like `prepare`."""
+        return self.measured(self._planned)
+
+    def measured(self, plan: Callable[[], Prepared]) -> Prepared:
+        """What `plan` decides once the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
+        with self.under_limit():
+            return self._measured(plan)
+
+    def _measured(self, plan: Callable[[], Prepared]) -> Prepared:
+        while True:
+            try:
+                prepared = plan()
+            except DoesNotFit as refusal:  # the limit that it names is to be one that fits
+                smallest = planning.fewest_rows(self.request(None, None))
+                if self.try_blocks([(smallest, 0, len(self.chain))]):
+                    continue
+                if refusal.smallest is None or self.trials.has_run(smallest):
+                    raise
+                raise refused(refusal.message, refusal.smallest + _UNMEASURED) from None
+            parts = prepared.plan.partitions
+            sizes = {stage.micro_batch for stage in prepared.stages[1:]}
+            wanted = [(part.micro_batch, part.first, part.last) for part in parts]
+            if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
+                return prepared
+
+    def _planned(self) -> Prepared:
+        reuse = self._reuse
+        if reuse is None:
+            return self.prepare()
+        now = planning.fingerprint(self.chain, self.costs_at(self.full_batch), self.train.shape)
+        names = [method.name for method in self.methods]
+        if reuse.method not in names or reuse.fingerprint != now:
+            raise OptionError(
+                f"--plan: that plan is for another model or method ({reuse.method}, {reuse.fingerprint}); this run is "
+                f"{' or '.join(names)}, {now}. Make a new one with --plan-out."
+            )
+        self.refuse_cuts("--plan", reuse.starts)
+        return self.prepare(micro_batch=max(part.micro_batch for part in reuse.partitions), starts=reuse.starts)
+
+    def prepare(self, *, micro_batch: int | None = None, starts: tuple[int, ...] | None = None) -> Prepared:
+        """The plan and its parts. Raises DoesNotFit, DataError, ModelError or OptionError, in words."""
+        try:
+            return self._prepare(micro_batch, starts)
+        except DoesNotFit as refusal:
+            raise self._tried(refusal, micro_batch, starts) from None
+
+    def _tried(self, refusal: DoesNotFit, micro_batch: int | None, starts: tuple[int, ...] | None) -> DoesNotFit:
+        """The refusal with a limit at which a plan was really made: synthetic labels, and recovery, may need more there."""
+        limit, label_bytes, smallest = self.limit, self.label_bytes, refusal.smallest
+        try:
+            for _ in range(4):
+                if smallest is None:
+                    break
+                self.limit, self.label_bytes = smallest, smallest // 10 if label_bytes == limit // 10 else label_bytes
+                try:
+                    self._prepare(micro_batch, starts)
+                    return refused(refusal.message, smallest)
+                except DoesNotFit as again:
+                    smallest = again.smallest
+        finally:
+            self.limit, self.label_bytes = limit, label_bytes
+        return refusal
+
+    def _prepare(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Prepared:
+        request = self.request(micro_batch, starts)
+        if self.exact:
+            method, candidate, reasons = choose_exact(request, self.methods)
+        else:
+            method = self.methods[0]
+            candidate, reasons = choose_cut(request)
+            reasons = (*reasons, *self._idle_options(len(candidate.parts)))
+        count = len(candidate.parts)
+        training = self._training(count, candidate)
+        recovery = self._recovery(request, candidate)
+        if recovery is not None:
+            reasons = (*reasons, *self._recovery_reasons(recovery))
+        reasons = (*reasons, *self.trials.untold)
+        optimizers = self.optimizers(count)
+        costs = self._partition_costs(candidate, training, optimizers)
+        phases = method.phases(self._workload(candidate, training, recovery))
+        block_costs = self.costs_at(candidate.micro_batch)
+        cache_layouts = tuple(self.cache_row(block_costs[last - 1]) for _, last, _ in candidate.parts)
+        relay_bytes = self._relay_bytes(recovery.candidate if recovery is not None else candidate)
+        arena_bytes, at_host = self._host_tier(relay_bytes, candidate, block_costs, cache_layouts)
+        plan = self._plan(
+            request, method, candidate, training, costs, phases, reasons, cache_layouts, arena_bytes, at_host, recovery
+        )
+        shapes = [block_costs[last - 1].output_shape for _, last, _ in candidate.parts]
+        return Prepared(
+            plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
+            stages=self._stages(phases, candidate, recovery),
+            cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, rates=self.rates,
+            loss=lambda p: self.loss_for(p, count, shapes[p], self.device.torch), at_host=at_host, arena_bytes=arena_bytes,
+            relay_bytes=relay_bytes,
+        )  # fmt: skip
+
+    def epochs(self, count: int) -> list[int]:
+        """Of each of `count` partitions."""
+        asked = self.values("--epochs", self.settings.epochs, int, count)
+        return [*self.trained_epochs, *asked[len(self.trained_epochs) :]]
+
+    def _training(self, count: int, candidate: Candidate) -> tuple[PartitionTraining, ...]:
+        epochs = self.epochs(count)
+        batches = self.values("--batch-size", self.settings.batch_size, int, count)
+        at_least_one("--epochs", epochs)
+        batches = [min(batch, self.train.count) for batch in batches]
+        return tuple(
+            PartitionTraining(epochs=e, batch_size=b, micro_batch=min(candidate.micro_batch, b), trainable=part[2].trainable)
+            for e, b, part in zip(epochs, batches, candidate.parts, strict=True)
+        )
+
+    def _recovery(self, request: Request, candidate: Candidate) -> Foretold | None:
+        """How the second stage runs on the same cut: the streamed schedule, under the same limit."""
+        if not self.settings.recovery_epochs:
+            return None
+        if len(candidate.parts) == 1:
+            raise OptionError(
+                "--recovery-epochs: the network fits as one partition, which is trained against the true loss already; there "
+                "is nothing to recover. Leave it out, or cut with --partitions."
+            )
+        asked = replace(
+            request, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
+            the_batch=self.recovery_batch, loss_of=self.true_loss_cost, known={},
+        )  # fmt: skip
+        found = fastest_of(asked, STREAMED, self.limit - margin_of(self.limit))
+        if found is None:
+            choose_exact(asked, (STREAMED,))  # says in words what is missing
+        return found
+
+    def _idle_options(self, count: int) -> list[str]:
+        given = [f"--{name.replace('_', '-')}" for name in OF_SIL if getattr(self.settings, name) is not None]
+        if given and count == 1:
+            return [f"without effect on one partition, which has the true loss: {', '.join(given)}"]
+        spare = len(self.settings.prototype_scales) - max(1, count - 1)
+        return [f"--prototype-scale: the last {spare} without effect on {count - 1} inner partition(s)"] if spare > 0 else []
+
+    def _recovery_reasons(self, recovery: Foretold) -> list[str]:
+        candidate, settings = recovery.candidate, self.settings
+        learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
+        rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
+        return [
+            f"recovery: {settings.recovery_epochs} epoch(s) of streamed back-propagation, {learns} learn, micro-batch "
+            f"{candidate.micro_batch}, {candidate.means.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
+        ]
+
+    def _stages(self, phases: Phases, candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:
+        count = len(candidate.parts)
+        begun = Stage(
+            end=len(phases.of_stage(0)), means=candidate.means, micro_batch=candidate.micro_batch,
+            optimizers=self.optimizers(count),
+        )  # fmt: skip
+        if recovery is None:
+            return (begun,)
+        return begun, Stage(
+            end=len(phases), means=recovery.candidate.means, micro_batch=recovery.candidate.micro_batch,
+            optimizers=self.optimizers(count, recovery=True),
+        )  # fmt: skip
+
+    def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Foretold | None) -> Workload:
+        stage = None
+        if recovery is not None:
+            stage = Recovery(
+                epochs=self.settings.recovery_epochs,
+                batch_size=self.recovery_batch,
+                micro_batch=recovery.candidate.micro_batch,
+                frozen=frozenset() if self.settings.recover == "all" else frozenset({len(training) - 1}),
+            )
+        kept = recovery.candidate if recovery is not None else candidate
+        return Workload(
+            train_rows=self.train.count, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
+            clips=self.settings.clip_grad_norm is not None, keeps_graph_from=kept.keeps_graph_from, recovery=stage,
+            test_every=self.settings.test_every, synthetic_inputs=self.settings.sil_inputs == "synthetic",
+        )  # fmt: skip
+
+    def _partition_costs(
+        self, candidate: Candidate, training: Sequence[PartitionTraining], optimizers: Sequence[Optimizer]
+    ) -> tuple[PartitionCost, ...]:
+        """Costs with every partition's own micro-batch and optimizer."""
+        found = []
+        for (first, last, _), part, optimizer in zip(candidate.parts, training, optimizers, strict=True):
+            blocks = self.costs_at(part.micro_batch)[first:last]
+            states = state_layouts(blocks, optimizer)
+            *_, cost = growing(
+                blocks, states, self.loss_cost(part.micro_batch), fused=optimizer.fused, heap_below=self.device.heap_below,
+                shares=planning.shares_of(self.train.count, part.batch_size, part.micro_batch),
+            )  # fmt: skip
+            found.append(cost)
+        return tuple(found)
+
+    def _relay_bytes(self, candidate: Candidate) -> int:
+        if candidate.means.relay != "host":
+            return 0
+        nbytes = relay_room([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
+        return first_piece(nbytes, powers_of_two=self.device.kind == "cuda")
+
+    def _label_row(self) -> int:
+        labels = self.train.labels
+        return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
+
+    def _host_tier(
+        self, relay: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
+    ) -> tuple[int, frozenset[int]]:
+        """(bytes of the host arena, partitions whose homes fit in it): the relay, then homes in order, then rows."""
+        budget = self._host_budget()
+        homes = [round_up(max(cost.weights, 1)) for cost in costs]
+        if self.exact:
+            states = state_layouts(costs, self.possible_optimizers()[0])
+            homes = [home + state.room for home, state in zip(homes, states, strict=True)]
+        rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
+        budget = min(budget, sum(homes) + rows + relay)
+        budget = relay + sum(piece_sizes(budget - relay, powers_of_two=self.device.kind == "cuda"))
+        used, at_host = relay, set()
+        for p, (first, last, _) in enumerate(candidate.parts):
+            used += sum(homes[first:last])
+            if used <= budget:
+                at_host.add(p)
+        return budget, frozenset(at_host)
+
+    def _host_budget(self) -> int:
+        asked, free = self.settings.ram_limit, self.host_free
+        if asked is None:
+            return free // 2 if self.device.kind == "cuda" else 0
+        budget = parse_size(asked, total=free, free=free, name="--ram-limit")
+        if budget > free:
+            raise OptionError(f"--ram-limit: {format_size(budget)} were asked for, and {format_size(free)} of RAM are free.")
+        return budget
+
+    def _plan(
+        self, request: Request, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
+        costs: Sequence[PartitionCost], phases: Phases, reasons: tuple[str, ...],
+        cache_layouts: Sequence[RowLayout], arena_bytes: int, at_host: frozenset[int], recovery: Foretold | None,
+    ) -> Plan:  # fmt: skip
+        means = replace(candidate.means, at_host=at_host)
+        walked, moments, seconds = foretell(phases.of_stage(0), costs, self.rates, means)
+        if self.exact:
+            peaks = peaks_by_partition(request, candidate, walked, moments)
+        else:
+            peaks = self._peaks_one_by_one(request, candidate, training, costs)
+        parts = []
+        for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
+            reading, writing = planning.buffers_of(replace(request, batch_size=part.batch_size), first, last, part.micro_batch)
+            parts.append(
+                PartitionPlan(
+                    first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
+                    slot=cost.slot, gradients=cost.gradients,
+                    activations=cost.saved, buffers=reading + writing,
+                    boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
+                    peak=max(peaks[p], recovery.peak if recovery is not None else 0),
+                )
+            )  # fmt: skip
+        if recovery is not None:
+            seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
+        used = recovery.candidate if recovery is not None else candidate
+        return Plan(
+            method=method.name, device=self.device.name, limit=self.limit, margin=margin_of(self.limit),
+            runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
+            parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=arena_bytes,
+            disk_bytes=self._disk_bytes(costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
+            fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
+            slots=used.means.slots, relay=used.means.relay, keeps_graph_from=used.keeps_graph_from, given=self.given_bytes,
+        )  # fmt: skip
+
+    def _peaks_one_by_one(
+        self, request: Request, candidate: Candidate, training: Sequence[PartitionTraining], costs: Sequence[PartitionCost]
+    ) -> list[int]:
+        peaks, slot = [], 0
+        for (first, last, _), part, cost in zip(candidate.parts, training, costs, strict=True):
+            slot = max(slot, cost.slot)  # made once, for the largest so far
+            own = replace(request, batch_size=part.batch_size)
+            peaks.append(planning.peak_of(own, replace(cost, slot=slot), first, last, part.micro_batch))
+        return peaks
+
+    def _disk_bytes(self, costs: Sequence[PartitionCost], cache_layouts: Sequence[RowLayout]) -> int:
+        """Homes in as many versions as checkpoints ask for, rows, and the result."""
+        count = self.train.count + self.test.count
+        weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
+        state = sum(states) if self.exact or self.settings.recovery_epochs else max(states)
+        versions = 4 if self.settings.saves else 2
+        rows = self.input_layout.home_bytes(count)
+        rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
+        return versions * (weights + state) + weights + rows + self.given_bytes
+
+
+def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:
+    """Raises DiskFull; `written`: what of the plan's bytes is there already."""
+    free = written + shutil.disk_usage(existing(folder)).free
+    if free < plan.disk_bytes:
+        raise DiskFull(
+            f"{folder} has {format_size(free)} free, and the plan needs {format_size(plan.disk_bytes)} for homes, boundary "
+            "rows, checkpoints and the result. Free some space, give another place with --offload-dir, or do without "
+            "checkpoints (--save-every never)."
+        )

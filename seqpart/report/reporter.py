@@ -1,0 +1,203 @@
+"""What the user sees, and the run's log. Only this room prints.
+
+On a terminal a live bar with ETA, samples/s and the peak against the limit; elsewhere plain lines. Every event is
+also one line of JSON in the run directory.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+from rich.table import Column
+
+from seqpart.execution.compute import PhaseBegun, PhaseDone
+from seqpart.execution.executor import Event, StepDone
+from seqpart.files.direct import explained
+from seqpart.files.owned import added_to, made
+from seqpart.memory.sampler import Proof
+from seqpart.planning.plan import Plan, as_text_rows
+from seqpart.report.output import standard_output
+from seqpart.report.terminal import as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.schedule.phases import counted
+from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.units import format_seconds, format_size
+
+EVENTS = "events.jsonl"
+
+_WHAT = {PhaseKind.TRAIN: "train", PhaseKind.CACHE: "cache outputs", PhaseKind.DRAW: "draw inputs", PhaseKind.TEST: "test"}
+
+
+class Reporter:
+    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called."""
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        self.console = console or _console(quiet)
+        self._log: IO[str] | None = None
+        self._log_path = Path(EVENTS)
+        self._bar: _Bar | None = None
+        self._began = time.perf_counter()
+
+    def open_log(self, path: Path, *, add: bool = False) -> None:
+        """Write events to `path`; `add` behind those of the run that goes on."""
+        try:
+            self._log = open(added_to(path) if add else made(path, 0o666), "w")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise explained(error, path) from None
+        self._log_path = path
+
+    def record(self, kind: str, **values: Any) -> None:
+        """One JSON line; flushed, so that a killed run leaves it."""
+        if self._log is not None:
+            seconds = round(time.perf_counter() - self._began, 3)
+            try:
+                self._log.write(json.dumps({"event": kind, "seconds": seconds, **values}) + "\n")
+                self._log.flush()
+            except OSError as error:
+                raise explained(error, self._log_path) from None
+
+    def say(self, text: str) -> None:
+        width = width_of(self.console)
+        self.console.print(text if width is None else wrapped(text, width), markup=False)
+
+    def plan(self, plan: Plan) -> None:
+        rows, width = as_text_rows(plan), width_of(self.console)
+        table, left_out = plan_table(rows, width)
+        self.say(plan_title(plan))
+        if width is None:
+            self.console.width = table_width(rows)  # a file has none, and rich cuts at 80
+        self.console.print(table)
+        if left_out:
+            self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
+        for line in plan_notes(plan):
+            self.say(line)
+
+    def begin(self, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
+        """Start of the loop at phase number `first`; `used` is the peak so far, in bytes."""
+        self._bar = _Bar(self.console, phases, first, limit, used)
+
+    def listen(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            if self._bar is not None:
+                self._bar.step(event)
+            if event.step.verb in (Verb.LOAD, Verb.DROP):
+                self.record(
+                    "step", step=str(event.step), bytes_read=event.bytes_read, bytes_written=event.bytes_written,
+                    took=round(event.seconds, 4),
+                )  # fmt: skip
+        elif isinstance(event, PhaseBegun):
+            if self._bar is not None:
+                self._bar.enter(event)
+        else:
+            self._phase_done(event)
+
+    def _phase_done(self, event: PhaseDone) -> None:
+        if event.loss is None:  # nothing but rows for the next partition
+            return
+        phase = event.phase
+        speed = event.rows / max(event.seconds, 1e-9)
+        self.record(
+            "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
+            accuracy=event.accuracy, rows=event.rows, took=round(event.seconds, 3), samples_per_second=round(speed, 1),
+        )  # fmt: skip
+        epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
+        accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
+        parts = (
+            f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}", accuracy, f"  {event.seconds:6.1f} s",
+            f"  {speed:8.0f} samples/s",
+        )  # fmt: skip
+        self.say(as_many(parts, width_of(self.console)))
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def proof(self, proof: Proof) -> None:
+        self.say(str(proof))
+
+    def close(self) -> None:
+        self.end()
+        if self._log is not None:
+            # What could not be written was told by `record` already, and closing would try once more.
+            with contextlib.suppress(OSError):
+                self._log.close()
+            self._log = None
+
+
+def _console(quiet: bool) -> Console:
+    return Console(quiet=quiet, highlight=False, soft_wrap=True, file=standard_output())
+
+
+def _who(phase: Phase) -> str:
+    return f"partition {phase.partition}" if phase.through is None else f"partitions {phase.partition}-{phase.through}"
+
+
+def _passes(phase: Phase) -> int:
+    """In forward passes, of which a backward pass costs about two: the bar counts them, so that its ETA is honest."""
+    return 3 if phase.kind is PhaseKind.TRAIN else 1
+
+
+class _Bar:
+    """The live line; absent where the output is not a terminal."""
+
+    def __init__(self, console: Console, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
+        self._console, self._limit, self._used, self._phases = console, limit, used, phases
+        self._progress: Progress | None = None
+        self._rows, self._what = 0, "starting"
+        self._began = time.perf_counter()
+        self._shown = 0.0
+        if console.is_terminal and not console.quiet:
+            # No refresh thread: its stack would be reserved under the limit.
+            line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+            self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
+            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[first:]))
+            self._task = self._progress.add_task(self._what, total=total)
+            self._progress.start()
+
+    def enter(self, event: PhaseBegun) -> None:
+        epoch = f" epoch {event.phase.epoch}" if event.phase.kind is PhaseKind.TRAIN else ""
+        self._what = f"{_who(event.phase)} {_WHAT[event.phase.kind]}{epoch}"
+
+    def step(self, event: StepDone) -> None:
+        if self._progress is None or event.step.micro_batch is None:
+            return
+        phase = self._phases[event.step.phase]
+        if event.step.partition != phase.last:  # rows are counted once, where they end
+            return
+        span = phase.span(event.step.micro_batch)
+        self._rows += span.stop - span.start
+        self._progress.advance(self._task, (span.stop - span.start) * _passes(phase))
+        now = time.perf_counter()
+        if now - self._shown > 0.2:
+            self._shown = now
+            task = self._progress.tasks[0]
+            line = bar_line(
+                self._what, task.percentage / 100, task.time_remaining, self._rows / (now - self._began), self._used(),
+                self._limit, width=self._console.width,
+            )  # fmt: skip
+            self._progress.update(self._task, description=line)
+            self._progress.refresh()
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def plan_title(plan: Plan) -> str:
+    return f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
+
+
+def plan_notes(plan: Plan) -> Iterable[str]:
+    ratio = plan.full_state / plan.limit
+    yield (
+        f"full training state {format_size(plan.full_state)} = {ratio:.2f} x the limit; runtime {format_size(plan.runtime)}; "
+        f"predicted peak {format_size(plan.peak)} of {format_size(plan.limit)}"
+    )
+    host = f", host memory {format_size(plan.host_limit)}" if plan.host_limit else ""
+    yield f"homes: {format_size(plan.disk_bytes)} on disk{host}; predicted time {format_seconds(plan.seconds)}"
+    yield from plan.reasons

@@ -1,0 +1,399 @@
+"""One fit from directories to proof: homes are made or found again, the stages are run, checkpoints saved, results written."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import seqpart.checkpoint.manifest as manifests
+from seqpart.checkpoint.export import export_weights
+from seqpart.checkpoint.resume import Progress, data_digest, state_of
+from seqpart.checkpoint.saving import Saving
+from seqpart.checkpoint.scratch_directory import open_scratch
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.data.reader import ReaderThread
+from seqpart.data.splits import pour
+from seqpart.directory.leftovers import tell_leftovers
+from seqpart.directory.run_directory import RunDirectory, new_name
+from seqpart.errors import CorruptFile, DataError, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory, SeqpartError
+from seqpart.execution.boundary_exchange import Relay, open_relay
+from seqpart.execution.compute import Passes, PhaseDone, reads
+from seqpart.execution.executor import AllocationFailed, Event, Executor, Hooks
+from seqpart.execution.metrics import Tally
+from seqpart.execution.partition import Resident
+from seqpart.execution.slots import Slots
+from seqpart.files.atomic import write_text
+from seqpart.files.checksummed import sealed
+from seqpart.files.direct import aligned
+from seqpart.files.scratch import WEIGHTS
+from seqpart.interrupts import Interrupts
+from seqpart.memory.device import Device, describe_versions
+from seqpart.memory.limit import enforced
+from seqpart.memory.sampler import Proof, Sampler
+from seqpart.model.blocks import attach, detach, layout_of, tensors_of
+from seqpart.offload.host_pool import Arena
+from seqpart.offload.store import Store
+from seqpart.planning.plan import Plan
+from seqpart.planning.preparation import Preparation, Prepared, Stage, refuse_small_disk
+from seqpart.report.reporter import EVENTS, Reporter
+from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.phases import counted
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, checked, steps_of
+from seqpart.units import format_limit, format_size
+
+RESULT = "result.json"
+PLAN = "plan.json"
+JOB = "job.json"
+
+Witness = Callable[[Resident, Step], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a run left. `accuracy` is None for a regression."""
+
+    weights: Path
+    """A safetensors file with the model's own parameter names."""
+    test_loss: float
+    accuracy: float | None
+    train_losses: tuple[float, ...]
+    """Mean loss of every training pass, in order."""
+    proof: Proof
+    plan: Plan
+    seconds: float
+    final_micro_batch: int
+
+
+@contextmanager
+def told(device: Device, when: str) -> Iterator[None]:
+    """Outside the loop no smaller micro-batch helps: say when memory ran out. Raises OutOfMemory."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SeqpartError) or not device.is_out_of_memory(error):
+            raise
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")
+        for note in getattr(error, "__notes__", []):
+            found.add_note(note)
+        raise found from error
+
+
+class Run:
+    """Everything that it opens is closed by `stack`."""
+
+    def __init__(
+        self, preparation: Preparation, prepared: Prepared, reporter: Reporter, sampler: Sampler, stack: ExitStack,
+        *, progress: Progress | None, job: dict[str, Any] | None, witness: Witness | None,
+    ) -> None:  # fmt: skip
+        self._preparation, self._prepared, self._reporter = preparation, prepared, reporter
+        self._settings, self._device = preparation.settings, preparation.device
+        self._sampler, self._stack, self._job, self._witness = sampler, stack, job, witness
+        self._progress = progress
+        self._losses = list(progress.losses) if progress is not None else []
+        self._test = progress.test if progress is not None else None
+        """Loss and accuracy of the latest pass over the test rows."""
+        self._residents: list[Resident] = []
+        self._state = "failed"
+        self._interrupts, self._finished = Interrupts(), ""
+
+    def carry_out(self, began: float) -> Result:
+        plan = self._prepared.plan
+        self._reporter.plan(plan)
+        self._stack.push(lambda kind, *_: self._interrupts.end(self._finished, failed=kind is not None))
+        directory = self._open_directories(plan)
+        reader_thread = self._stack.enter_context(ReaderThread())
+        self._sampler.gauge.grant(plan.host_limit)
+        arena_bytes, relay_bytes = self._prepared.arena_bytes, self._prepared.relay_bytes
+        self._arena = Arena(arena_bytes, self._device, first=relay_bytes) if arena_bytes else None
+        self._boundary_room = self._arena.take(relay_bytes) if self._arena is not None and relay_bytes else None
+        self._store = Store(self._scratch.homes, self._device, self._arena)
+        self._stack.callback(self._store.close)
+        if self._prepared.method.exact:
+            self._store.reserve(self._prepared.hosted())
+        self._boundaries = Boundaries(self._scratch.rows, self._device, self._arena)
+        self._stack.callback(self._boundaries.close)
+        self._digest = data_digest(self._preparation.train, self._preparation.test)
+        self._saving = Saving(
+            self._settings, self._state_at, root=directory.root, scratch=self._scratch.root, store=self._store,
+            boundaries=self._boundaries, reporter=self._reporter, interrupts=self._interrupts,
+        )  # fmt: skip
+        with directory.interruptible():
+            with enforced(self._device, plan.limit):
+                self._fill_homes()
+                with directory.resumable(), self._interrupts:
+                    self._run_stages(reader_thread)
+                    with self._told("the weights were written"):
+                        export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
+                    self._saving.obey(Position(len(self._prepared.phases)), Tally())
+                    self._interrupts.hold()
+                self._give_back()
+            return self._conclude(directory, time.perf_counter() - began)
+
+    def _told(self, when: str) -> AbstractContextManager[None]:
+        return told(self._device, f"{when}, inside the limit of {format_size(self._prepared.plan.limit)}")
+
+    # --- directories and homes ------------------------------------------------------------------------------------
+
+    def _open_directories(self, plan: Plan) -> RunDirectory:
+        settings, progress = self._settings, self._progress
+        manifest = progress.manifest if progress is not None else None
+        name = new_name(plan.method)
+        root = progress.root if progress is not None else settings.output_dir or Path("runs") / name
+        directory = RunDirectory(root, overwrite=settings.overwrite, resume=manifest is not None)
+
+        def close(kind: type[BaseException] | None, *_: object) -> None:
+            directory.close("interrupted" if kind is Interrupted else self._state)
+
+        self._stack.push(close)
+        self._scratch = open_scratch(directory, manifest, settings.offload_dir, name)
+        if self._scratch is not directory:
+            self._stack.push(lambda kind, *_: self._scratch.vanish(failed=kind is not None))
+        if manifest is None:
+            refuse_small_disk(plan, self._scratch.root, written=plan.given)
+        for line in tell_leftovers(self._scratch.root.parent, directory.cleaned):
+            self._reporter.say(line)
+        self._reporter.open_log(directory.result(EVENTS), add=manifest is not None)
+        self._reporter.record("start", **describe_versions(), settings={k: str(v) for k, v in asdict(settings).items()})
+        write_text(directory.result(PLAN), plan.to_json())
+        if self._job is not None:
+            write_text(directory.result(JOB), sealed("job", self._job))
+        self._reporter.say(f"run directory {directory.root}")
+        if progress is not None:
+            self._reporter.say(progress.words(self._prepared.phases))
+        return directory
+
+    def _fill_homes(self) -> None:
+        """Weights and rows: from the checkpoint, or from the model and the data."""
+        progress = self._progress if self._progress is not None and self._progress.manifest is not None else None
+        for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
+            self._boundaries.labels[name] = split.labels
+        with self._told("the blocks were built"):
+            self._build_homes(keep=progress is not None)
+        if progress is not None and progress.manifest is not None:
+            with self._told("the checkpoint was read"):
+                manifests.restore(progress.manifest, self._store, self._boundaries, self._pour_again)
+                self._pour_missing(progress.position)
+            for name in progress.unused_states(self._prepared):
+                self._store.discard(name)
+            return
+        with self._told("the data were read"):
+            self._pour("train")
+            self._pour("test")
+
+    def _pour_missing(self, at: Position) -> None:
+        """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
+        ahead = {reads(phase) for phase, _ in counted(self._prepared.phases[at.phase :])}
+        for name in ("train", "test"):
+            if (name, 0) in ahead and (name, 0) not in self._boundaries:
+                self._pour(name)
+
+    def _pour_again(self, name: str, error: CorruptFile) -> None:
+        self._reporter.say(f"{error} It is made again from the data.")
+        self._pour(name)
+
+    def _pour(self, name: str) -> None:
+        """Boundary 0: the data set's rows, checked and sent home."""
+        split = self._preparation.train if name == "train" else self._preparation.test
+        rows = self._boundaries.create(name, 0, self._prepared.input_layout, split.count)
+        pour(split, rows.append)
+        rows.finish()
+
+    def _build_homes(self, *, keep: bool) -> None:
+        """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""
+        staging = aligned(max(cost.layout.room for cost in self._prepared.costs))
+        for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
+            module = block.build(self._device, self._settings.seed)
+            tensors = {} if block.given_alive else block.own(tensors_of(module))
+            if not block.given_alive and layout_of(tensors) != cost.layout:
+                raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
+            if not keep:
+                views = cost.layout.views(staging)
+                if block.given_alive:
+                    self._preparation.given.read(block, views)
+                for name, tensor in tensors.items():
+                    views[name].copy_(tensor.detach())
+                self._store.put(block.home, cost.layout, staging)
+            detach(module)
+
+    def _give_back(self) -> None:
+        """The trained weights, to modules that were given alive. A run that ends early leaves them as they came."""
+        for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
+            if block.given_alive:
+                flat = aligned(cost.layout.room)
+                if cost.weights:
+                    self._store.get(block.home, flat)
+                attach(block.husk, cost.layout.views(flat))
+                block.restore_modes()
+                self._preparation.given.keep(block)
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _run_stages(self, thread: ReaderThread) -> None:
+        """Run the schedule; after a failed allocation, go on from the last finished update with half the micro-batch."""
+        position, tally = Position(), None
+        if self._progress is not None and self._progress.manifest is not None:
+            position = self._progress.position
+            tally = Tally.from_json(self._progress.tally, self._device.torch) if self._progress.tally else None
+        self._saving.begin(changed=self._progress is not None and bool(self._progress.said))
+        number = 0
+        while number < len(self._prepared.stages):
+            stage = self._prepared.stages[number]
+            if position.phase >= stage.end:
+                number += 1
+                continue
+            failed, position, tally = self._run_stage(stage, position, tally, thread)
+            if failed is not None:
+                self._saving.obey(position, tally or Tally())
+                self._halve_micro_batch(*failed)
+
+    def _run_stage(
+        self, stage: Stage, position: Position, tally: Tally | None, thread: ReaderThread
+    ) -> tuple[tuple[str, Executor] | None, Position, Tally | None]:
+        """(what failed, where the run stands, its sums): from `position` to the stage's end, or to a failed allocation."""
+        with ExitStack() as stack:
+            relay = self._relay(stage)
+            stack.callback(relay.close)
+            executor = self._executor(thread, stage, relay, position, tally)
+            phases = self._prepared.phases
+            self._reporter.begin(phases, position.phase, self._prepared.plan.limit, lambda: self._sampler.peak)
+            stack.callback(self._reporter.end)
+            self._sampler.label = lambda: str(executor.step)
+            try:
+                executor.run(checked(steps_of(phases[: stage.end], position), stage.means.slots))
+            except AllocationFailed as failure:
+                return (str(failure), executor), executor.position, executor.passes.rested
+            except Diverged as error:
+                raise Diverged(f"{error} {self._saving.fallback(phases[executor.step.phase].stage)}") from None
+            return None, executor.position, None
+
+    def _relay(self, stage: Stage) -> Relay:
+        rows = max(phase.batch for phase, _ in counted(self._prepared.phases))
+        return open_relay(
+            stage.means.relay, self._prepared.partition_costs, rows, stage.micro_batch, self._boundary_room,
+            self._scratch.rows / "relay.part", self._device,
+        )  # fmt: skip
+
+    def _executor(self, thread: ReaderThread, stage: Stage, relay: Relay, start: Position, tally: Tally | None) -> Executor:
+        prepared, settings = self._prepared, self._settings
+        residents = self._residents = [
+            Resident(
+                p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self._store, self._device,
+                optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.means.borrows,
+            )
+            for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
+        ]  # fmt: skip
+        for resident in residents if stage.means.borrows else ():
+            owners = {tie.owner for _, tie in resident.tied}
+            resident.lenders = [other for other in residents if owners.intersection(other.blocks)]
+        passes = Passes(
+            phases=prepared.phases, residents=residents, losses=prepared.loss, boundaries=self._boundaries,
+            cache_layouts=prepared.cache_layouts, relay=relay, device=self._device, reader_thread=thread, seed=settings.seed,
+            start=start, tally=tally, falsify=self._preparation.falsify, listen=self._listen,
+        )  # fmt: skip
+        factor = rate_schedule(settings.lr_schedule, settings.warmup_updates)
+
+        def rate(phase: Phase, done: int) -> float:
+            return factor((phase.epoch - 1) * phase.updates + done, phase.epochs * phase.updates)
+
+        gradients = any(phase.clips and phase.streamed for phase, _ in counted(prepared.phases[: stage.end]))
+        rooms = sorted(resident.needs(to_update=True, gradients=gradients) for resident in residents)
+        hooks = Hooks(listen=self._listen, guard=self._guard, at_rest=self._at_rest)
+        if self._witness is not None:
+            hooks.witness = self._witness
+        return Executor(
+            phases=prepared.phases, residents=residents, passes=passes, boundaries=self._boundaries,
+            slots=Slots(rooms[-stage.means.slots :], self._device), store=self._store, device=self._device,
+            clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start,
+        )  # fmt: skip
+
+    def _halve_micro_batch(self, text: str, executor: Executor) -> None:
+        plan = self._prepared.plan
+        largest = max(stage.micro_batch for stage in self._prepared.stages)
+        if largest == 1:
+            raise OutOfMemory(
+                f"memory ran out in {executor.step} at micro-batch 1, inside the limit of {format_size(plan.limit)}: {text}. "
+                f"Give more than {format_limit(plan.limit)}, or cut finer with --partitions {len(plan.partitions) + 1}."
+            )
+        self._preparation.methods = (self._prepared.method,)  # another one has other phases, and the position counts these
+        try:
+            self._prepared = self._preparation.prepare(micro_batch=largest // 2, starts=plan.starts)
+        except (ModelError, DataError) as error:  # as BatchNorm says of a single row
+            raise OutOfMemory(
+                f"memory ran out in {executor.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
+                f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
+            ) from error
+        self._reporter.record("allocation failed", step=str(executor.step), micro_batch=largest // 2, text=text)
+        self._reporter.say(
+            f"an allocation failed in {executor.step} inside the limit; going on from the last finished update with "
+            f"micro-batch {largest // 2} instead of {largest}"
+        )
+
+    def _listen(self, event: Event) -> None:
+        if isinstance(event, PhaseDone) and event.loss is not None:
+            if event.phase.kind is PhaseKind.TEST:
+                self._test = event.loss, event.accuracy
+            elif event.phase.kind is PhaseKind.TRAIN:
+                self._losses.append(event.loss)
+        self._reporter.listen(event)
+
+    def _guard(self) -> None:
+        """Between two steps."""
+        if not self._settings.saves:
+            self._interrupts.check()
+        if self._sampler.violations:
+            raise LimitExceeded(
+                f"the limit of {format_size(self._sampler.limit)} was passed: {format_size(self._sampler.peak)} by "
+                f"{self._sampler.gauge.source}, in {self._sampler.violation_label or 'start'}; the plan had foretold "
+                f"{format_size(self._prepared.plan.peak)}. Earlier files are intact. Give a larger limit, and report this."
+            )
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _at_rest(self, executor: Executor) -> None:
+        self._saving.at_rest(executor, self._residents, self._prepared.phases)
+
+    def _state_at(self, position: Position, tally: Tally) -> dict[str, Any]:
+        """What a checkpoint says beside tensors."""
+        return state_of(
+            self._preparation,
+            self._prepared,
+            position,
+            tally,
+            losses=self._losses,
+            test=self._test,
+            data=self._digest,
+            job=self._job,
+        )
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _conclude(self, directory: RunDirectory, seconds: float) -> Result:
+        plan, sampler = self._prepared.plan, self._sampler
+        weights = directory.root / WEIGHTS
+        sampler.sample()
+        self._guard()
+        assert self._test is not None
+        proof = Proof(
+            limit=plan.limit, peak=sampler.peak, source=sampler.gauge.source,
+            predicted=max(plan.peak, sampler.known), runtime=plan.runtime,
+            allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth,
+            samples=sampler.samples, violations=sampler.violations,
+        )  # fmt: skip
+        result = Result(
+            weights=weights, test_loss=self._test[0], accuracy=self._test[1],
+            train_losses=tuple(self._losses), proof=proof, plan=plan,
+            seconds=round(seconds, 2), final_micro_batch=max(part.micro_batch for part in plan.partitions),
+        )  # fmt: skip
+        summary = {**asdict(result), "weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
+        write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
+        directory.publish()
+        self._reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
+        accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
+        self._reporter.say(f"{accuracy}test loss {result.test_loss:.4f}; {seconds:.1f} s; weights in {weights}")
+        self._reporter.proof(proof)
+        self._state, self._finished = "done", f"the run is finished; its results are in {directory.root}."
+        return result

@@ -1,0 +1,150 @@
+"""One way to train for `verify`: some updates and an evaluation, seen by a watch, and nothing that stays."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from seqpart.data.reader import ReaderThread
+from seqpart.data.splits import Split, as_split
+from seqpart.errors import OutOfMemory
+from seqpart.execution.executor import Executor
+from seqpart.files.direct import aligned
+from seqpart.memory.sampler import Sampler
+from seqpart.memory.usage import Gauge
+from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.steps import PhaseKind, Position
+from seqpart.session import Run
+from seqpart.trainer import Trainer
+from seqpart.units import format_size
+from seqpart.verify.digests import STATE, VALUE, Enough, Key, Watch
+
+_EVALUATED = 256
+"""Rows, at most: an evaluation that differs does so in its first rows."""
+
+
+def _first_rows(split: Split, count: int) -> Split:
+    count = min(count, split.count)
+
+    def passes() -> Iterator[torch.Tensor]:
+        left = count
+        for rows in split.open():
+            if left > 0:
+                yield rows[:left]
+            left -= len(rows)
+            if left <= 0:
+                return
+
+    return replace(split, name="evaluated", count=count, labels=split.labels[:count], open=passes)
+
+
+@dataclass(kw_only=True)
+class Way:
+    """One way to train, planned and ready; each `run` begins anew, with the weights that the model came with."""
+
+    name: str
+    method: str
+    preparation: Preparation
+    prepared: Prepared
+    limit: int
+    """What its runs are held to: the user's limit, or more."""
+    peak: int = 0
+    """Measured in the last run."""
+
+    @classmethod
+    def planned(cls, name: str, trainer: Trainer, train: object) -> "Way":
+        split = as_split(train, "training")
+        with closing(trainer.prepare(split, _first_rows(split, _EVALUATED))) as preparation:
+            prepared = preparation.planned()
+        plan = prepared.plan
+        return cls(name=name, method=plan.method, preparation=preparation, prepared=prepared, limit=plan.limit)
+
+    def run(self, watch: Watch, reporter: Reporter, *, falsify: bool = False) -> None:
+        """Train until `watch` has seen enough. Nothing stays on the disk."""
+        preparation, began = self.preparation, time.perf_counter()
+        preparation.falsify = falsify
+        prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
+        sampler = Sampler(Gauge(preparation.device), limit=self.limit)
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, preparation.folder, ignore_errors=True)
+            silent = Reporter(quiet=True)
+            stack.callback(silent.close)
+            stack.enter_context(preparation.device.own_random_state())
+            sampler.start()
+            stack.callback(sampler.stop)
+            preparation.given.take()
+            stack.callback(preparation.close)
+            with suppress(Enough):
+                _Watched(preparation, prepared, silent, sampler, stack, watch).carry_out(began)
+        self.peak = sampler.peak
+        word = "noticed" if falsify else "differs"
+        seen = "" if watch.first is None else f"  {word} in {watch.first} {watch.first.when(watch.steps)}"
+        seconds = time.perf_counter() - began
+        reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
+
+
+class _Watched(Run):
+    """A run that ends where its watch has seen enough, leaves no results, and gives weights back as they came."""
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        prepared: Prepared,
+        reporter: Reporter,
+        sampler: Sampler,
+        stack: ExitStack,
+        watch: Watch,
+    ) -> None:
+        super().__init__(preparation, prepared, reporter, sampler, stack, progress=None, job=None, witness=watch.before_update)
+        self._watch, self._goes_on, self._evaluating = watch, True, False
+
+    def _at_rest(self, executor: Executor) -> None:
+        self._interrupts.check()
+        if self._evaluating:
+            return
+        self._goes_on = self._prepared.phases[executor.position.phase].kind is PhaseKind.TRAIN
+        self._watch.at_rest(executor)
+
+    def _halve_micro_batch(self, text: str, executor: Executor) -> None:
+        micro_batch = max(stage.micro_batch for stage in self._prepared.stages)
+        raise OutOfMemory(
+            f"memory ran out in {executor.step} at micro-batch {micro_batch}, inside the limit of "
+            f"{format_size(self._prepared.plan.limit)}: {text}. Training would go on with half of it; to verify that, give "
+            f"--micro-batch-size {max(1, micro_batch // 2)}."
+        )
+
+    def _run_stages(self, thread: ReaderThread) -> None:
+        with suppress(Enough):
+            super()._run_stages(thread)
+        if not self._watch.found:  # nothing is loaded any more: there is room to read the homes
+            self._see_homes()
+            self._watch.miss()
+        if not self._watch.found:
+            self._evaluate(thread)
+        raise Enough
+
+    def _evaluate(self, thread: ReaderThread) -> None:
+        """Some rows in evaluation, with the weights that the last update left."""
+        self._evaluating = True
+        phases, stage = self._prepared.phases, self._prepared.stages[-1]
+        first = 1 + max(number for number, phase in enumerate(phases) if phase.kind is PhaseKind.TRAIN)
+        failed, _, _ = self._run_stage(stage, Position(first), None, thread)
+        if failed is not None:
+            self._halve_micro_batch(*failed)
+        self._watch.evaluation = self._test
+
+    def _see_homes(self) -> None:
+        """What the last update left. Of optimizer state nothing is kept where no update would follow."""
+        for block in self._prepared.chain:
+            for home, kind in ((block.home, VALUE), (block.state_home, STATE))[: 2 if self._goes_on else 1]:
+                if home not in self._store:
+                    continue
+                layout = self._store.layout(home)
+                flat = aligned(layout.room)
+                self._store.get(home, flat)
+                for name, tensor in layout.views(flat).items():
+                    self._watch.see(Key(self._watch.steps, kind, block.number, f"{block.name}.{name}"), tensor)

@@ -1,0 +1,355 @@
+"""`seqpart verify`: some updates of the user's own model under the limit and again as a whole, every bit compared.
+
+    (1) limited     the method, cut and streamed as it will train: a digest of every tensor before each update and at the end
+    (2) control     the same with a wrong replay: a check that does not notice it is blind, and proves nothing
+    (3) reference   the whole network, in as much memory as that takes: a digest of every tensor, compared with (1)
+    (4) again       only where they differ: (1) up to the tensor that (3) left on disk, for the numbers
+    (5) cut in N    (1) cut in two, and behind every block: the same digests
+    (6) by N        (1) with a half and a quarter of the micro-batch: the same losses, where blocks treat rows alike
+
+(1), (3) and (5) are followed by an evaluation, which is compared too.
+
+Digests, because all tensors of some updates are many times the model. (3) needs the memory that the limit is there to
+avoid: equality with full training is seen where full training can run, on a smaller model of the same blocks if need be.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from seqpart.cli.arguments import options_of
+from seqpart.cli.job import Job, opened
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
+from seqpart.files.direct import explained
+from seqpart.memory.limit import limit_for
+from seqpart.memory.usage import Gauge
+from seqpart.methods import EXACT
+from seqpart.model.losses import LossFunction
+from seqpart.model.optimizers import Build
+from seqpart.planning.plan import Plan
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.phases import counted
+from seqpart.schedule.steps import PhaseKind
+from seqpart.trainer import Trainer
+from seqpart.units import format_size
+from seqpart.verify.digests import Key, Watch
+from seqpart.verify.variant import Way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """What `verify` returns: both ways gave the same bits, and a wrong replay did not go unnoticed."""
+
+    method: str
+    reference: str
+    steps: int
+    plan: Plan
+    """The one under the limit."""
+    peak: int
+    """Measured under the limit, in bytes."""
+    tensors: int
+    comparisons: int
+    digest: str
+    """Of all that was compared."""
+    caught: str
+    """The first tensor in which the wrong replay was noticed."""
+    cuts: tuple[int, ...] = ()
+    """Other numbers of partitions that gave the same bits."""
+    divided: str = ""
+    """What another micro-batch gave, in words."""
+
+    def __str__(self) -> str:
+        return (
+            f"proof: {self.method} in {len(self.plan.partitions)} partitions under {format_size(self.plan.limit)} equals "
+            f"{self.reference}, bit for bit: {self.tensors} tensors (weights, gradients, optimizer state, buffers, loss) in "
+            f"{self.comparisons} comparisons over {self.steps} update(s), digest {self.digest}; a wrong replay was noticed"
+            + (f"; the same bits in {' and '.join(map(str, self.cuts))} partitions" if self.cuts else "")
+            + f"; the same evaluation{self.divided}"
+        )
+
+
+def verify(
+    model: object, train: object, loss: LossFunction | None = None, optimizer: str | Build | None = None,
+    *, steps: int = 3, reference: str = "full", reporter: Reporter | None = None, **options: Any,
+) -> Agreement:  # fmt: skip
+    """Train `model` for `steps` updates under the limit, by `reference` and with other cuts, and compare every bit.
+
+    An evaluation behind them is compared too, and the losses of smaller micro-batches, which agree but for rounding.
+    model, train, loss, optimizer, options: as `Trainer` and its `fit` take them; `method` is "streamed" if it is left
+    out. Modules that were given alive get back the weights that they came with.
+
+    Raises VerifyMismatch with the first tensor that differs, or where the check did not notice a wrong replay;
+    DoesNotFit where the reference has no room; OptionError and the like as training would.
+    """
+    reporter = reporter or Reporter(quiet=True)
+    _refuse(steps, reference, options)
+    with _own_folder(Path(options.get("offload_dir") or "runs")) as folder:
+        options = {"method": "streamed", **options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
+        return _compared(model, train, loss, optimizer, steps, reference, reporter, folder / "tensor", options)
+
+
+@contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="verify-", dir=parent))
+    except OSError as error:
+        raise explained(error, parent) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compared(
+    model: object, train: object, loss: LossFunction | None, optimizer: str | Build | None, steps: int, reference: str,
+    reporter: Reporter, kept: Path, options: dict[str, Any],
+) -> Agreement:  # fmt: skip
+    """`verify` with its options complete; `kept` is the file for a tensor that differs."""
+    limited = Way.planned("limited", Trainer(model, loss, optimizer, quiet=True, **options), train)
+    _refuse_plan(limited, steps, reference)
+    other = _reference(limited, Trainer(model, loss, optimizer, quiet=True, **_whole(options, limited, reference)), train)
+    reporter.say(_announced(limited, other, steps))
+
+    first = Watch(steps)
+    limited.run(first, reporter)
+    control = Watch(steps, expected=first.seen)
+    # What falsifies needs memory of its own: the control is not held to the limit.
+    replace(limited, name="control", limit=max(limited.limit, other.limit)).run(control, reporter, falsify=True)
+    compared = Watch(steps, expected=first.seen, keeps=kept)
+    other.run(compared, reporter)
+    if compared.first is not None:
+        again = Watch(steps, wanted=(compared.first, kept))
+        replace(limited, name="again").run(again, reporter)
+        raise VerifyMismatch(_told(limited, other, compared.first, first, again))
+    if control.first is None:
+        raise VerifyMismatch(
+            f"the check is blind: {limited.method} was run once more with falsified activations and gradients, and all tensors "
+            f"of {steps} update(s) stayed the same. Nothing is proven. Does anything learn? More --steps may tell."
+        )
+    _compare_evaluations(limited, other, first, compared)
+    room = _whole(options, limited, limited.method)
+
+    def way(name: str, **changed: Any) -> Way:
+        return Way.planned(name, Trainer(model, loss, optimizer, quiet=True, **{**room, **changed}), train)
+
+    cuts = _other_cuts(limited, first, way, reporter)
+    divided = _other_micro_batches(limited, first, way, reporter)
+    found = replace(_agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided)
+    reporter.say(str(found))
+    return found
+
+
+# --- evaluation, other cuts, another micro-batch ------------------------------------------------------------------
+
+
+def _compare_evaluations(limited: Way, other: Way, first: Watch, second: Watch) -> None:
+    """Raises VerifyMismatch where they differ by more than the rounding of kernels that find rows lying otherwise."""
+    one, two = first.evaluation, second.evaluation
+    close = one is not None and two is not None and _near(one[0], two[0], _CLOSE_EVALUATION) and one[1] == two[1]
+    if not close:
+        raise VerifyMismatch(
+            f"{limited.method} and {other.method} train alike, and their evaluations differ: (loss, accuracy) {one} and {two}. "
+            "Does a block look at whether gradients are wanted, or at what it has seen before, when it evaluates?"
+        )
+
+
+def _other_cuts(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> tuple[int, ...]:
+    """In two partitions, and one for every block: what a block makes of an input that begins a graph shows at its cut."""
+    blocks, cut = len(limited.prepared.chain), len(limited.prepared.plan.partitions)
+    counts = tuple(sorted({2, blocks} - {cut}))
+    for count in counts:
+        starts = range(blocks) if count == blocks else (0, blocks // 2)
+        watch, other = Watch(first.steps, expected=first.seen), way(f"cut in {count}", partitions=",".join(map(str, starts)))
+        other.run(watch, reporter)
+        if watch.first is not None:
+            raise VerifyMismatch(
+                f"{limited.method} in {cut} partitions and in {count} differ, first in {watch.first} "
+                f"{watch.first.when(first.steps)}: a block does something else where a partition begins with it. Does one look "
+                "at its input's grad_fn, or detach it?"
+            )
+        _compare_evaluations(limited, other, first, watch)
+    return counts
+
+
+def _other_micro_batches(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> str:
+    """A half and a quarter of the micro-batch, in words. Sums are added in another order there: losses agree but for rounding.
+
+    Raises VerifyMismatch where the first update's losses agree and later ones do not: its gradients were weighed otherwise.
+    """
+    micro_batch, starts = limited.prepared.plan.partitions[0].micro_batch, limited.prepared.plan.starts
+    narrow = limited.preparation.settings.autocast is not None
+    close, alike = _CLOSE_NARROW if narrow else _CLOSE, []
+    for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
+        watch = Watch(first.steps)
+        try:
+            other = way(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts)))
+        except (ModelError, DataError) as error:
+            return f"; micro-batches of {size} are not compared, which the model does not take: {error}"
+        other.run(watch, reporter)
+        pairs = list(zip(first.losses, watch.losses, strict=True))
+        if not _near(*pairs[0], close):
+            return (
+                f"; micro-batches of {size} are not compared: a block takes statistics of a micro-batch (BatchNorm), or draws "
+                f"random numbers for it (Dropout): the first loss is {pairs[0][1]:.6g} instead of {pairs[0][0]:.6g}"
+            )
+        for number, (one, two) in enumerate(pairs, 1):
+            if not _near(one, two, close):
+                raise VerifyMismatch(
+                    f"micro-batches of {micro_batch} and of {size} differ: the mean loss of {number} update(s) is {one:.6g} "
+                    f"and {two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be."
+                )
+        alike.append(str(size))
+    if not alike:
+        return ""
+    return f"; micro-batches of {' and '.join(alike)} give the same losses within {close:g} (sums are added in another order)"
+
+
+_CLOSE, _CLOSE_NARROW, _CLOSE_EVALUATION = 1e-3, 5e-2, 1e-4
+"""Of losses. Updates amplify rounding; bfloat16 rounds at 4e-3; an evaluation starts from equal weights."""
+
+
+def _near(one: float, other: float, close: float) -> bool:
+    return abs(one - other) <= close * max(abs(one), abs(other), 1e-6)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def _refuse(steps: int, reference: str, options: dict[str, Any]) -> None:
+    if steps < 1:
+        raise OptionError(f"--steps: expected a number of updates from 1 up; found {steps}.")
+    exact = [method.name for method in EXACT]
+    if reference not in exact:
+        raise OptionError(f"--reference: expected one of {', '.join(exact)}; found {reference!r}.")
+    if options.get("method") == "sil":
+        raise OptionError(
+            "--method sil is approximate: its bits are not those of full training. Verify streamed or checkpointed."
+        )
+    if options.get("method") == "full":
+        raise OptionError("--method full is what the others are compared with. Verify streamed or checkpointed.")
+    if options.get("output_dir") or options.get("overwrite"):
+        raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
+
+
+def _refuse_plan(limited: Way, steps: int, reference: str) -> None:
+    plan, phases = limited.prepared.plan, limited.prepared.phases
+    if len(plan.partitions) == 1:
+        raise OptionError(
+            f"the network fits {format_size(plan.limit)} as one partition, which is full training already: there is nothing to "
+            "verify. Give a smaller --mem-limit, or --method streamed --partitions 2."
+        )
+    if plan.method == reference:
+        raise OptionError(f"--reference {reference} is what is to be verified. Give another one, or another --method.")
+    updates = sum(times * phase.updates for phase, times in counted(phases) if phase.kind is PhaseKind.TRAIN)
+    if steps > updates:
+        raise OptionError(f"--steps {steps}: training has {updates} update(s) in all. Give at most that, or more --epochs.")
+
+
+def _whole(options: dict[str, Any], limited: Way, reference: str) -> dict[str, Any]:
+    """The settings of the reference: the same micro-batches, in all the memory that there is."""
+    device = limited.preparation.device
+    room = min(device.total_memory(), Gauge(device).read() + device.free_memory())
+    micro_batch = limited.prepared.plan.partitions[0].micro_batch
+    return {**options, "method": reference, "mem_limit": room, "micro_batch_size": micro_batch, "partitions": "auto"}
+
+
+def _reference(limited: Way, trainer: Trainer, train: object) -> Way:
+    """Raises DoesNotFit where there is no room for it: then there is nothing to compare with."""
+    try:
+        found = Way.planned("reference", trainer, train)
+    except DoesNotFit as error:
+        needs = "" if error.smallest is None else f" needs {format_size(error.smallest)}, and"
+        settings = trainer.settings
+        raise DoesNotFit(
+            f"verify compares with {settings.method} training, which{needs} has {format_size(int(settings.mem_limit))} here "
+            f"(micro-batch {settings.micro_batch_size}). What is compared must run, whatever --mem-limit is. Verify a model of "
+            "fewer or narrower blocks of the same kinds, with a smaller --micro-batch-size, or on a machine with more memory"
+            + ("; or take --reference checkpointed, which needs less." if settings.method == "full" else "."),
+            smallest=error.smallest,
+        ) from None
+    # What the plan needs, and a little: it is not the limit of the reference that is to be proven.
+    found.limit = max(limited.limit, min(found.limit, limit_for(found.prepared.plan.peak) * 11 // 10))
+    return found
+
+
+# --- what is said -------------------------------------------------------------------------------------------------
+
+
+def _announced(limited: Way, other: Way, steps: int) -> str:
+    plan = limited.prepared.plan
+    count, micro_batch = len(plan.partitions), plan.partitions[0].micro_batch
+    kept = count - 1 - plan.keeps_graph_from if plan.keeps_graph_from is not None else 0
+    return (
+        f"verify: {steps} update(s) of {limited.method} under {format_size(limited.limit)} ({count} partitions, micro-batch "
+        f"{micro_batch}, {plan.slots} slot(s), boundaries on {plan.relay}, activations of {kept + 1} kept), then with a wrong "
+        f"replay, then of {other.method} under {format_size(other.limit)}"
+    )
+
+
+def _agreement(limited: Way, other: Way, watch: Watch, caught: str) -> Agreement:
+    total = xxhash.xxh3_128()
+    for key in sorted(watch.seen):
+        total.update(repr(key).encode() + watch.seen[key])
+    return Agreement(
+        method=limited.method, reference=other.method, steps=watch.steps, plan=limited.prepared.plan, peak=limited.peak,
+        tensors=len({key[1:] for key in watch.seen}), comparisons=len(watch.seen), digest=total.hexdigest(), caught=caught,
+    )  # fmt: skip
+
+
+def _told(limited: Way, other: Way, key: Key, first: Watch, again: Watch) -> str:
+    """What differs, by how much, and whether the model repeats itself at all."""
+    if again.seen.get(key) == first.seen.get(key):
+        cause = (
+            f"{limited.method} gave the same bits when it was run again: what is computed a second time is not what was "
+            "computed first. Does a block keep state that is neither parameter nor buffer? If none does, report this."
+        )
+    else:
+        cause = (
+            f"{limited.method} gave other bits when it was run again: the model does not repeat itself. Does a block draw "
+            "random numbers that are not torch's, keep state that is neither parameter nor buffer, or use kernels that add in "
+            "any order?"
+        )
+    return f"{limited.method} and {other.method} differ, first in {key} {key.when(first.steps)}: {again.difference}.\n  {cause}"
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyJob(Job):
+    """Prove on your own model that training under the limit gives the bits of full training, or name the tensor that differs.
+
+    Some updates are made under --mem-limit, again with a deliberately wrong replay, which must be noticed, and again by
+    --reference, which needs the memory of full training. Exit code 0: every bit is the same; 5: not, or the check is blind.
+    """
+
+    method: str = "streamed"
+    """What is to be verified: streamed, checkpointed, or auto (whichever training would take)."""
+    steps: int = 3
+    """Updates to compare, from the first one on."""
+    reference: str = "full"
+    """What it is to be equal to: full, or checkpointed or streamed, which need less memory."""
+
+
+_NOT_OURS = (
+    "resume", "plan", "plan_out", "dry_run", "print_schedule", "output_dir", "overwrite", "recovery_epochs",
+)  # fmt: skip
+
+
+def verified(arguments: Sequence[str]) -> None:
+    """`seqpart verify ARGUMENTS`. Raises what `verify` raises."""
+    job = options_of(VerifyJob, list(arguments), "seqpart verify")
+    given = [f"--{name.replace('_', '-')}" for name in _NOT_OURS if getattr(job, name)]
+    if given:
+        raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
+    reporter = Reporter(quiet=job.quiet)
+    _, trainer, train, _ = opened(job, reporter)
+    verify(trainer.model, train, steps=job.steps, reference=job.reference, reporter=reporter, **job.settings())
