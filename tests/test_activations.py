@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.data import boundary_cache as room
+from seqpart.data import reader as reading
 from seqpart.data import row_file as rows_room
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import RING, WINDOW, Reader, ReaderThread, reader_bytes, windows
@@ -32,7 +32,7 @@ COUNT = 1500
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
     monkeypatch.setattr(rows_room, "CHUNK", PAGE)
-    monkeypatch.setattr(room, "WINDOW", 3)
+    monkeypatch.setattr(reading, "WINDOW", 3)
 
 
 @pytest.fixture

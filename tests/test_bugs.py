@@ -241,7 +241,7 @@ def test_a_run_shorter_than_twenty_samples_has_its_file_pages_counted(monkeypatc
             return 0
 
     sizes = iter([1000, 5000])
-    monkeypatch.setattr("seqpart.memory.limit.read_process", lambda: Reading(file=next(sizes)))
+    monkeypatch.setattr("seqpart.memory.sampler.read_process", lambda: Reading(file=next(sizes)))
     sampler = Sampler(Still(), limit=1)
     sampler.stop()
     assert sampler.file_growth == 4000

@@ -161,7 +161,7 @@ def test_the_proof_says_all_in_one_line():
 
 def test_the_shortest_of_several_timings_is_taken(monkeypatch):
     clock = iter([0.0, 5.0, 10.0, 12.0, 20.0, 29.0])
-    monkeypatch.setattr("seqpart.memory.limit.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("seqpart.planning.hardware.time.perf_counter", lambda: next(clock))
     calls = []
     assert seconds_of(lambda: calls.append(1)) == 2.0
     assert len(calls) == 3
