@@ -66,9 +66,9 @@ def run(model: str, limit: str, methods: str, facts: dict[str, dict[str, Any]], 
 def shown(row: dict[str, Any]) -> str:
     verdict = "VIOLATION" if row["violation"] else row["fits"]
     peak = format_size(row["peak"]) if row["peak"] else "-"
-    foretold = f", foretold {format_size(row['predicted'])}" if row["predicted"] else ""
+    predicted = f", predicted {format_size(row['predicted'])}" if row["predicted"] else ""
     speed = f", {row['epoch_seconds']:.2f} s" if row["epoch_seconds"] else ""
-    return f"{row['model']:<9} {format_size(row['limit']):>9}  {row['method']:<21} {verdict:<26} peak {peak}{foretold}{speed}"
+    return f"{row['model']:<9} {format_size(row['limit']):>9}  {row['method']:<21} {verdict:<26} peak {peak}{predicted}{speed}"
 
 
 def main() -> int:

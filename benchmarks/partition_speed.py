@@ -128,7 +128,7 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     """Save and load a partition of 20 blocks, alternating with the probes."""
     import torch
 
-    from seqpart.execution.partition import Resident
+    from seqpart.execution.partition import Partition
     from seqpart.execution.slots import Slot, at_once
     from seqpart.files.direct import probe_disk
     from seqpart.memory.device import open_device
@@ -144,19 +144,19 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     costs, adam = measure_chain(chain, (WIDTH,), 8), choose("adam", lr=1e-4)
     store = Store(folder, device)
     for block, cost in zip(chain, costs, strict=True):
-        views = cost.layout.views(flat := device.empty(cost.layout.room))
+        views = cost.layout.views(flat := device.empty(cost.layout.padded_nbytes))
         for name, tensor in tensors_of(block.build(device, 0)).items():
             views[name].copy_(tensor.detach())
         store.put(block.home, cost.layout, flat)
-    resident = Resident(0, chain, costs, store, device, optimizer=adam, seed=0)
+    partition = Partition(0, chain, costs, store, device, optimizer=adam, seed=0)
     slot = Slot(device.empty(slot_bytes(costs, adam)).zero_(), at_once)
 
     def load(*, learns: bool) -> None:
-        resident.begin_load(slot, to_update=learns)
-        resident.finish_load(learns=learns)
+        partition.begin_load(slot, to_update=learns)
+        partition.finish_load(learns=learns)
 
     def drop() -> None:
-        _, free, _ = resident.begin_drop(keep_state=False)
+        _, free, _ = partition.begin_drop(keep_state=False)
         free()
 
     nbytes = sum(cost.weights for cost in costs)
@@ -167,9 +167,9 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
         seen["load"].append(nbytes / (time.perf_counter() - began))
         drop()
         load(learns=True)
-        for parameter in resident.trainable:
+        for parameter in partition.trainable:
             parameter.grad = torch.zeros_like(parameter)
-        resident.update()
+        partition.update()
         began = time.perf_counter()
         drop()
         seen["save"].append(nbytes / (time.perf_counter() - began))

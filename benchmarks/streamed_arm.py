@@ -126,7 +126,8 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds": [after - before for before, after in itertools.pairwise(ends)],
         **watch.used[WARM_UP - 1].per_update(watch.used[-1], len(ends) - 1),
         "peak": result.proof.peak, "predicted": plan.peak, "violations": result.proof.violations, "runtime": plan.runtime,
-        "partitions": len(plan.partitions), "slots": plan.slots, "relay": plan.relay, "keeps_graph_from": plan.keeps_graph_from,
+        "partitions": len(plan.partitions), "slots": plan.slots, "boundary_tier": plan.boundary_tier,
+        "keeps_graph_from": plan.keeps_graph_from,
         "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,
         "verbs": {name: round(seconds / max(1, len(ends) - 1), 4) for name, seconds in watch.verbs.items()},
     }  # fmt: skip
@@ -134,9 +135,9 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def idle(arm: str) -> None:
     """Take the disk, or the computation, out of the run, from the first updates on."""
-    from seqpart.execution.compute import Passes
-    from seqpart.execution.metrics import Tally
-    from seqpart.execution.partition import Resident
+    from seqpart.execution.compute import Compute
+    from seqpart.execution.metrics import Metrics
+    from seqpart.execution.partition import Partition
     from seqpart.offload.store import Store, Transfer
 
     if arm == "compute":
@@ -153,30 +154,30 @@ def idle(arm: str) -> None:
             work = [item for item in items if calls["get"] < SETTLED or item[1].nbytes < SMALL]
             return real_put(self, work, after, **how)
 
-        real_end = Passes.end_phase
+        real_end = Compute.end_phase
 
-        def end_phase(self: Passes, number: int) -> None:
-            self.tally = Tally(loss=0.0, rows=1)  # the weights of other blocks bring no loss worth a look
+        def end_phase(self: Compute, number: int) -> None:
+            self.metrics = Metrics(loss=0.0, rows=1)  # the weights of other blocks bring no loss worth a look
             real_end(self, number)
 
         Store.begin_get, Store.begin_put = begin_get, begin_put  # type: ignore[method-assign]
-        Passes.end_phase = end_phase  # type: ignore[method-assign]
+        Compute.end_phase = end_phase  # type: ignore[method-assign]
         return
 
-    def nothing(self: Passes, step: Any) -> tuple[int, int]:
+    def nothing(self: Compute, step: Any) -> tuple[int, int]:
         batch_rows = self._phases[step.phase].kind.name
         if batch_rows == "TRAIN" and step.verb.name == "FORWARD" and step.partition == 0:
             batch = self._next_batch(step)
             self._done_with(batch)
         return (0, 0) if batch_rows == "TRAIN" else real_forward(self, step)
 
-    real_forward = Passes.forward
-    Passes.forward = Passes.backward = nothing  # type: ignore[method-assign]
+    real_forward = Compute.forward
+    Compute.forward = Compute.backward = nothing  # type: ignore[method-assign]
 
-    def update(self: Resident, rate: float = 1.0, clip: Any = None) -> None:
+    def update(self: Partition, rate: float = 1.0, clip: Any = None) -> None:
         self._changed = True
 
-    Resident.update = update  # type: ignore[method-assign]
+    Partition.update = update  # type: ignore[method-assign]
 
 
 def main() -> None:

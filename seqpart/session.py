@@ -10,23 +10,23 @@ from typing import Any
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.export import export_weights
-from seqpart.checkpoint.resume import Progress, data_digest, state_of
+from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.checkpoint.scratch_directory import open_scratch
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import ReaderThread
-from seqpart.data.splits import pour
+from seqpart.data.splits import write_rows
 from seqpart.directory.leftovers import tell_leftovers
 from seqpart.directory.run_directory import RunDirectory, new_name
 from seqpart.errors import CorruptFile, DataError, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory, SeqpartError
-from seqpart.execution.boundary_exchange import Relay, open_relay
-from seqpart.execution.compute import Passes, PhaseDone, reads
+from seqpart.execution.boundary_exchange import BoundaryExchange, open_exchange
+from seqpart.execution.compute import Compute, PhaseDone, reads
 from seqpart.execution.executor import AllocationFailed, Event, Executor, Hooks
-from seqpart.execution.metrics import Tally
-from seqpart.execution.partition import Resident
+from seqpart.execution.metrics import Metrics
+from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.files.atomic import write_text
-from seqpart.files.checksummed import sealed
+from seqpart.files.checksummed import with_checksum
 from seqpart.files.direct import aligned
 from seqpart.files.scratch import WEIGHTS
 from seqpart.interrupts import Interrupts
@@ -34,7 +34,7 @@ from seqpart.memory.device import Device, describe_versions
 from seqpart.memory.limit import enforced
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.model.blocks import attach, detach, layout_of, tensors_of
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.offload.store import Store
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared, Stage, refuse_small_disk
@@ -48,7 +48,7 @@ RESULT = "result.json"
 PLAN = "plan.json"
 JOB = "job.json"
 
-Witness = Callable[[Resident, Step], None]
+BeforeUpdate = Callable[[Partition, Step], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,21 +82,21 @@ def told(device: Device, when: str) -> Iterator[None]:
         raise found from error
 
 
-class Run:
+class Session:
     """Everything that it opens is closed by `stack`."""
 
     def __init__(
         self, preparation: Preparation, prepared: Prepared, reporter: Reporter, sampler: Sampler, stack: ExitStack,
-        *, progress: Progress | None, job: dict[str, Any] | None, witness: Witness | None,
+        *, resumed: ResumePoint | None, job: dict[str, Any] | None, before_update: BeforeUpdate | None,
     ) -> None:  # fmt: skip
         self._preparation, self._prepared, self._reporter = preparation, prepared, reporter
         self._settings, self._device = preparation.settings, preparation.device
-        self._sampler, self._stack, self._job, self._witness = sampler, stack, job, witness
-        self._progress = progress
-        self._losses = list(progress.losses) if progress is not None else []
-        self._test = progress.test if progress is not None else None
+        self._sampler, self._stack, self._job, self._before_update = sampler, stack, job, before_update
+        self._resumed = resumed
+        self._losses = list(resumed.losses) if resumed is not None else []
+        self._test = resumed.test if resumed is not None else None
         """Loss and accuracy of the latest pass over the test rows."""
-        self._residents: list[Resident] = []
+        self._partitions: list[Partition] = []
         self._state = "failed"
         self._interrupts, self._finished = Interrupts(), ""
 
@@ -106,15 +106,15 @@ class Run:
         self._stack.push(lambda kind, *_: self._interrupts.end(self._finished, failed=kind is not None))
         directory = self._open_directories(plan)
         reader_thread = self._stack.enter_context(ReaderThread())
-        self._sampler.gauge.grant(plan.host_limit)
-        arena_bytes, relay_bytes = self._prepared.arena_bytes, self._prepared.relay_bytes
-        self._arena = Arena(arena_bytes, self._device, first=relay_bytes) if arena_bytes else None
-        self._boundary_room = self._arena.take(relay_bytes) if self._arena is not None and relay_bytes else None
-        self._store = Store(self._scratch.homes, self._device, self._arena)
+        self._sampler.usage.grant(plan.host_limit)
+        host_pool_bytes, exchange_bytes = self._prepared.host_pool_bytes, self._prepared.exchange_bytes
+        self._host_pool = HostPool(host_pool_bytes, self._device, first=exchange_bytes) if host_pool_bytes else None
+        self._boundary_room = self._host_pool.take(exchange_bytes) if self._host_pool is not None and exchange_bytes else None
+        self._store = Store(self._scratch.homes, self._device, self._host_pool)
         self._stack.callback(self._store.close)
         if self._prepared.method.exact:
             self._store.reserve(self._prepared.hosted())
-        self._boundaries = Boundaries(self._scratch.rows, self._device, self._arena)
+        self._boundaries = Boundaries(self._scratch.rows, self._device, self._host_pool)
         self._stack.callback(self._boundaries.close)
         self._digest = data_digest(self._preparation.train, self._preparation.test)
         self._saving = Saving(
@@ -128,7 +128,7 @@ class Run:
                     self._run_stages(reader_thread)
                     with self._told("the weights were written"):
                         export_weights(directory.result(WEIGHTS), self._prepared.chain, self._prepared.costs, self._store)
-                    self._saving.obey(Position(len(self._prepared.phases)), Tally())
+                    self._saving.obey(Position(len(self._prepared.phases)), Metrics())
                     self._interrupts.hold()
                 self._give_back()
             return self._conclude(directory, time.perf_counter() - began)
@@ -139,10 +139,10 @@ class Run:
     # --- directories and homes ------------------------------------------------------------------------------------
 
     def _open_directories(self, plan: Plan) -> RunDirectory:
-        settings, progress = self._settings, self._progress
-        manifest = progress.manifest if progress is not None else None
+        settings, resumed = self._settings, self._resumed
+        manifest = resumed.manifest if resumed is not None else None
         name = new_name(plan.method)
-        root = progress.root if progress is not None else settings.output_dir or Path("runs") / name
+        root = resumed.root if resumed is not None else settings.output_dir or Path("runs") / name
         directory = RunDirectory(root, overwrite=settings.overwrite, resume=manifest is not None)
 
         def close(kind: type[BaseException] | None, *_: object) -> None:
@@ -153,58 +153,58 @@ class Run:
         if self._scratch is not directory:
             self._stack.push(lambda kind, *_: self._scratch.vanish(failed=kind is not None))
         if manifest is None:
-            refuse_small_disk(plan, self._scratch.root, written=plan.given)
+            refuse_small_disk(plan, self._scratch.root, written=plan.live_bytes)
         for line in tell_leftovers(self._scratch.root.parent, directory.cleaned):
             self._reporter.say(line)
         self._reporter.open_log(directory.result(EVENTS), add=manifest is not None)
         self._reporter.record("start", **describe_versions(), settings={k: str(v) for k, v in asdict(settings).items()})
         write_text(directory.result(PLAN), plan.to_json())
         if self._job is not None:
-            write_text(directory.result(JOB), sealed("job", self._job))
+            write_text(directory.result(JOB), with_checksum("job", self._job))
         self._reporter.say(f"run directory {directory.root}")
-        if progress is not None:
-            self._reporter.say(progress.words(self._prepared.phases))
+        if resumed is not None:
+            self._reporter.say(resumed.words(self._prepared.phases))
         return directory
 
     def _fill_homes(self) -> None:
         """Weights and rows: from the checkpoint, or from the model and the data."""
-        progress = self._progress if self._progress is not None and self._progress.manifest is not None else None
+        resumed = self._resumed if self._resumed is not None and self._resumed.manifest is not None else None
         for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
             self._boundaries.labels[name] = split.labels
         with self._told("the blocks were built"):
-            self._build_homes(keep=progress is not None)
-        if progress is not None and progress.manifest is not None:
+            self._build_homes(keep=resumed is not None)
+        if resumed is not None and resumed.manifest is not None:
             with self._told("the checkpoint was read"):
-                manifests.restore(progress.manifest, self._store, self._boundaries, self._pour_again)
-                self._pour_missing(progress.position)
-            for name in progress.unused_states(self._prepared):
+                manifests.restore(resumed.manifest, self._store, self._boundaries, self._rewrite_rows)
+                self._write_missing_rows(resumed.position)
+            for name in resumed.unused_states(self._prepared):
                 self._store.discard(name)
             return
         with self._told("the data were read"):
-            self._pour("train")
-            self._pour("test")
+            self._write_rows("train")
+            self._write_rows("test")
 
-    def _pour_missing(self, at: Position) -> None:
+    def _write_missing_rows(self, at: Position) -> None:
         """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
         ahead = {reads(phase) for phase, _ in counted(self._prepared.phases[at.phase :])}
         for name in ("train", "test"):
             if (name, 0) in ahead and (name, 0) not in self._boundaries:
-                self._pour(name)
+                self._write_rows(name)
 
-    def _pour_again(self, name: str, error: CorruptFile) -> None:
+    def _rewrite_rows(self, name: str, error: CorruptFile) -> None:
         self._reporter.say(f"{error} It is made again from the data.")
-        self._pour(name)
+        self._write_rows(name)
 
-    def _pour(self, name: str) -> None:
+    def _write_rows(self, name: str) -> None:
         """Boundary 0: the data set's rows, checked and sent home."""
         split = self._preparation.train if name == "train" else self._preparation.test
         rows = self._boundaries.create(name, 0, self._prepared.input_layout, split.count)
-        pour(split, rows.append)
+        write_rows(split, rows.append)
         rows.finish()
 
     def _build_homes(self, *, keep: bool) -> None:
         """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""
-        staging = aligned(max(cost.layout.room for cost in self._prepared.costs))
+        staging = aligned(max(cost.layout.padded_nbytes for cost in self._prepared.costs))
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(self._device, self._settings.seed)
             tensors = {} if block.given_alive else block.own(tensors_of(module))
@@ -213,7 +213,7 @@ class Run:
             if not keep:
                 views = cost.layout.views(staging)
                 if block.given_alive:
-                    self._preparation.given.read(block, views)
+                    self._preparation.live_modules.read(block, views)
                 for name, tensor in tensors.items():
                     views[name].copy_(tensor.detach())
                 self._store.put(block.home, cost.layout, staging)
@@ -223,76 +223,78 @@ class Run:
         """The trained weights, to modules that were given alive. A run that ends early leaves them as they came."""
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             if block.given_alive:
-                flat = aligned(cost.layout.room)
+                flat = aligned(cost.layout.padded_nbytes)
                 if cost.weights:
                     self._store.get(block.home, flat)
-                attach(block.husk, cost.layout.views(flat))
+                attach(block.module, cost.layout.views(flat))
                 block.restore_modes()
-                self._preparation.given.keep(block)
+                self._preparation.live_modules.keep(block)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _run_stages(self, thread: ReaderThread) -> None:
         """Run the schedule; after a failed allocation, go on from the last finished update with half the micro-batch."""
-        position, tally = Position(), None
-        if self._progress is not None and self._progress.manifest is not None:
-            position = self._progress.position
-            tally = Tally.from_json(self._progress.tally, self._device.torch) if self._progress.tally else None
-        self._saving.begin(changed=self._progress is not None and bool(self._progress.said))
+        position, metrics = Position(), None
+        if self._resumed is not None and self._resumed.manifest is not None:
+            position = self._resumed.position
+            metrics = Metrics.from_json(self._resumed.metrics, self._device.torch) if self._resumed.metrics else None
+        self._saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
         number = 0
         while number < len(self._prepared.stages):
             stage = self._prepared.stages[number]
             if position.phase >= stage.end:
                 number += 1
                 continue
-            failed, position, tally = self._run_stage(stage, position, tally, thread)
+            failed, position, metrics = self._run_stage(stage, position, metrics, thread)
             if failed is not None:
-                self._saving.obey(position, tally or Tally())
+                self._saving.obey(position, metrics or Metrics())
                 self._halve_micro_batch(*failed)
 
     def _run_stage(
-        self, stage: Stage, position: Position, tally: Tally | None, thread: ReaderThread
-    ) -> tuple[tuple[str, Executor] | None, Position, Tally | None]:
+        self, stage: Stage, position: Position, metrics: Metrics | None, thread: ReaderThread
+    ) -> tuple[tuple[str, Executor] | None, Position, Metrics | None]:
         """(what failed, where the run stands, its sums): from `position` to the stage's end, or to a failed allocation."""
         with ExitStack() as stack:
-            relay = self._relay(stage)
-            stack.callback(relay.close)
-            executor = self._executor(thread, stage, relay, position, tally)
+            exchange = self._exchange(stage)
+            stack.callback(exchange.close)
+            executor = self._executor(thread, stage, exchange, position, metrics)
             phases = self._prepared.phases
             self._reporter.begin(phases, position.phase, self._prepared.plan.limit, lambda: self._sampler.peak)
             stack.callback(self._reporter.end)
             self._sampler.label = lambda: str(executor.step)
             try:
-                executor.run(checked(steps_of(phases[: stage.end], position), stage.means.slots))
+                executor.run(checked(steps_of(phases[: stage.end], position), stage.resources.slots))
             except AllocationFailed as failure:
-                return (str(failure), executor), executor.position, executor.passes.rested
+                return (str(failure), executor), executor.position, executor.compute.rested
             except Diverged as error:
                 raise Diverged(f"{error} {self._saving.fallback(phases[executor.step.phase].stage)}") from None
             return None, executor.position, None
 
-    def _relay(self, stage: Stage) -> Relay:
+    def _exchange(self, stage: Stage) -> BoundaryExchange:
         rows = max(phase.batch for phase, _ in counted(self._prepared.phases))
-        return open_relay(
-            stage.means.relay, self._prepared.partition_costs, rows, stage.micro_batch, self._boundary_room,
+        return open_exchange(
+            stage.resources.boundary_tier, self._prepared.partition_costs, rows, stage.micro_batch, self._boundary_room,
             self._scratch.rows / "relay.part", self._device,
         )  # fmt: skip
 
-    def _executor(self, thread: ReaderThread, stage: Stage, relay: Relay, start: Position, tally: Tally | None) -> Executor:
+    def _executor(
+        self, thread: ReaderThread, stage: Stage, exchange: BoundaryExchange, start: Position, metrics: Metrics | None
+    ) -> Executor:
         prepared, settings = self._prepared, self._settings
-        residents = self._residents = [
-            Resident(
+        partitions = self._partitions = [
+            Partition(
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self._store, self._device,
-                optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.means.borrows,
+                optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.resources.borrows,
             )
             for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
         ]  # fmt: skip
-        for resident in residents if stage.means.borrows else ():
-            owners = {tie.owner for _, tie in resident.tied}
-            resident.lenders = [other for other in residents if owners.intersection(other.blocks)]
-        passes = Passes(
-            phases=prepared.phases, residents=residents, losses=prepared.loss, boundaries=self._boundaries,
-            cache_layouts=prepared.cache_layouts, relay=relay, device=self._device, reader_thread=thread, seed=settings.seed,
-            start=start, tally=tally, falsify=self._preparation.falsify, listen=self._listen,
+        for partition in partitions if stage.resources.borrows else ():
+            owners = {tie.owner for _, tie in partition.tied}
+            partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
+        compute = Compute(
+            phases=prepared.phases, partitions=partitions, losses=prepared.loss, boundaries=self._boundaries,
+            cache_layouts=prepared.cache_layouts, exchange=exchange, device=self._device, reader_thread=thread,
+            seed=settings.seed, start=start, metrics=metrics, falsify=self._preparation.falsify, listen=self._listen,
         )  # fmt: skip
         factor = rate_schedule(settings.lr_schedule, settings.warmup_updates)
 
@@ -300,13 +302,13 @@ class Run:
             return factor((phase.epoch - 1) * phase.updates + done, phase.epochs * phase.updates)
 
         gradients = any(phase.clips and phase.streamed for phase, _ in counted(prepared.phases[: stage.end]))
-        rooms = sorted(resident.needs(to_update=True, gradients=gradients) for resident in residents)
+        capacities = sorted(partition.needs(to_update=True, gradients=gradients) for partition in partitions)
         hooks = Hooks(listen=self._listen, guard=self._guard, at_rest=self._at_rest)
-        if self._witness is not None:
-            hooks.witness = self._witness
+        if self._before_update is not None:
+            hooks.before_update = self._before_update
         return Executor(
-            phases=prepared.phases, residents=residents, passes=passes, boundaries=self._boundaries,
-            slots=Slots(rooms[-stage.means.slots :], self._device), store=self._store, device=self._device,
+            phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self._boundaries,
+            slots=Slots(capacities[-stage.resources.slots :], self._device), store=self._store, device=self._device,
             clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start,
         )  # fmt: skip
 
@@ -347,22 +349,22 @@ class Run:
         if self._sampler.violations:
             raise LimitExceeded(
                 f"the limit of {format_size(self._sampler.limit)} was passed: {format_size(self._sampler.peak)} by "
-                f"{self._sampler.gauge.source}, in {self._sampler.violation_label or 'start'}; the plan had foretold "
+                f"{self._sampler.usage.source}, in {self._sampler.violation_label or 'start'}; the plan had predicted "
                 f"{format_size(self._prepared.plan.peak)}. Earlier files are intact. Give a larger limit, and report this."
             )
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def _at_rest(self, executor: Executor) -> None:
-        self._saving.at_rest(executor, self._residents, self._prepared.phases)
+        self._saving.at_rest(executor, self._partitions, self._prepared.phases)
 
-    def _state_at(self, position: Position, tally: Tally) -> dict[str, Any]:
+    def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """What a checkpoint says beside tensors."""
         return state_of(
             self._preparation,
             self._prepared,
             position,
-            tally,
+            metrics,
             losses=self._losses,
             test=self._test,
             data=self._digest,
@@ -378,7 +380,7 @@ class Run:
         self._guard()
         assert self._test is not None
         proof = Proof(
-            limit=plan.limit, peak=sampler.peak, source=sampler.gauge.source,
+            limit=plan.limit, peak=sampler.peak, source=sampler.usage.source,
             predicted=max(plan.peak, sampler.known), runtime=plan.runtime,
             allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth,
             samples=sampler.samples, violations=sampler.violations,

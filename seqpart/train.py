@@ -1,4 +1,4 @@
-"""The door: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, verify, doctor)."""
+"""The command: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, verify, doctor)."""
 
 import atexit
 import itertools
@@ -96,11 +96,11 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
 def _origin(error: SystemExit) -> str | None:
     """The last place of the user's own code that led to it; None where none did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    rooms = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
-    outside = [n for n, room in enumerate(rooms) if room not in (__package__, "__main__")]
-    if not outside or rooms[outside[0]] in _PARSERS:
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    outside = [n for n, package in enumerate(packages) if package not in (__package__, "__main__")]
+    if not outside or packages[outside[0]] in _PARSERS:
         return None
-    frame = next((frames[n] for n in reversed(outside) if rooms[n] not in _PARSERS), frames[outside[0]])
+    frame = next((frames[n] for n in reversed(outside) if packages[n] not in _PARSERS), frames[outside[0]])
     return f"{frame.f_code.co_name} in {frame.f_code.co_filename}, line {frame.f_lineno},"
 
 

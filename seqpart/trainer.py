@@ -1,4 +1,4 @@
-"""The facade: `Trainer(model, mem_limit="2GB").fit(train, test)`. It wires rooms together and schedules nothing."""
+"""The facade: `Trainer(model, mem_limit="2GB").fit(train, test)`. It puts a run together and schedules nothing."""
 
 import time
 from contextlib import ExitStack, closing
@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from seqpart.checkpoint.resume import Progress, progress_of
+from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.data.splits import as_split
 from seqpart.errors import OptionError
 from seqpart.interrupts import like_ctrl_c
 from seqpart.memory.device import open_device
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
-from seqpart.memory.usage import Gauge, highest
+from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Build, describe
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
-from seqpart.session import Result, Run, Witness, told
+from seqpart.session import BeforeUpdate, Result, Session, told
 from seqpart.settings import Settings
 
 __all__ = ["Result", "Trainer"]
@@ -87,7 +87,7 @@ class Trainer:
 
     def count_from_start(self) -> None:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""
-        self._sampler = Sampler(Gauge(self.device), limit=1 << 62)
+        self._sampler = Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler.label = lambda: "start"
         if self.device.kind == "cpu":
             self._sampler.heed(self._held, "the import of libraries")
@@ -100,20 +100,20 @@ class Trainer:
 
     def fit(
         self, train: object, test: object, *, reuse: Plan | None = None, resume: str | Path | None = None,
-        reporter: Reporter | None = None, job: dict[str, Any] | None = None, witness: Witness | None = None,
+        reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
     ) -> Result:  # fmt: skip
         """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items.
 
         resume: the directory of a run that ended early, or one of its checkpoint files; it goes on to the bits that it
             would have reached. Model, data and settings must be the same, but for limits and places, and for learning rate,
             schedule, clipping, weight decay and epochs, which hold from there on.
-        job: JSON that is kept in the run directory, for who starts the run again. witness: sees gradients; see `Hooks`.
+        job: JSON that is kept in the run directory, for who starts the run again. before_update: sees gradients; see `Hooks`.
 
         Raises DoesNotFit before anything is trained, LimitExceeded when the limit was passed, StoreError for disks and
         damaged checkpoints, Diverged when a loss is not finite any more, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
         in the main thread) came and the run was saved.
         """
-        sampler = self._sampler or Sampler(Gauge(self.device), limit=1 << 62)
+        sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
         reporter = reporter or Reporter(quiet=self._quiet)
         began = time.perf_counter()
@@ -123,13 +123,15 @@ class Trainer:
             stack.enter_context(self.device.own_random_state())
             sampler.start()
             stack.callback(sampler.stop)
-            progress: Progress | None = progress_of(Path(resume), self.settings) if resume is not None else None
+            resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse)))
             sampler.hold(preparation.limit)
-            prepared = progress.planned(preparation) if progress is not None else preparation.planned()
+            prepared = resumed.planned(preparation) if resumed is not None else preparation.planned()
             if self.device.kind == "cpu":
                 sampler.heed(preparation.trials.peak)
             sampler.known = sampler.peak
-            run = Run(preparation, prepared, reporter, sampler, stack, progress=progress, job=job, witness=witness)
+            run = Session(
+                preparation, prepared, reporter, sampler, stack, resumed=resumed, job=job, before_update=before_update
+            )
             return run.carry_out(began)

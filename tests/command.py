@@ -1,4 +1,4 @@
-"""The real command in a process of its own, and the same code path inside this one, for tests of the front door."""
+"""The real command in a process of its own, and the same code path inside this one, for tests of the command line."""
 
 import os
 import signal

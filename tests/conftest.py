@@ -12,8 +12,8 @@ from seqpart.memory.device import describe_versions  # before torch: seqpart set
 import torch  # isort: skip
 
 # No test depends on time: a law that is checked slowly on a busy machine is no broken law.
-settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("house")
+settings.register_profile("seqpart", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("seqpart")
 
 # Every run collects garbage before it looks at its own memory: half of so short a run, with all that torch brings.
 importlib.import_module("torch._dynamo")

@@ -10,7 +10,7 @@ import seqpart.planning.exact as exactplan
 from seqpart import Trainer
 from seqpart.data.splits import Split
 from seqpart.model.costs import measure_chain
-from seqpart.planning.simulator import Means, Rates
+from seqpart.planning.simulator import Resources, Speeds
 
 ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
 
@@ -21,12 +21,12 @@ class How:
 
     method: str = "streamed"
     slots: int = 1
-    relay: str = "device"
+    boundary_tier: str = "device"
     keeps: float | None = None
 
     def __str__(self):
         kept = "" if self.keeps is None else f", keeps from {self.keeps}"
-        return f"{self.method}, {self.slots} slot(s), {self.relay}{kept}"
+        return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}"
 
 
 FULL = How(method="full")
@@ -35,9 +35,9 @@ HOWS = [
     How(),
     How(slots=2, keeps=0),
     How(slots=1, keeps=0.5),
-    How(slots=1, relay="disk"),
-    How(slots=2, relay="disk"),
-    How(slots=2, relay="host"),
+    How(slots=1, boundary_tier="disk"),
+    How(slots=2, boundary_tier="disk"),
+    How(slots=2, boundary_tier="host"),
 ]
 
 
@@ -48,12 +48,12 @@ class Record(dict):
         super().__init__()
         self._updates = {}
 
-    def __call__(self, resident, step):
+    def __call__(self, partition, step):
         update = self._updates[step.partition] = self._updates.get(step.partition, -1) + 1
-        state = resident.optimizer.state if resident.optimizer is not None else {}
-        for block in resident.blocks:
+        state = partition.optimizer.state if partition.optimizer is not None else {}
+        for block in partition.blocks:
             elsewhere = {tie.name for tie in block.tied}
-            for name, tensor in [*block.husk.named_parameters(), *block.husk.named_buffers()]:
+            for name, tensor in [*block.module.named_parameters(), *block.module.named_buffers()]:
                 if name in elsewhere:
                     continue
                 key = f"{block.name}.{name}"
@@ -99,14 +99,17 @@ class Trained:
         loss, optimizer = options.pop("loss", None), options.pop("optimizer", "sgd")
         if how.method == "full":
             options.pop("partitions", None)
-        if how.relay == "host":
+        if how.boundary_tier == "host":
             options["ram_limit"] = "50MB"
         record = Record()
         trainer = Trainer(
             self.model(), loss, optimizer, output_dir=self._folder / f"run-{next(self._numbers)}", quiet=True, **options
         )
-        result = trainer.fit(*self._data, witness=record)
-        assert how.method == "full" or (result.plan.relay, result.plan.slots) == (how.relay, self._slots(how, result.plan))
+        result = trainer.fit(*self._data, before_update=record)
+        assert how.method == "full" or (result.plan.boundary_tier, result.plan.slots) == (
+            how.boundary_tier,
+            self._slots(how, result.plan),
+        )
         for name, tensor in load_file(result.weights).items():
             record["end", "value", name] = tensor
         for number, loss in enumerate(result.train_losses):
@@ -118,18 +121,20 @@ class Trained:
         return how.slots if how.method == "streamed" else len(plan.partitions)
 
     def _force(self, how):
-        def only(request, method, micro_batch, room):
-            starts = request.starts if method.cuts else (0,)
-            parts = exactplan._parts(request, micro_batch, starts)
+        def only(problem, method, micro_batch, available):
+            starts = problem.starts if method.cuts else (0,)
+            parts = exactplan._parts(problem, micro_batch, starts)
             keeps = None if how.keeps is None else int(how.keeps * (len(parts) - 1))
             slots = len(parts) if method.stays else how.slots
-            yield exactplan.foretell_exact(request, method, micro_batch, parts, Means(slots=slots, relay=how.relay), keeps)
+            yield exactplan.predict(
+                problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=how.boundary_tier), keeps
+            )
 
         self._patch.setattr(exactplan, "_variants", only)
         # Looked at by plans only, which are forced here; they take half of so short a run.
         self._patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-        rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-        self._patch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
+        speeds = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+        self._patch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: speeds)
         self._patch.setattr("seqpart.planning.inputs.measure_chain", self._measured)
 
     def _measured(self, chain, shape, batch, **named):

@@ -1,4 +1,4 @@
-"""What users bring to the front door: a module of models and data sets, most of them unusable, and data files."""
+"""What users bring to the command line: a module of models and data sets, most of them unusable, and data files."""
 
 import struct
 import textwrap

@@ -20,10 +20,10 @@ from seqpart import session as run
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import Interrupted
 from seqpart.execution.executor import StepDone
-from seqpart.execution.partition import Resident
+from seqpart.execution.partition import Partition
 from seqpart.files.direct import DirectFile
 from seqpart.planning.preparation import Preparation
-from seqpart.planning.simulator import Rates
+from seqpart.planning.simulator import Speeds
 from seqpart.report.reporter import Reporter
 from seqpart.train import main
 from tests.command import ENVIRONMENT
@@ -72,7 +72,7 @@ class Arm(Trained):
 
     def fit(self, name="stopped", *, reporter=None, resume=None, **options):
         options = {"method": self.how.method, **self.options, **options}
-        if self.how.relay == "host":
+        if self.how.boundary_tier == "host":
             options["ram_limit"] = "50MB"
         if self.how.method == "full":
             options.pop("partitions", None)
@@ -117,7 +117,7 @@ PLACES = {
     "write": (os, "pwritev"),
     "save": (os, "fsync"),
     "rename": (os, "replace"),
-    "update": (Resident, "update"),
+    "update": (Partition, "update"),
     "export": (run, "export_weights"),
     "publish": (RunDirectory, "publish"),
     "close": (RunDirectory, "close"),
@@ -181,8 +181,8 @@ def become(order, counts):
     os.dup2(said, 1)
     os.dup2(said, 2)
     # Looked at by plans only; measuring takes longer than the run.
-    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    sys.modules["seqpart.planning.inputs"].measure_rates = lambda *_: rates
+    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    sys.modules["seqpart.planning.inputs"].measure_speeds = lambda *_: rates
     called = dict.fromkeys(PLACES, 0)
     for place in PLACES:
         die_at(place, order["at"][1] if order["at"] and order["at"][0] == place else 0, called)

@@ -15,12 +15,12 @@ from seqpart.memory.device import Device  # before torch: seqpart sets what torc
 import torch  # isort: skip
 
 from seqpart.checkpoint.manifest import load, restore, save
-from seqpart.data import row_file as rows_room
+from seqpart.data import row_file
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.row_file import RowLayout
 from seqpart.files.direct import PAGE, aligned
 from seqpart.files.scratch import has_checkpoint
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store
 
@@ -37,10 +37,10 @@ CALLS = ("pwritev", "ftruncate", "fsync", "replace", "unlink")
 def opened(root, budget=0):
     """The store and the boundaries of the run in `root`."""
     device = Device()
-    arena = Arena(budget, device) if budget else None
+    host_pool = HostPool(budget, device) if budget else None
     for name in ("homes", "rows"):
         (root / name).mkdir(parents=True, exist_ok=True)
-    store, boundaries = Store(root / "homes", device, arena), Boundaries(root / "rows", device, arena)
+    store, boundaries = Store(root / "homes", device, host_pool), Boundaries(root / "rows", device, host_pool)
     try:
         yield store, boundaries
     finally:
@@ -116,7 +116,7 @@ def die_at(call):
 
 
 def serve():
-    rows_room.CHUNK = CHUNK
+    row_file.CHUNK = CHUNK
     for line in sys.stdin:
         root, budget, call, updates = line.split()
         child = os.fork()

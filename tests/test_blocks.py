@@ -83,12 +83,12 @@ def test_initial_weights_are_a_function_of_seed_and_place():
 def test_a_living_module_is_itself():
     module = nn.Linear(3, 4)
     (block,) = as_chain([module])
-    assert block.build(Device(), 0) is module is block.husk
+    assert block.build(Device(), 0) is module is block.module
 
 
-def test_a_block_that_was_not_built_has_no_husk():
+def test_a_block_that_was_not_built_has_no_module():
     with pytest.raises(AssertionError, match=r"block 0 \(linear\) was not built"):
-        _ = as_chain([linear])[0].husk
+        _ = as_chain([linear])[0].module
 
 
 class OwnForward(nn.Module):
@@ -231,7 +231,7 @@ def test_attached_views_are_used_and_changed_in_place():
     assert torch.equal(module(torch.ones(3)), torch.full((3,), 2.0))
 
 
-def test_a_husk_owns_nothing_and_keeps_names_types_and_flags():
+def test_an_emptied_module_owns_nothing_and_keeps_names_types_and_flags():
     module = WithBuffers()
     module.weight.requires_grad_(False)
     module.inner(torch.ones(3)).sum().backward()
@@ -242,7 +242,7 @@ def test_a_husk_owns_nothing_and_keeps_names_types_and_flags():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_a_husk_comes_to_life_again_as_often_as_needed():
+def test_an_emptied_module_comes_to_life_again_as_often_as_needed():
     module, x = WithBuffers(), torch.randn(3)
     layout = layout_of(tensors_of(module))
     flat = aligned(layout.nbytes)

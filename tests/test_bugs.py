@@ -11,7 +11,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, OutOfMemory, ScheduleError
-from seqpart.execution.partition import Resident
+from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.direct import PAGE, aligned, probe_disk
 from seqpart.memory.device import Device, open_device
@@ -20,10 +20,10 @@ from seqpart.memory.usage import Reading
 from seqpart.model.blocks import as_chain
 from seqpart.model.costs import LiveBytes, measure_chain, measure_loss
 from seqpart.model.optimizers import choose, describe, slot_bytes
-from seqpart.offload.host_pool import Arena, Extents
+from seqpart.offload.host_pool import Extents, HostPool
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store
-from seqpart.planning.hardware import measure_rates
+from seqpart.planning.hardware import measure_speeds
 from seqpart.schedule.steps import parse
 
 
@@ -33,30 +33,30 @@ def at_home(tmp_path, module, shape):
     costs = measure_chain(chain, shape, 2)
     store, choice = Store(tmp_path, device), choose("sgd", lr=0.1, momentum=0.9)
     block, cost = chain[0], costs[0]
-    flat = aligned(cost.layout.room)
+    flat = aligned(cost.layout.padded_nbytes)
     built = block.build(device, 0)
     tensors = {**dict(built.named_parameters()), **dict(built.named_buffers())}
     with torch.no_grad():
         for name, view in cost.layout.views(flat).items():
             view.copy_(tensors[name])
     store.put(block.home, cost.layout, flat)
-    resident = Resident(0, chain, costs, store, device, optimizer=choice, seed=0)
-    return resident, store, Slot(device.empty(slot_bytes(costs, choice)), at_once)
+    partition = Partition(0, chain, costs, store, device, optimizer=choice, seed=0)
+    return partition, store, Slot(device.empty(slot_bytes(costs, choice)), at_once)
 
 
-def load(resident, slot):
-    resident.begin_load(slot, to_update=True)
-    resident.finish_load(learns=True)
+def load(partition, slot):
+    partition.begin_load(slot, to_update=True)
+    partition.finish_load(learns=True)
 
 
-def drop(resident, *, keep_state=True):
-    _, free, _ = resident.begin_drop(keep_state=keep_state)
+def drop(partition, *, keep_state=True):
+    _, free, _ = partition.begin_drop(keep_state=keep_state)
     free()
 
 
-def read_home(resident, store):
-    block = resident.blocks[0]
-    flat = aligned(store.layout(block.home).room)
+def read_home(partition, store):
+    block = partition.blocks[0]
+    flat = aligned(store.layout(block.home).padded_nbytes)
     store.get(block.home, flat)
     return store.layout(block.home).views(flat)
 
@@ -94,8 +94,8 @@ def test_two_threads_never_get_the_same_range_of_an_arena(monkeypatch):
         return real(self, nbytes)
 
     monkeypatch.setattr(Extents, "take", take)
-    arena = Arena(4 * PAGE, Device())
-    threads = [threading.Thread(target=arena.take, args=(PAGE,)) for _ in range(2)]
+    host_pool = HostPool(4 * PAGE, Device())
+    threads = [threading.Thread(target=host_pool.take, args=(PAGE,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -191,27 +191,27 @@ class LastTwo(nn.Module):
 
 def test_a_buffer_that_takes_another_s_place_keeps_its_value(tmp_path):
     """Replaced buffers were copied home one by one, so one that lay in another's place was overwritten first."""
-    resident, store, slot = at_home(tmp_path, LastTwo(), (1,))
+    partition, store, slot = at_home(tmp_path, LastTwo(), (1,))
     for value in (5.0, 7.0):
-        load(resident, slot)
-        resident.forward(torch.full((1, 1), value), training=True, key=(0,)).sum().backward()
-        resident.update()
-        drop(resident)
-    views = read_home(resident, store)
+        load(partition, slot)
+        partition.forward(torch.full((1, 1), value), training=True, key=(0,)).sum().backward()
+        partition.update()
+        drop(partition)
+    views = read_home(partition, store)
     assert (views["last"].item(), views["before"].item()) == (7.0, 5.0)
     store.close()
 
 
 def test_statistics_of_a_partition_without_parameters_go_home(tmp_path):
     """Only an optimizer's step marked a partition as changed, so a BatchNorm without weights lost its statistics."""
-    resident, store, slot = at_home(tmp_path, nn.BatchNorm1d(3, affine=False), (3,))
-    load(resident, slot)
-    resident.forward(torch.randn(8, 3), training=True, key=(0,))
-    resident.update()
-    expected = resident.blocks[0].husk.running_mean.clone()
-    drop(resident, keep_state=False)
+    partition, store, slot = at_home(tmp_path, nn.BatchNorm1d(3, affine=False), (3,))
+    load(partition, slot)
+    partition.forward(torch.randn(8, 3), training=True, key=(0,))
+    partition.update()
+    expected = partition.blocks[0].module.running_mean.clone()
+    drop(partition, keep_state=False)
     assert expected.count_nonzero() == 3
-    assert torch.equal(read_home(resident, store)["running_mean"], expected)
+    assert torch.equal(read_home(partition, store)["running_mean"], expected)
     store.close()
 
 
@@ -223,13 +223,13 @@ def test_a_loss_does_not_count_the_output_that_it_judges():
 
 def test_optimizer_state_that_is_not_kept_is_not_found_again(tmp_path):
     """The state of an earlier visit stayed at home, to be loaded as if it were the last one's."""
-    resident, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
+    partition, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
     for keep_state in (True, False):
-        load(resident, slot)
-        resident.forward(torch.ones(2, 3), training=True, key=(0,)).sum().backward()
-        resident.update()
-        drop(resident, keep_state=keep_state)
-        assert (resident.blocks[0].state_home in store) == keep_state
+        load(partition, slot)
+        partition.forward(torch.ones(2, 3), training=True, key=(0,)).sum().backward()
+        partition.update()
+        drop(partition, keep_state=keep_state)
+        assert (partition.blocks[0].state_home in store) == keep_state
     store.close()
 
 
@@ -269,14 +269,14 @@ def test_a_buffer_shared_by_two_submodules_stays_shared(tmp_path):
     """It was attached under its first name only: the second kept old values, and nothing at all after the first drop."""
     module = Sharing()
     plain = copy.deepcopy(module)
-    resident, store, slot = at_home(tmp_path, module, (3,))
+    partition, store, slot = at_home(tmp_path, module, (3,))
     for _ in range(3):
         x = torch.randn(8, 3)
-        load(resident, slot)
-        assert torch.equal(resident.forward(x, training=True, key=(0,)), plain(x))
-        resident.update()
-        drop(resident)
-    assert torch.equal(read_home(resident, store)["first.running_mean"], plain.second.running_mean)
+        load(partition, slot)
+        assert torch.equal(partition.forward(x, training=True, key=(0,)), plain(x))
+        partition.update()
+        drop(partition)
+    assert torch.equal(read_home(partition, store)["first.running_mean"], plain.second.running_mean)
     assert plain.first.running_mean is plain.second.running_mean
     store.close()
 
@@ -319,12 +319,12 @@ def test_memory_that_runs_out_in_an_update_leaves_nothing_loaded(tmp_path, monke
     model = nn.Sequential(nn.Linear(4, 3))
     before = copy.deepcopy(model.state_dict())
 
-    def half_done(resident, *_):
+    def half_done(partition, *_):
         with torch.no_grad():
-            resident.trainable[0].add_(1)
+            partition.trainable[0].add_(1)
         raise MemoryError
 
-    monkeypatch.setattr(Resident, "update", half_done)
+    monkeypatch.setattr(Partition, "update", half_done)
     with pytest.raises(OutOfMemory, match="memory ran out in U0"):
         trained(tmp_path, model, (4,))
     for name, tensor in before.items():
@@ -334,10 +334,10 @@ def test_memory_that_runs_out_in_an_update_leaves_nothing_loaded(tmp_path, monke
 def test_copies_of_the_ram_tier_start_no_threads(tmp_path):
     """tensor.copy_ started an OpenMP team in the reader's and in each I/O thread; their stacks are charged to the limit."""
     device = Device()
-    arena, flat = Arena(8 << 20, device), aligned(1 << 20).zero_()
+    host_pool, flat = HostPool(8 << 20, device), aligned(1 << 20).zero_()
     layout = Layout.of([TensorSpec(name="w", shape=(1 << 18,), dtype=torch.float32)])
-    store = Store(tmp_path, device, arena)
-    rows = Rows(RowLayout((256,), torch.float32), 1024, tmp_path / "rows", device, arena)
+    store = Store(tmp_path, device, host_pool)
+    rows = Rows(RowLayout((256,), torch.float32), 1024, tmp_path / "rows", device, host_pool)
     rows.append(torch.zeros(1024, 256))
     rows.finish()
     counts = []
@@ -362,18 +362,18 @@ def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, 
 
     def watched(*arguments):
         with LiveBytes() as live:
-            rates = measure_rates(*arguments)
+            rates = measure_speeds(*arguments)
         held.append(live.peak)
         return rates
 
-    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", watched)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", watched)
     data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
     Trainer([nn.Linear(1, 3)], mem_limit="2GB", batch_size=5000, output_dir=tmp_path).prepare(data, data)
     assert held[0] < 12 << 20
 
 
 def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp_path, monkeypatch):
-    """After a failed allocation --ram-limit was compared with what the run's own arena had left free, and refused."""
+    """After a failed allocation --ram-limit was compared with what the run's own host pool had left free, and refused."""
     free = iter([1 << 30])
     monkeypatch.setattr("seqpart.planning.inputs.host_memory_free", lambda: next(free, 0))
     preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", ram_limit="64MB", output_dir=tmp_path).prepare(
@@ -381,7 +381,7 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
     )
     first = preparation.planned()
     again = preparation.prepare(micro_batch=8, starts=first.plan.starts)
-    assert again.arena_bytes == first.arena_bytes > 0
+    assert again.host_pool_bytes == first.host_pool_bytes > 0
 
 
 @pytest.mark.parametrize(("shape", "regress"), [((2, 4, 4), False), ((6,), True)])

@@ -12,7 +12,7 @@ from seqpart.model.optimizers import describe
 from tests.exactly import FULL, How, Trained, first_difference, numbers, tokens
 from tests.resuming import Stopping
 
-HOWS = [How(), How(slots=2, keeps=0), How(method="checkpointed"), How(relay="disk")]
+HOWS = [How(), How(slots=2, keeps=0), How(method="checkpointed"), How(boundary_tier="disk")]
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ MISALIGNED = {
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("name", MISALIGNED)
 def test_a_boundary_that_begins_off_a_cache_line_comes_back_lying_as_it_did(name, how, trained):
-    """Matrix kernels round differently by where their input begins; the relay gave it back at the start of new memory."""
+    """Matrix kernels round differently by where their input begins; on disk it came back at the start of new memory."""
     model, shape = MISALIGNED[name]
     arms = trained(model, numbers(shape), partitions="0,1,2")
     found, expected = arms.run(how), arms.run(FULL)

@@ -18,12 +18,12 @@ from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.atomic import write_text
-from seqpart.files.checksummed import sealed, unsealed
+from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store
-from seqpart.offload.tensor_file import HomeFiles
+from seqpart.offload.tensor_file import TensorFiles
 from seqpart.planning import exact as exactplan
 from seqpart.schedule.steps import Verb
 from tests.exactly import How, numbers
@@ -57,16 +57,16 @@ def test_running_statistics_of_an_update_that_waits_for_its_norm_are_kept(tmp_pa
 
 def test_a_transfer_that_failed_is_not_told_again_in_the_next_visit(tmp_path):
     """A visit waits for the partition's transfer before it, and that one's error was raised in every visit from then on."""
-    resident, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
-    path = store.path(resident.blocks[0].home)
+    partition, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
+    path = store.path(partition.blocks[0].home)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(CorruptFile):
-        load(resident, slot)
-    resident.release()
+        load(partition, slot)
+    partition.release()
     path.write_bytes(whole)
-    load(resident, Slot(slot.buffer, at_once))
-    drop(resident)
+    load(partition, Slot(slot.buffer, at_once))
+    drop(partition)
     store.close()
 
 
@@ -74,13 +74,13 @@ def test_a_run_that_replaces_another_s_results_leaves_its_options_alone_until_it
     """job.json was written over at once: had the new run failed, the old results stood beside the new run's options."""
     for epochs, done in ((1, True), (7, False)):
         directory = RunDirectory(tmp_path, overwrite=True)
-        write_text(directory.result("job.json"), sealed("job", {"epochs": epochs}))
+        write_text(directory.result("job.json"), with_checksum("job", {"epochs": epochs}))
         assert gathered(["--resume", str(tmp_path)], Job)[0] == f"--epochs={epochs}"
         if done:
             (tmp_path / "model.safetensors").write_text("trained")
             directory.publish()
         directory.close("done" if done else "failed")
-    assert unsealed("job", (tmp_path / "job.json").read_text()) == {"epochs": 1}
+    assert checked_body("job", (tmp_path / "job.json").read_text()) == {"epochs": 1}
 
 
 # --- Runs that go on -------------------------------------------------------------------------------------------------
@@ -128,13 +128,13 @@ def test_a_partition_that_is_on_its_way_home_and_asked_for_again_is_waited_for_b
     monkeypatch.setattr("seqpart.offload.store.IO_THREADS", 3)
     arm = arm(How(slots=2), epochs=1)
     whole, _ = arm.whole()
-    write = HomeFiles.write
+    write = TensorFiles.write
 
     def slow(files, path, *arguments, **how):
         time.sleep(0.2 if path.name.startswith("block-00001") else 0)
         return write(files, path, *arguments, **how)
 
-    monkeypatch.setattr(HomeFiles, "write", slow)
+    monkeypatch.setattr(TensorFiles, "write", slow)
     assert arm.stopped(iter(()), save_every="1") == (whole, 0)
 
 

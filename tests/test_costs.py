@@ -1,4 +1,4 @@
-"""Bytes foretold on fake tensors are the bytes of a real run of the same block."""
+"""Bytes predicted on fake tensors are the bytes of a real run of the same block."""
 
 import functools
 import logging
@@ -332,7 +332,7 @@ def test_the_peak_is_watched_from_what_is_alive_now():
 
 
 def test_saved_bytes_are_what_autograd_says_it_saved():
-    """Another witness: autograd's own hooks see every tensor that is saved."""
+    """Another look: autograd's own hooks see every tensor that is saved."""
     module, x = Residual(), torch.randn(BATCH, 24, requires_grad=True)
     storages = {}
     weights = {tensor.untyped_storage().data_ptr() for tensor in [x, *module.parameters()]}

@@ -19,7 +19,7 @@ from tests.test_exact import dropping, fresh
 SEED = 5
 WAYS = {
     "streamed": {"how": How(slots=2), "optimizer": "adam"},
-    "in host memory": {"how": How(slots=2, relay="host"), "momentum": 0.9},
+    "in host memory": {"how": How(slots=2, boundary_tier="host"), "momentum": 0.9},
     "sil": {"how": How(method="sil"), "momentum": 0.9},
 }
 
@@ -166,7 +166,7 @@ def test_a_disk_that_is_full_ends_the_run_with_a_clear_error_and_the_checkpoint_
 
 
 def test_a_disk_that_is_full_at_the_first_save_leaves_nothing_and_promises_nothing(arms, monkeypatch):
-    arm = arms(How(relay="host", slots=2))
+    arm = arms(How(boundary_tier="host", slots=2))
     with monkeypatch.context() as patched, pytest.raises(DiskFull) as ending:
         arm.fit(reporter=Stopping(1, lambda: fill(patched, "pwritev", 1)))
     assert not [note for note in ending.value.__notes__ if "--resume" in note]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from seqpart.errors import OptionError
 from seqpart.files.direct import PAGE
-from seqpart.memory import device as room
+from seqpart.memory import device as devices
 from seqpart.memory.device import CudaDevice, Device, describe_versions, host_memory_free, keyed_seed, open_device
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU on this machine")
@@ -150,7 +150,7 @@ def test_whatever_the_kernel_s_limit_refuses_is_an_allocation_that_failed(tmp_pa
 
 def test_memory_is_what_the_cgroup_leaves(monkeypatch):
     figures = {"memory.max": 1000, "memory.current": 400}
-    monkeypatch.setattr(room, "_cgroup_number", figures.get)
+    monkeypatch.setattr(devices, "_cgroup_number", figures.get)
     assert Device().total_memory() == 1000
     assert Device().free_memory() == host_memory_free() == 600
     figures["memory.current"] = 2000
@@ -158,25 +158,25 @@ def test_memory_is_what_the_cgroup_leaves(monkeypatch):
 
 
 def test_without_a_cgroup_memory_is_what_the_machine_has(monkeypatch):
-    monkeypatch.setattr(room, "_cgroup_number", lambda _: None)
+    monkeypatch.setattr(devices, "_cgroup_number", lambda _: None)
     assert Device().total_memory() == psutil.virtual_memory().total
     assert 0 < Device().free_memory() < psutil.virtual_memory().total
 
 
 def test_a_cgroup_without_a_limit_or_a_file_is_no_limit(monkeypatch, tmp_path):
-    monkeypatch.setattr(room, "Path", lambda _: tmp_path)
-    assert room._cgroup_number("memory.max") is None
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)
+    assert devices._cgroup_number("memory.max") is None
     (tmp_path / "memory.max").write_text("max\n")
-    assert room._cgroup_number("memory.max") is None
+    assert devices._cgroup_number("memory.max") is None
     (tmp_path / "memory.max").write_text("12345\n")
-    assert room._cgroup_number("memory.max") == 12345
+    assert devices._cgroup_number("memory.max") == 12345
 
 
 def test_the_versions_name_what_a_bug_report_needs():
     versions = describe_versions()
     assert versions["torch"] == torch.__version__
     assert {"seqpart", "python", "system", "machine", "gpu"} <= versions.keys()
-    assert room._version("no-such-package") == "not installed"
+    assert devices._version("no-such-package") == "not installed"
 
 
 def test_once_settled_freed_memory_leaves_the_process():

@@ -16,7 +16,7 @@ from seqpart.directory.marker import MARKER
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile, StoreError
 from seqpart.report.reporter import Reporter
-from tests.test_rundir import fill, save
+from tests.test_run_directory import fill, save
 
 
 @pytest.mark.parametrize("ended", ["done", "failed"])

@@ -106,7 +106,7 @@ def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_c
 @pytest.mark.parametrize(
     ("place", "code", "told"),
     [
-        ("seqpart.planning.inputs.measure_rates", 3, "is too small to plan in"),
+        ("seqpart.planning.inputs.measure_speeds", 3, "is too small to plan in"),
         ("seqpart.session.data_digest", 4, "OutOfMemory: memory ran out while"),
     ],
 )

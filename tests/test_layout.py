@@ -46,15 +46,15 @@ def test_tensors_lie_without_holes_each_at_a_multiple_of_its_element(specs):
         assert spec.offset == end
         assert spec.offset % spec.dtype.itemsize == 0
         end += spec.nbytes
-    assert end == layout.nbytes <= layout.room
-    assert layout.room % PAGE == 0
+    assert end == layout.nbytes <= layout.padded_nbytes
+    assert layout.padded_nbytes % PAGE == 0
     assert {(s.name, s.shape, s.dtype) for s in layout.specs} == {(s.name, s.shape, s.dtype) for s in specs}
 
 
 @given(spec_lists)
 def test_views_are_the_buffer_itself_and_do_not_overlap(specs):
     layout = Layout.of(specs)
-    flat = torch.zeros(layout.room, dtype=torch.uint8)
+    flat = torch.zeros(layout.padded_nbytes, dtype=torch.uint8)
     views = layout.views(flat)
     for spec in layout.specs:
         assert (views[spec.name].shape, views[spec.name].dtype) == (spec.shape, spec.dtype)

@@ -14,7 +14,7 @@ from seqpart.directory.marker import LOCK, MARKER, locked
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.files.scratch import CHECKPOINT, PREVIOUS
 from tests.command import SMALL, call
-from tests.test_rundir import fill, kill, save, with_scratch
+from tests.test_run_directory import fill, kill, save, with_scratch
 
 OURS = "block-00000.0.safetensors"
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.checkpoint.manifest import CHECKPOINT, PREVIOUS, load, restore, save
-from seqpart.data import row_file as rows_room
+from seqpart.data import row_file
 from seqpart.errors import CorruptFile, DiskFull, OptionError
 from seqpart.files.direct import PAGE
 from tests import saving
@@ -43,7 +43,7 @@ def number_in(root, name=CHECKPOINT, budget=0):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(rows_room, "CHUNK", saving.CHUNK)
+    monkeypatch.setattr(row_file, "CHUNK", saving.CHUNK)
 
 
 @pytest.fixture

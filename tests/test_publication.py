@@ -9,7 +9,7 @@ from seqpart.directory.leftovers import clear_leftovers
 from seqpart.directory.run_directory import RunDirectory, finish_what_was_published
 from seqpart.errors import CorruptFile, DiskFull, OptionError
 from seqpart.files.scratch import PUBLISHING
-from tests.test_rundir import finish, kill, names
+from tests.test_run_directory import finish, kill, names
 
 RESULTS = ("model.safetensors", "plan.json", "events.jsonl", "result.json")
 

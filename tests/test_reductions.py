@@ -11,7 +11,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
 from seqpart.model.reductions import Kind, reduction_of
-from seqpart.planning.simulator import Rates
+from seqpart.planning.simulator import Speeds
 from tests.exactly import numbers, tokens
 
 ROWS, BATCH = 24, 8
@@ -22,8 +22,8 @@ WEIGHT = torch.tensor([0.1, 1.0, 5.0, 0.5])
 def known_machine(monkeypatch):
     """What only plans look at, and takes most of so short a run."""
     monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
+    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
 
 
 def padded(ignored):

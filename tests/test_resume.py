@@ -45,10 +45,10 @@ CASES = {
     "full, adam, cosine": (dense, (12,), FULL, ADAM | COSINE),
     "checkpointed, statistics, clipped": (pictures, (2, 6, 6), How(method="checkpointed"), SGD | CLIP),
     "one slot, statistics, clipped": (statistics, (12,), How(), SGD | CLIP | {"partitions": "0,2,4"}),
-    "two slots, boundaries on disk, dropout": (dropping, (12,), How(slots=2, relay="disk"), SGD | COSINE),
+    "two slots, boundaries on disk, dropout": (dropping, (12,), How(slots=2, boundary_tier="disk"), SGD | COSINE),
     "tied, graphs kept, clipped": (tied, None, How(slots=2, keeps=0), ADAM | CLIP),
     "partly frozen, bf16": (functools.partial(partly_frozen, {2, 3}), (12,), How(keeps=0.5), ADAM | NARROW),
-    "in host memory, attention, bf16": (attentive, (4, 12), How(slots=2, relay="host"), ADAMW | NARROW | LINEAR),
+    "in host memory, attention, bf16": (attentive, (4, 12), How(slots=2, boundary_tier="host"), ADAMW | NARROW | LINEAR),
     "sil, recovery, dropout": (dropping, (12,), SIL, ADAM | {"partitions": "0,2,4", "recovery_epochs": 1}),
     "sil, recovery of all, statistics, clipped": (
         statistics, (12,), SIL, SGD | CLIP | LINEAR | {"recovery_epochs": 1, "objective": "mse", "recover": "all"},
@@ -187,10 +187,10 @@ def test_a_run_whose_cut_no_longer_fits_goes_on_with_another(arm, monkeypatch):
     stopped_after(arm, len(steps) // 2, save_every="1")
     forced = exactplan._variants
 
-    def fits_finer(request, *rest):
-        if request.starts == (0, 1, 3):
-            yield from (replace(foretold, peak=1 << 60) for foretold in forced(request, *rest))
-        yield from forced(replace(request, starts=(0, 1, 2, 3, 4)), *rest)
+    def fits_finer(problem, *rest):
+        if problem.starts == (0, 1, 3):
+            yield from (replace(prediction, peak=1 << 60) for prediction in forced(problem, *rest))
+        yield from forced(replace(problem, starts=(0, 1, 2, 3, 4)), *rest)
 
     monkeypatch.setattr(exactplan, "_variants", fits_finer)
     result = arm.fit(resume=arm.root, partitions="auto", mem_limit="1GB")

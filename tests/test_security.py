@@ -13,7 +13,7 @@ import torch
 
 from seqpart.checkpoint.manifest import FORMAT
 from seqpart.directory.publication import latest
-from seqpart.files.checksummed import sealed
+from seqpart.files.checksummed import with_checksum
 from seqpart.files.scratch import CHECKPOINT
 from seqpart.session import JOB
 from tests.command import SMALL, call, files
@@ -141,8 +141,13 @@ def hostile_runs(bomb, folder):
         "unknown": {"exec": "import os"}, "table": {"lr": {"a": 1}}, "list": [],
     }.items():  # fmt: skip
         (folder / name).mkdir()
-        (folder / name / JOB).write_text(sealed("job", job | change if isinstance(change, dict) else change))
-    texts = {"pickled": bomb, "deep": DEEP.encode(), "edited": sealed("job", job).replace("64", "65").encode(), "plain": b"{}"}
+        (folder / name / JOB).write_text(with_checksum("job", job | change if isinstance(change, dict) else change))
+    texts = {
+        "pickled": bomb,
+        "deep": DEEP.encode(),
+        "edited": with_checksum("job", job).replace("64", "65").encode(),
+        "plain": b"{}",
+    }
     for name, text in texts.items():
         (folder / name).mkdir()
         (folder / name / JOB).write_bytes(text)
@@ -153,7 +158,7 @@ def hostile_runs(bomb, folder):
         "nothing": {}, "text": "x",
     }.items():  # fmt: skip
         (folder / f"manifest-{name}").mkdir()
-        (folder / f"manifest-{name}" / CHECKPOINT).write_text(sealed("checkpoint", body))
+        (folder / f"manifest-{name}" / CHECKPOINT).write_text(with_checksum("checkpoint", body))
     for name, text in {"pickled": bomb, "deep": DEEP.encode()}.items():
         (folder / f"manifest-{name}").mkdir()
         (folder / f"manifest-{name}" / CHECKPOINT).write_bytes(text)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpart import Trainer
 from seqpart.errors import ModelError
-from seqpart.planning.simulator import Rates
+from seqpart.planning.simulator import Speeds
 
 ROWS = 16
 
@@ -18,8 +18,8 @@ ROWS = 16
 def known_machine(monkeypatch):
     """What only plans look at, and takes most of so short a run."""
     monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
+    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
 
 
 def trainer(model, folder, **options):

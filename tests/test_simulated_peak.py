@@ -1,4 +1,4 @@
-"""What the simulator foretells is what the executor does: the same steps, the same bytes, the memory it said."""
+"""What the simulator predicts is what the executor does: the same steps, the same bytes, the memory it said."""
 
 import itertools
 import time
@@ -16,9 +16,9 @@ from seqpart.execution.executor import Executor, StepDone
 from seqpart.execution.slots import Slots
 from seqpart.files.direct import PAGE
 from seqpart.model.costs import LiveBytes
-from seqpart.planning.exact import largest_relayed
-from seqpart.planning.problem import buffers_of, relay_bytes
-from seqpart.planning.simulator import Means, Rates, Simulator
+from seqpart.planning.exact import largest_boundary
+from seqpart.planning.problem import buffers_of, exchange_bytes
+from seqpart.planning.simulator import Resources, Simulator, Speeds
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import PhaseKind, Position, Verb, checked, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
@@ -85,53 +85,53 @@ class Fit:
         if way is not None:
             self._force(patch, **way)
         patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-        rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-        patch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
-        # A checkpoint sends weights home that a later step is foretold to send.
+        speeds = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+        patch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: speeds)
+        # A checkpoint sends weights home that a later step is predicted to send.
         trainer = Trainer(model(), mem_limit="2GB", output_dir=folder / "run", save_every="never", **options)
         train, test = data(model, ROWS, 0), data(model, TEST_ROWS, 1)
         with closing(trainer.prepare(train, test)) as self.preparation:  # gives the model's tensors back, which `fit` takes
             self.prepared = self.preparation.planned()
         self.steps = watched(patch, lambda reporter: trainer.fit(train, test, reporter=reporter))
 
-    def _force(self, patch, *, slots=1, relay="device", keeps=None):
+    def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None):
         """One way to stream, instead of the fastest; candidates are kept, for the costs of a recovery."""
 
-        def only(request, method, micro_batch, room):
-            starts = exactplan._cuts(request, method, micro_batch)[0]
-            parts = exactplan._parts(request, micro_batch, starts)
-            means = Means(slots=len(parts) if method.stays else slots, relay=relay)
-            found = exactplan.foretell_exact(request, method, micro_batch, parts, means, keeps)
+        def only(problem, method, micro_batch, available):
+            starts = exactplan._cuts(problem, method, micro_batch)[0]
+            parts = exactplan._parts(problem, micro_batch, starts)
+            resources = Resources(slots=len(parts) if method.stays else slots, boundary_tier=boundary_tier)
+            found = exactplan.predict(problem, method, micro_batch, parts, resources, keeps)
             self.candidates.append(found.candidate)
             yield found
 
         patch.setattr(exactplan, "_variants", only)
 
-    def moments(self):
-        """The run foretold, stage by stage."""
-        prepared, begin, moments = self.prepared, Position(), []
+    def predicted_steps(self):
+        """The run predicted, stage by stage."""
+        prepared, begin, predicted_steps = self.prepared, Position(), []
         for number, stage in enumerate(prepared.stages):
             costs = prepared.partition_costs if not number else [cost for _, _, cost in self.candidates[-1].parts]
-            means = replace(stage.means, at_host=prepared.at_host)
-            steps = checked(steps_of(prepared.phases[: stage.end], begin), means.slots)
-            moments += Simulator(prepared.phases, costs, prepared.rates, means).run(steps)
+            resources = replace(stage.resources, at_host=prepared.at_host)
+            steps = checked(steps_of(prepared.phases[: stage.end], begin), resources.slots)
+            predicted_steps += Simulator(prepared.phases, costs, prepared.speeds, resources).run(steps)
             begin = Position(stage.end)
-        return moments
+        return predicted_steps
 
     def buffers(self, step):
-        """Host buffers beside the partition's work: of rows that are read and written, and of the disk relay."""
+        """Host buffers beside the partition's work: of rows that are read and written, and of boundaries on disk."""
         phase, parts = self.prepared.phases[step.phase], self.prepared.plan.partitions
         first, last = parts[phase.partition], parts[phase.last]
-        request = self.preparation.request(None, None)
-        reading, _ = buffers_of(request, first.first, first.last, phase.micro_batch)
-        _, writing = buffers_of(request, last.first, last.last, phase.micro_batch)
-        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0) + self.relay(step)
+        problem = self.preparation.problem(None, None)
+        reading, _ = buffers_of(problem, first.first, first.last, phase.micro_batch)
+        _, writing = buffers_of(problem, last.first, last.last, phase.micro_batch)
+        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0) + self.boundary_tier(step)
 
-    def relay(self, step):
+    def boundary_tier(self, step):
         stage = next(stage for stage in self.prepared.stages if step.phase < stage.end)
-        if stage.means.relay != "disk":
+        if stage.resources.boundary_tier != "disk":
             return 0
-        return relay_bytes(largest_relayed(self.prepared.partition_costs, stage.micro_batch))
+        return exchange_bytes(largest_boundary(self.prepared.partition_costs, stage.micro_batch))
 
 
 def watched(patch, fit):
@@ -140,8 +140,8 @@ def watched(patch, fit):
     plain_run, plain_take = Executor.run, Slots.take
 
     def run(self, steps):
-        arena = self._boundaries._arena
-        live.ignore([*self._boundaries.labels.values(), *(arena._pieces if arena is not None else [])])
+        host_pool = self._boundaries._host_pool
+        live.ignore([*self._boundaries.labels.values(), *(host_pool._pieces if host_pool is not None else [])])
         with live:
             plain_run(self, steps)
 
@@ -186,10 +186,10 @@ CASES = {
     "streamed and clipped, with kept graphs, through two slots": {
         **STREAMED, "clip_grad_norm": 1.0, "way": {"slots": 2, "keeps": 0},
     },
-    "streamed, boundaries on disk": {**STREAMED, **SLICED, "way": {"relay": "disk"}},
-    "streamed, boundaries on disk, through two slots": {**STREAMED, **SLICED, "way": {"relay": "disk", "slots": 2}},
+    "streamed, boundaries on disk": {**STREAMED, **SLICED, "way": {"boundary_tier": "disk"}},
+    "streamed, boundaries on disk, through two slots": {**STREAMED, **SLICED, "way": {"boundary_tier": "disk", "slots": 2}},
     "streamed, some homes in host memory": {**BASE, **STREAMED, "ram_limit": "900kB", "way": {}},
-    "streamed, boundaries and homes in host memory": {**STREAMED, "ram_limit": "20MB", "way": {"relay": "host"}},
+    "streamed, boundaries and homes in host memory": {**STREAMED, "ram_limit": "20MB", "way": {"boundary_tier": "host"}},
     "streamed statistics and frozen weights": {**STREAMED, "model": normalized, "way": {}},
     "streamed shared weights": {**STREAMED, **SLICED, "model": language, "way": {}},
     "checkpointed": {**STREAMED, "method": "checkpointed", "way": {}},
@@ -218,39 +218,41 @@ SLOW = [
 
 
 @pytest.fixture(scope="module", params=only_quick(CASES, CASES.keys() - SLOW))
-def fit(request, tmp_path_factory):
+def fit(problem, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        found = Fit(tmp_path_factory.mktemp("fit"), patch, **CASES[request.param])
-    found.name = request.param
+        found = Fit(tmp_path_factory.mktemp("fit"), patch, **CASES[problem.param])
+    found.name = problem.param
     return found
 
 
 def test_the_run_does_the_steps_and_moves_the_bytes_that_were_foretold(fit):
-    moments = fit.moments()
-    assert [seen.done.step for seen in fit.steps] == [moment.step for moment in moments]
-    for seen, moment in zip(fit.steps, moments, strict=True):
-        assert (seen.done.bytes_read, seen.done.bytes_written) == (moment.bytes_read, moment.bytes_written), str(moment.step)
+    predicted_steps = fit.predicted_steps()
+    assert [seen.done.step for seen in fit.steps] == [predicted.step for predicted in predicted_steps]
+    for seen, predicted in zip(fit.steps, predicted_steps, strict=True):
+        assert (seen.done.bytes_read, seen.done.bytes_written) == (predicted.bytes_read, predicted.bytes_written), str(
+            predicted.step
+        )
 
 
 def test_no_step_takes_more_live_bytes_than_was_foretold_and_the_peak_is_close(fit):
-    # Not planned one by one: the optimizer's scalars and the tally of losses, a few hundred bytes, and the page before
+    # Not planned one by one: the optimizer's scalars and the sums of losses, a few hundred bytes, and the page before
     # a slot's buffer.
-    slack = PAGE * (1 + max(stage.means.slots for stage in fit.prepared.stages))
-    highest_seen, highest_foretold = 0, 0
-    for seen, moment in zip(fit.steps, fit.moments(), strict=True):
-        buffers = fit.buffers(moment.step)
-        foretold = moment.peak + buffers + slack
-        assert seen.peak <= foretold, f"{moment.step}: {seen.peak} bytes were live, {foretold} foretold"
-        if fit.prepared.phases[moment.step.phase].kind is PhaseKind.TRAIN:  # buffers of written rows may not be needed
-            highest_seen, highest_foretold = max(highest_seen, seen.peak - buffers), max(highest_foretold, moment.peak)
-    # Small tensors that the heap keeps for a while are foretold, and not seen here; nor what trials measured, in pages.
-    assert highest_foretold <= 1.4 * highest_seen + (1 << 18), "the highest step is foretold far above what it takes"
+    slack = PAGE * (1 + max(stage.resources.slots for stage in fit.prepared.stages))
+    highest_seen, highest_predicted = 0, 0
+    for seen, predicted in zip(fit.steps, fit.predicted_steps(), strict=True):
+        buffers = fit.buffers(predicted.step)
+        allowed = predicted.peak + buffers + slack
+        assert seen.peak <= allowed, f"{predicted.step}: {seen.peak} bytes were live, {allowed} predicted"
+        if fit.prepared.phases[predicted.step.phase].kind is PhaseKind.TRAIN:  # buffers of written rows may not be needed
+            highest_seen, highest_predicted = max(highest_seen, seen.peak - buffers), max(highest_predicted, predicted.peak)
+    # Small tensors that the heap keeps for a while are predicted, and not seen here; nor what trials measured, in pages.
+    assert highest_predicted <= 1.4 * highest_seen + (1 << 18), "the highest step is predicted far above what it takes"
 
 
 def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(fit):
     *_, last = fit.steps
     assert last.done.step.verb is Verb.DROP
-    assert last.live <= last.slots + fit.relay(last.done.step) + PAGE
+    assert last.live <= last.slots + fit.boundary_tier(last.done.step) + PAGE
 
 
 def test_the_printed_schedule_is_the_executed_one(fit):

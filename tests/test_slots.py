@@ -22,22 +22,22 @@ def test_no_slot_outgrows_its_room_and_each_is_one_partitions(rooms, moves, data
     for nbytes in moves:
         if nbytes is None and taken:
             slots.give(taken.pop(data.draw(st.integers(0, len(taken) - 1))), at_once)
-        elif nbytes is not None and slots.has_room(nbytes):
+        elif nbytes is not None and slots.has_free(nbytes):
             slot = slots.take(nbytes)
-            assert nbytes <= len(slot.buffer) <= round_up(slot.room)
+            assert nbytes <= len(slot.buffer) <= round_up(slot.capacity)
             assert all(slot is not other for other in taken)
             taken.append(slot)
-        assert slots.has_room(0) == (len(taken) < len(rooms))
-        assert sorted(slot.room for slot in [*taken, *slots._idle]) == sorted(rooms)
+        assert slots.has_free(0) == (len(taken) < len(rooms))
+        assert sorted(slot.capacity for slot in [*taken, *slots._idle]) == sorted(rooms)
 
 
 @given(rooms_of_slots)
 def test_the_largest_has_room_wherever_the_smaller_ones_are(rooms):
     slots = Slots(rooms, Device())
     for room in sorted(rooms):
-        assert slots.has_room(max(rooms))
+        assert slots.has_free(max(rooms))
         slots.take(room)
-    assert not slots.has_room(0)
+    assert not slots.has_free(0)
 
 
 def test_the_smallest_buffer_that_fits_is_taken_again():
@@ -77,7 +77,7 @@ def test_a_buffer_that_is_too_small_is_waited_for_before_the_larger_one_comes():
 
 def test_more_than_the_plan_grants_is_our_own_mistake():
     slots = Slots([PAGE, 2 * PAGE], Device())
-    assert not slots.has_room(2 * PAGE + 1)
+    assert not slots.has_free(2 * PAGE + 1)
     slots.take(1)
     slots.take(1)
     with pytest.raises(AssertionError, match="more or larger partitions are loaded than the plan has slots for"):

@@ -14,7 +14,7 @@ from seqpart.errors import CorruptFile, DiskFull
 from seqpart.files.direct import PAGE, aligned
 from seqpart.memory.device import Device
 from seqpart.offload import tensor_file as homefile
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout, TensorSpec, spec_of
 from seqpart.offload.store import Store
 
@@ -67,7 +67,7 @@ def flip(path, byte, bit=0):
 
 @pytest.mark.parametrize("budget", [0, 1 << 20], ids=["disk", "ram"])
 def test_every_tier_gives_back_the_same_bytes(tmp_path, budget):
-    store = Store(tmp_path, Device(), Arena(budget, Device()) if budget else None)
+    store = Store(tmp_path, Device(), HostPool(budget, Device()) if budget else None)
     tensors = tensors_of_a_block()
     store.put("home", *flat_of(tensors))
     assert "home" in store
@@ -78,7 +78,7 @@ def test_every_tier_gives_back_the_same_bytes(tmp_path, budget):
 
 
 def test_a_full_arena_sends_the_next_home_to_the_disk(tmp_path):
-    store = Store(tmp_path, Device(), Arena(PAGE, Device()))
+    store = Store(tmp_path, Device(), HostPool(PAGE, Device()))
     for name in ("first", "second"):
         store.put(name, *flat_of({"w": torch.full((9,), float(len(name)))}))
     assert [store.tier(name) for name in ("first", "second")] == ["ram", "disk"]
@@ -312,7 +312,7 @@ def test_names_and_layouts_of_a_home_are_those_that_were_put(store):
 
 
 def put_unsealed(store, name, content):
-    store.begin_put([(name, *content)], lambda: None, sealed=False).wait()
+    store.begin_put([(name, *content)], lambda: None, checksummed=False).wait()
 
 
 def test_a_home_without_a_checksum_is_the_same_file_otherwise(store):
@@ -325,12 +325,12 @@ def test_a_home_without_a_checksum_is_the_same_file_otherwise(store):
 def test_a_home_gets_its_checksum_when_a_checkpoint_is_to_name_it(store):
     tensors = tensors_of_a_block()
     put_unsealed(store, "home", flat_of(tensors))
-    unsealed = store.path("home").read_bytes()
+    header = store.path("home").read_bytes()
     store.persist()
-    sealed = store.path("home").read_bytes()
-    assert len(sealed) == len(unsealed) and sealed != unsealed
+    checksummed = store.path("home").read_bytes()
+    assert len(checksummed) == len(header) and checksummed != header
     assert same(got(store, "home"), tensors)
-    flip(store.path("home"), len(sealed) - 3)
+    flip(store.path("home"), len(checksummed) - 3)
     with pytest.raises(CorruptFile, match=r"home\.0\.safetensors is damaged"):
         got(store, "home")
 

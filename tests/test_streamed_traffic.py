@@ -13,7 +13,7 @@ from torch import nn
 import seqpart.planning.exact as exactplan
 from seqpart import Trainer
 from seqpart.execution.executor import StepDone
-from seqpart.planning.simulator import Means, Rates
+from seqpart.planning.simulator import Resources, Speeds
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
 
@@ -60,14 +60,14 @@ class Moves(Reporter):
 def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=None, **options):
     """The traffic of a whole run, by update and partition."""
 
-    def only(request, method, micro_batch, room):
-        parts = exactplan._parts(request, micro_batch, request.starts)
-        yield exactplan.foretell_exact(request, method, micro_batch, parts, Means(slots=slots), keeps)
+    def only(problem, method, micro_batch, available):
+        parts = exactplan._parts(problem, micro_batch, problem.starts)
+        yield exactplan.predict(problem, method, micro_batch, parts, Resources(slots=slots), keeps)
 
     patch.setattr(exactplan, "_variants", only)
     patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    patch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
+    speeds = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    patch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: speeds)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)))
     trainer = Trainer(
         model, mem_limit="2GB", output_dir=folder / "run", method="streamed", partitions="0,1,2,3", epochs=EPOCHS,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.data.splits import as_split, count_classes, count_tokens, pour
+from seqpart.data.splits import as_split, count_classes, count_tokens, write_rows
 from seqpart.errors import DataError, OptionError
 from seqpart.zoo import datasets, text
 
@@ -19,7 +19,7 @@ QUESTION = "To be, or not to be, that is the question.\n" * 10
 
 def rows_of(split):
     rows = []
-    pour(as_split(split, "some"), rows.append)
+    write_rows(as_split(split, "some"), rows.append)
     return torch.cat(rows)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
-from seqpart.execution.compute import Passes
+from seqpart.execution.compute import Compute
 from seqpart.memory.device import Device
-from seqpart.planning.simulator import Rates
+from seqpart.planning.simulator import Speeds
 from seqpart.train import console
-from seqpart.verify.digests import Key, Watch
+from seqpart.verify.digests import Digests, Key
 from seqpart.verify.verification import verify
 from seqpart.zoo.models import gpt, mlp
 from tests.given import write_own
@@ -23,8 +23,8 @@ def known_machine(monkeypatch, tmp_path):
     """What only plans look at, and takes most of so short a run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Rates(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
+    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
 
 
 def numbers(*shape, rows=22):
@@ -137,7 +137,7 @@ def test_a_model_that_was_given_alive_keeps_its_weights_and_no_file_stays(tmp_pa
 
 
 def test_its_files_are_in_a_directory_that_is_new_and_private_and_goes_with_them(tmp_path):
-    """A name of time and process can be foretold, and what lay there under it was removed with all that was in it."""
+    """A name of time and process can be predicted, and what lay there under it was removed with all that was in it."""
     seen = set()
 
     class Looking(nn.Linear):
@@ -178,12 +178,12 @@ def test_random_numbers_that_are_not_torch_s_are_caught():
 
 
 def test_a_way_that_is_wrong_by_one_element_of_one_gradient_is_caught_and_measured(monkeypatch):
-    def wrong(self, step, root, right=Passes._propagate):
+    def wrong(self, step, root, right=Compute._propagate):
         right(self, step, root)
         if step.partition == 1 and step.micro_batch == 3:
             self.loaded[1].trainable[0].grad.view(-1)[0] += 0.25
 
-    monkeypatch.setattr(Passes, "_propagate", wrong)
+    monkeypatch.setattr(Compute, "_propagate", wrong)
     with pytest.raises(VerifyMismatch) as caught:
         check(MODELS["mlp"][0], numbers(8), partitions="0,2,4", optimizer="sgd")
     said = str(caught.value)
@@ -198,14 +198,14 @@ def test_what_differs_in_an_update_is_ordered_as_it_comes_about():
 
 
 def test_zeros_of_two_signs_and_tensors_that_are_missing_differ():
-    seen = Watch(1)
+    seen = Digests(1)
     for name, tensor in (("a", torch.tensor([0.0, 1.0])), ("b", torch.ones(2)), ("c", None)):
         seen.see(Key(0, 4, 0, name), tensor)
     for name, tensor in (("a", torch.tensor([-0.0, 1.0])), ("b", torch.ones(1, 2)), ("b", None), ("c", torch.zeros(0))):
-        other = Watch(1, expected=seen.seen)
+        other = Digests(1, expected=seen.seen)
         other.see(Key(0, 4, 0, name), tensor)
         assert other.first == Key(0, 4, 0, name)
-    other = Watch(1, expected=seen.seen)
+    other = Digests(1, expected=seen.seen)
     other.miss()
     assert other.first == Key(0, 4, 0, "a")
 
@@ -233,12 +233,12 @@ def test_a_wrong_replay_is_noticed_whatever_is_replayed(model, data, partitions)
 
 @pytest.mark.slow
 def test_a_wrong_replay_is_noticed_where_no_graph_is_kept(monkeypatch):
-    monkeypatch.setattr("seqpart.planning.exact._with_graphs", lambda _, foretold, __: foretold)
+    monkeypatch.setattr("seqpart.planning.exact._with_graphs", lambda _, prediction, __: prediction)
     assert check(*MODELS["mlp"], partitions=3).plan.keeps_graph_from is None
 
 
 def test_a_check_that_does_not_notice_a_wrong_replay_says_that_it_is_blind(monkeypatch):
-    monkeypatch.setattr(Passes, "_falsified", lambda _, handed: handed)
+    monkeypatch.setattr(Compute, "_falsified", lambda _, handed: handed)
     with pytest.raises(VerifyMismatch, match="the check is blind: streamed was run once more") as caught:
         check(*MODELS["mlp"], partitions=2)
     assert caught.value.exit_code == 5
@@ -268,7 +268,7 @@ def test_what_cannot_be_verified_is_refused_in_words(options, words):
 
 def test_a_machine_that_cannot_hold_full_training_is_told_so_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(Device, "free_memory", lambda _: 1 << 20)
-    monkeypatch.setattr("seqpart.verify.variant.Way.run", lambda *_, **__: pytest.fail("it was trained"))
+    monkeypatch.setattr("seqpart.verify.variant.Variant.run", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DoesNotFit, match=r"compares with full training, which needs .* and has .*--reference checkpointed"):
         check(*MODELS["mlp"], partitions=2)
 

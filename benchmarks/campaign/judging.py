@@ -38,8 +38,8 @@ class Figures:
     """What importing the command takes at its highest, of a process of its own: the run begins behind that."""
 
     @property
-    def foretold(self) -> bool:
-        """Whether the peak was one that a plan foretells: what importing takes comes before any plan."""
+    def is_predicted(self) -> bool:
+        """Whether the peak was one that a plan predicts: what importing takes comes before any plan."""
         return not self.host and self.outside_peak > self.imports + TOLERANCE
 
     @property
@@ -104,7 +104,7 @@ def proof(found: Figures, *, whole: bool) -> list[str]:
         return problems
     if found.own_peak < found.outside_peak - TOLERANCE:
         problems.append(f"proof: {found.own_peak} bytes, {found.outside_peak} seen from outside")
-    if found.foretold and (found.error < -UNDER or (whole and found.error > OVER)):
+    if found.is_predicted and (found.error < -UNDER or (whole and found.error > OVER)):
         problems.append(
             f"prediction: {found.predicted} bytes, {found.outside_peak} measured: {100 * found.error:+.2f} %, "
             f"outside {-100 * UNDER:.0f} to {100 * OVER:+.0f} %"

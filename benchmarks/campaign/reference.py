@@ -19,7 +19,7 @@ from profiling.trace import StepLog
 from safetensors.torch import save_file
 
 from seqpart.cli.job import Job
-from seqpart.execution.metrics import Tally
+from seqpart.execution.metrics import Metrics
 from seqpart.memory.device import Device
 
 import numpy as np  # isort: skip
@@ -40,10 +40,10 @@ class Keyed(Program):
         """Of one epoch."""
         return -(-self._train.count // self._batch)
 
-    def _update(self, numbers: np.ndarray, tally: Tally) -> None:
+    def _update(self, numbers: np.ndarray, metrics: Metrics) -> None:
         self._micro = self._sizes[sum(self._done >= change for change in self._changes)]
         self._key = (1 + self._done // self.updates, self._done % self.updates, -1)
-        super()._update(numbers, tally)
+        super()._update(numbers, metrics)
         self._done += 1
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCos
         offset += source.nbytes
     header = encode_header(specs, {"format": "pt"})
     part = path.with_name(path.name + ".part")
-    flat = aligned(max(cost.layout.room for cost in costs))
+    flat = aligned(max(cost.layout.padded_nbytes for cost in costs))
     try:
         with DirectFile(part, write=True, mode=0o666) as file:
             out = _Stream(file)
@@ -57,11 +57,11 @@ def _entries(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Iterator[tu
     found = []
     for block, cost in zip(blocks, costs, strict=True):
         place = {spec.name: spec for spec in cost.layout.specs}
-        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors_of(block.husk)).items()}
+        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors_of(block.module)).items()}
         for tie in block.tied:  # under both names, as a state_dict has it
             owned = next(spec for spec in costs[tie.owner.number].layout.specs if spec.name == tie.owner_name)
-            source[id(tensors_of(block.husk)[tie.name])] = tie.owner, owned
-        for name, tensor in block.husk.state_dict(keep_vars=True).items():
+            source[id(tensors_of(block.module)[tie.name])] = tie.owner, owned
+        for name, tensor in block.module.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
                 owner, spec = source[id(tensor)]
                 found.append((owner, f"{block.name}.{name}", spec))

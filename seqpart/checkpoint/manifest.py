@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.files.atomic import write_synced
-from seqpart.files.checksummed import sealed, unsealed
+from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.direct import explained, sync
 from seqpart.files.owned import made, opened, remove
 from seqpart.files.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES
@@ -31,7 +31,7 @@ from seqpart.offload.store import Store
 
 FORMAT = 2
 
-Pour = Callable[[str, CorruptFile], None]
+RewriteRows = Callable[[str, CorruptFile], None]
 """Makes the rows of boundary 0 of a split again, because of that error."""
 
 
@@ -73,7 +73,7 @@ class Manifest:
             "homes": dict(self.homes),
             "rows": dict(self.rows),
         }
-        return sealed("checkpoint", body)
+        return with_checksum("checkpoint", body)
 
 
 def save(
@@ -120,7 +120,7 @@ def load(path: Path) -> Manifest:
             raise CorruptFile(f"{path} is missing. {_cure(path)}")
         raise OptionError(f"--resume: nothing was saved in {path.parent}: there is no {path.name}. Start without --resume.")
     try:
-        body = unsealed("checkpoint", read_text(path))
+        body = checked_body("checkpoint", read_text(path))
     except OSError as error:
         raise explained(error, path) from None
     except ValueError as error:
@@ -142,12 +142,12 @@ def load(path: Path) -> Manifest:
     return manifest
 
 
-def restore(manifest: Manifest, store: Store, boundaries: Boundaries, pour: Pour | None = None) -> None:
+def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows: RewriteRows | None = None) -> None:
     """Fill a new store and new boundaries, opened on the manifest's scratch directory, with what it names.
 
     Every file is read once. Raises CorruptFile, naming a damaged one; no file that a manifest names is touched then.
     Otherwise this manifest is the latest from now on: a damaged one that came after it is replaced. Rows of boundary 0 are
-    the same files in both checkpoints: where the one before is asked for, `pour` makes damaged ones again.
+    the same files in both checkpoints: where the one before is asked for, `rewrite_rows` makes damaged ones again.
     """
     latest, previous = _readable(manifest.root / CHECKPOINT), _readable(manifest.root / PREVIOUS)
     _keep(store, boundaries, manifest, latest, previous)
@@ -157,7 +157,7 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries, pour: Pour
         boundaries.adopt({place: entry for place, entry in manifest.rows.items() if place not in manifest.inputs})
         boundaries.verify()
         for place, entry in manifest.inputs.items():
-            _adopt_input(place, entry, boundaries, pour if manifest.path.name == PREVIOUS else None)
+            _adopt_input(place, entry, boundaries, write_rows if manifest.path.name == PREVIOUS else None)
     except CorruptFile as error:
         raise CorruptFile(f"{error} {_cure(manifest.path, error)}", error.path) from None
     if manifest.path.name == CHECKPOINT:
@@ -203,15 +203,15 @@ def _second_name(source: Path, found: BinaryIO, target: Path) -> None:
         shutil.copyfileobj(found, file)
 
 
-def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, pour: Pour | None) -> None:
+def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, write_rows: RewriteRows | None) -> None:
     split = place.removesuffix("-0")
     try:
         boundaries.adopt({place: entry})
         boundaries.rows(split, 0).verify()
     except CorruptFile as error:
-        if pour is None:
+        if write_rows is None:
             raise
-        pour(split, error)
+        write_rows(split, error)
         if boundaries.rows(split, 0).persist()["digest"] != entry["digest"]:
             raise CorruptFile(f"{error} The data are not what they were, so it could not be made again.", error.path) from None
 

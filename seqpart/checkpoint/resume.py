@@ -14,7 +14,7 @@ from seqpart.data.splits import Split
 from seqpart.directory.publication import is_begun_anew
 from seqpart.directory.run_directory import finish_what_was_published
 from seqpart.errors import CorruptFile, DoesNotFit, OptionError
-from seqpart.execution.metrics import Tally
+from seqpart.execution.metrics import Metrics
 from seqpart.files.scratch import WEIGHTS, has_checkpoint
 from seqpart.methods import methods_named
 from seqpart.planning.plan import Plan
@@ -32,13 +32,13 @@ _KINDS = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Progress:
+class ResumePoint:
     """What a run that goes on begins with. `manifest` is None where it was killed before its first checkpoint."""
 
     root: Path
     manifest: Manifest | None = None
     position: Position = START
-    tally: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
     losses: list[float] = field(default_factory=list)
     """Of the training passes that are over."""
     test: tuple[float, float | None] | None = None
@@ -148,7 +148,7 @@ class Progress:
         )
 
 
-def progress_of(path: Path, settings: Settings) -> Progress:
+def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
     """Read the checkpoint at `path`: a run's directory or a manifest file.
 
     Raises OptionError where it was made with other settings, CorruptFile where it is damaged.
@@ -157,15 +157,15 @@ def progress_of(path: Path, settings: Settings) -> Progress:
     if path.is_dir() and not has_checkpoint(path):
         finish_what_was_published(root)
         refuse_finished(root)
-        return Progress(root=root)
+        return ResumePoint(root=root)
     manifest = manifests.load(path)
     state = _well_formed(manifest)
     mine = settings_of(settings)
     place = Place(*state["place"])
     changed = different(state["settings"], mine)
     refuse_fixed(root, changed, state["settings"], mine, recovers=place.recovers)
-    return Progress(
-        root=root, manifest=manifest, position=Position(*state["position"]), tally=state["tally"], losses=state["losses"],
+    return ResumePoint(
+        root=root, manifest=manifest, position=Position(*state["position"]), metrics=state["tally"], losses=state["losses"],
         test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
         micro_batches=tuple(state["micro_batches"]), changed=frozenset(changed), said=told(changed, state["settings"], mine),
         place=place, epochs=tuple(state["epochs"]), data=state["data"], functions=state["functions"], tuned=state["tuned"],
@@ -195,7 +195,7 @@ def refuse_finished(root: Path) -> None:
 
 
 def state_of(
-    preparation: Preparation, prepared: Prepared, position: Position, tally: Tally,
+    preparation: Preparation, prepared: Prepared, position: Position, metrics: Metrics,
     *, losses: list[float], test: tuple[float, float | None] | None, data: str, job: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `progress_of` reads again."""
@@ -203,7 +203,7 @@ def state_of(
         "settings": settings_of(preparation.settings), "plan": prepared.plan.to_json(),
         "position": [position.phase, position.updates], "place": astuple(Place.of(prepared.phases, position)),
         "epochs": preparation.epochs(len(prepared.plan.partitions)),
-        "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": tally.to_json(), "losses": losses,
+        "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": metrics.to_json(), "losses": losses,
         "test": test, "data": data, "functions": preparation.functions, "tuned": preparation.tuned,
         "label_bytes": preparation.label_bytes, "job": job,
     }  # fmt: skip

@@ -14,8 +14,8 @@ import seqpart.checkpoint.manifest as manifests
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import Interrupted
 from seqpart.execution.executor import Executor
-from seqpart.execution.metrics import Tally
-from seqpart.execution.partition import Resident
+from seqpart.execution.metrics import Metrics
+from seqpart.execution.partition import Partition
 from seqpart.files.scratch import CHECKPOINT, PREVIOUS
 from seqpart.interrupts import Interrupts
 from seqpart.offload.store import Store
@@ -28,7 +28,7 @@ class Saving:
     """The checkpoints of the run in `root`, whose homes and rows are in `scratch`; `state` says the rest of a position."""
 
     def __init__(
-        self, settings: Settings, state: Callable[[Position, Tally], dict[str, Any]],
+        self, settings: Settings, state: Callable[[Position, Metrics], dict[str, Any]],
         *, root: Path, scratch: Path, store: Store, boundaries: Boundaries, reporter: Reporter, interrupts: Interrupts,
     ) -> None:  # fmt: skip
         self._settings, self._state, self._root, self._scratch = settings, state, root, scratch
@@ -42,7 +42,7 @@ class Saving:
         """Training begins: count time from here. changed: not as the latest checkpoint says; the first save is not put off."""
         self._saved_at, self._changed = time.monotonic(), changed
 
-    def at_rest(self, executor: Executor, residents: Sequence[Resident], phases: Sequence[Phase]) -> None:
+    def at_rest(self, executor: Executor, partitions: Sequence[Partition], phases: Sequence[Phase]) -> None:
         """Everything stands at a position: the moment to save, if it is time to, or to obey a signal.
 
         Raises Diverged before anything is saved that is not finite.
@@ -59,34 +59,34 @@ class Saving:
         if due or self._interrupts.waiting:
             executor.refuse_divergence(weights=True)
             executor.settle()
-            for resident in residents:  # also one that is coming, and may be on its way home before that
-                resident.transfer.wait()
-            self.obey(executor.position, executor.passes.rested, due=due)
+            for partition in partitions:  # also one that is coming, and may be on its way home before that
+                partition.transfer.wait()
+            self.obey(executor.position, executor.compute.rested, due=due)
 
     def _look_for_proof(self, executor: Executor) -> None:
         if executor is not self._executor:
             self._executor, self._judged = executor, 0
-        if not self._proven and executor.passes.judged > self._judged:
+        if not self._proven and executor.compute.judged > self._judged:
             executor.refuse_divergence()
             self._proven = True
 
-    def obey(self, position: Position, tally: Tally, *, due: bool = False) -> None:
+    def obey(self, position: Position, metrics: Metrics, *, due: bool = False) -> None:
         """The homes are what `position` says: save if it is `due`, end if a signal waits. Raises Interrupted."""
         waiting = self._interrupts.waiting  # once: what comes from here on is not saved
         if due or (waiting and self._settings.saves):
-            self._save(position, tally)
+            self._save(position, metrics)
         if waiting and self._settings.saves:
             raise Interrupted(self._root)
         if waiting:
             self._interrupts.check()
 
-    def _save(self, position: Position, tally: Tally) -> None:
+    def _save(self, position: Position, metrics: Metrics) -> None:
         began = time.perf_counter()
-        state = self._state(position, tally)
+        state = self._state(position, metrics)
         manifests.save(self._root, self._scratch, state, self._store, self._boundaries, instead=not self._proven)
         self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False
         if self._executor is not None:
-            self._proven, self._judged = False, self._executor.passes.judged
+            self._proven, self._judged = False, self._executor.compute.judged
         self._reporter.record(
             "checkpoint", phase=position.phase, updates=position.updates, took=round(time.perf_counter() - began, 3)
         )

@@ -13,7 +13,7 @@ from seqpart.checkpoint.resume import refuse_finished
 from seqpart.directory.marker import MARKER
 from seqpart.directory.publication import latest
 from seqpart.errors import CorruptFile, OptionError
-from seqpart.files.checksummed import unsealed
+from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, refuse_unusable
@@ -112,7 +112,7 @@ def _kept(path: Path) -> dict[str, Any]:
         job = latest(path, JOB)
         try:
             with open(opened(job), "rb") as file:
-                found = unsealed("job", file.read().decode())
+                found = checked_body("job", file.read().decode())
         except (OSError, ValueError) as error:
             refuse_finished(path)
             found = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is damaged: {error}"

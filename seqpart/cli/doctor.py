@@ -13,7 +13,7 @@ from seqpart.errors import OptionError
 from seqpart.files.direct import DirectFile, probe_disk
 from seqpart.memory.device import describe_versions, host_memory_free, open_device
 from seqpart.memory.limit import measure_runtime, warm_up
-from seqpart.memory.usage import Gauge
+from seqpart.memory.usage import MemoryUsage
 from seqpart.units import format_size
 
 PACKAGES = ("torchvision", "numpy", "psutil", "nvidia-ml-py", "ptflops", "safetensors", "rich", "tyro", "scikit-learn")
@@ -31,12 +31,12 @@ def doctor(arguments: Sequence[str]) -> None:
     device.settle()
     warm_up(device)
     runtime = measure_runtime(device)
-    gauge = Gauge(device)
+    usage = MemoryUsage(device)
     read, write = probe_disk(options.offload_dir)
     rows = {
         "device": device.name,
         "memory": f"{format_size(device.total_memory())}, {format_size(device.free_memory())} free",
-        "limit is measured by": gauge.source,
+        "limit is measured by": usage.source,
         "runtime (counts in every limit)": format_size(runtime),
         "tier " + device.host_tier: _host_tier(device.kind),
         "tier disk": f"{options.offload_dir.resolve()}: {format_size(shutil.disk_usage(options.offload_dir).free)} free",

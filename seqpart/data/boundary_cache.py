@@ -8,10 +8,10 @@ import torch
 
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.files.direct import aligned_bytes
-from seqpart.files.retained import Kept
+from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import ROW_FILES
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 
 
 def writer_bytes(layout: RowLayout, micro_batch: int) -> int:
@@ -25,10 +25,10 @@ class Boundaries:
     Each creation has a file name of its own, so that what a checkpoint names is never written over.
     """
 
-    def __init__(self, folder: Path, device: Device, arena: Arena | None) -> None:
-        self._folder, self._device, self._arena = folder, device, arena
+    def __init__(self, folder: Path, device: Device, host_pool: HostPool | None) -> None:
+        self._folder, self._device, self._host_pool = folder, device, host_pool
         self._rows: dict[tuple[str, int], Rows] = {}
-        self._kept, self._created = Kept(folder), 0
+        self._retained, self._created = RetainedFiles(folder), 0
         self.labels: dict[str, torch.Tensor] = {}
 
     def create(self, split: str, partition: int, layout: RowLayout, count: int) -> Rows:
@@ -36,7 +36,7 @@ class Boundaries:
         self.discard(split, partition)
         path = self._folder / f"{split}-{partition:05d}.{self._created}.safetensors"
         self._created += 1
-        rows = self._rows[split, partition] = Rows(layout, count, path, self._device, self._arena)
+        rows = self._rows[split, partition] = Rows(layout, count, path, self._device, self._host_pool)
         return rows
 
     def __contains__(self, place: tuple[str, int]) -> bool:
@@ -50,7 +50,7 @@ class Boundaries:
         if rows is not None:
             rows.close()
             for file in rows.files:
-                self._kept.remove(file)
+                self._retained.remove(file)
 
     def close(self) -> None:
         for split, partition in list(self._rows):
@@ -62,7 +62,7 @@ class Boundaries:
 
     def keep(self, files: Iterable[str]) -> None:
         """From now on the files of these names, and no others, stay when their rows are discarded."""
-        self._kept.keep(files)
+        self._retained.keep(files)
 
     def adopt(self, described: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the rows that another process persisted here; other files here go, except kept ones.
@@ -71,9 +71,9 @@ class Boundaries:
         """
         for place, entry in described.items():
             split, _, partition = place.rpartition("-")
-            self._rows[split, int(partition)] = Rows.adopt(entry, self._folder, self._device, self._arena)
+            self._rows[split, int(partition)] = Rows.adopt(entry, self._folder, self._device, self._host_pool)
         self._created = 1 + max((_number(path) for path in self._folder.glob("*.safetensors")), default=-1)
-        self._kept.sweep(ROW_FILES, [file for rows in self._rows.values() for file in rows.files])
+        self._retained.sweep(ROW_FILES, [file for rows in self._rows.values() for file in rows.files])
 
     def verify(self) -> None:
         """Read every row on the disk once. Raises CorruptFile, naming the first file that is damaged."""

@@ -20,7 +20,7 @@ from seqpart.files.direct import PAGE, DirectFile, aligned, bytes_of, explained,
 from seqpart.files.owned import PRIVATE, opened, remove
 from seqpart.files.text import parsed
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import TensorSpec, encode_header
 
 CHUNK = 1 << 20
@@ -60,14 +60,14 @@ class Rows:
     """Written once from the first row to the last, then read by chunks, any chunk at any time, by one thread."""
 
     def __init__(
-        self, layout: RowLayout, count: int, path: Path, device: Device, arena: Arena | None,
+        self, layout: RowLayout, count: int, path: Path, device: Device, host_pool: HostPool | None,
         checksums: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Empty rows to be appended to; with `checksums`, of its chunks, what another process wrote at `path`."""
         self.layout, self.count, self.path = layout, count, path
         self.bytes_read = self.bytes_written = 0
-        self._arena = arena
-        self._host = arena.take(layout.home_bytes(count)) if arena is not None else None
+        self._host_pool = host_pool
+        self._host = host_pool.take(layout.home_bytes(count)) if host_pool is not None else None
         self.tier = "disk" if self._host is None else device.host_tier
         self._checksums = checksums or []
         self._file: DirectFile | None = None
@@ -117,7 +117,7 @@ class Rows:
                 self._flush(stage)
 
     def _stage_rows(self) -> torch.Tensor:
-        """The chunk being filled, (chunk_rows, stride) bytes: in the arena itself, or a buffer to be written."""
+        """The chunk being filled, (chunk_rows, stride) bytes: in the host pool itself, or a buffer to be written."""
         layout = self.layout
         if self._host is not None:
             start = self._done * layout.chunk_bytes
@@ -200,7 +200,7 @@ class Rows:
             raise
 
     @classmethod
-    def adopt(cls, described: Mapping[str, Any], folder: Path, device: Device, arena: Arena | None) -> Self:
+    def adopt(cls, described: Mapping[str, Any], folder: Path, device: Device, host_pool: HostPool | None) -> Self:
         """Rows that another process persisted in `folder`; in host memory again where there is room.
 
         Raises CorruptFile, naming a file that is missing, or damaged in its checksums, header or length; on the disk
@@ -215,7 +215,7 @@ class Rows:
         if not isinstance(dtype, torch.dtype):
             raise CorruptFile(f"{sums} belongs to rows of an unknown type, {described['dtype']}. They were not used.", sums)
         layout = RowLayout(tuple(described["shape"]), dtype)
-        rows = cls(layout, described["count"], folder / described["file"], device, arena, checksums)
+        rows = cls(layout, described["count"], folder / described["file"], device, host_pool, checksums)
         rows._described = dict(described)
         return rows
 
@@ -250,8 +250,8 @@ class Rows:
 
     def close(self) -> None:
         """Give memory and file handle back; the files stay."""
-        if self._host is not None and self._arena is not None:
-            self._arena.give(self._host)
+        if self._host is not None and self._host_pool is not None:
+            self._host_pool.give(self._host)
             self._host = None
         if self._file is not None:
             self._file.__exit__()

@@ -300,7 +300,7 @@ def refuse_mismatch(train: Split, test: Split) -> None:
         )
 
 
-def pour(split: Split, append: Callable[[torch.Tensor], None]) -> None:
+def write_rows(split: Split, append: Callable[[torch.Tensor], None]) -> None:
     """Stream every row of `split`, as its dtype, into `append`.
 
     Raises DataError, naming the row, at the first NaN or infinity, and at the first token below 0.

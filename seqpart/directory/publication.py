@@ -12,7 +12,7 @@ from pathlib import Path
 
 from seqpart.errors import CorruptFile
 from seqpart.files.atomic import unusable, write_text
-from seqpart.files.checksummed import sealed, unsealed
+from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.direct import sync
 from seqpart.files.owned import Folder, remove
 from seqpart.files.scratch import NEW, PUBLISHING
@@ -39,7 +39,7 @@ def publish(root: Path) -> None:
         for name in new:
             sync(root / name)
         if new:
-            write_text(root / PUBLISHING, sealed("results", [name.removesuffix(NEW) for name in new]))
+            write_text(root / PUBLISHING, with_checksum("results", [name.removesuffix(NEW) for name in new]))
             finish_publishing(root)
     except OSError as error:
         raise unusable(error, root) from None
@@ -52,7 +52,7 @@ def finish_publishing(root: Path) -> None:
     """
     try:
         with Folder.at(root) as folder:
-            names = unsealed("results", folder.read(PUBLISHING)[0])
+            names = checked_body("results", folder.read(PUBLISHING)[0])
         if not all(isinstance(name, str) and _RESULT.fullmatch(name) for name in names):
             raise ValueError
     except FileNotFoundError:

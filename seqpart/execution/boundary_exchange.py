@@ -24,7 +24,7 @@ import torch
 from seqpart.files.direct import DirectFile, aligned, bytes_of, round_up
 from seqpart.files.owned import remove
 from seqpart.memory.device import Device
-from seqpart.planning.problem import BUFFERS, largest_relayed, relay_room, relay_rooms
+from seqpart.planning.problem import BUFFERS, boundary_bytes, boundary_places, largest_boundary
 from seqpart.planning.simulator import PartitionCost
 
 _LINE = 64
@@ -34,7 +34,7 @@ Key = tuple[int, int]
 """(partition whose input it is, micro-batch); partition -1 - n: the gradient of tied weight n."""
 
 
-class Relay(Protocol):
+class BoundaryExchange(Protocol):
     """`put` what partition p will need for micro-batch m, `get` it in any later step; `take` or `forget` what is used up."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None: ...
@@ -147,10 +147,10 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A range of `room` bytes, and how the tensor lies that is in it."""
+    """A range of `capacity` bytes, and how the tensor lies that is in it."""
 
     offset: int
-    room: int
+    capacity: int
     form: _Form
 
     def on(self, flat: torch.Tensor) -> torch.Tensor:
@@ -161,16 +161,16 @@ class _Place:
 class _Places:
     """One range for each boundary and micro-batch, made when it is first needed and used again in every update."""
 
-    def __init__(self, rooms: Mapping[int, int] = MappingProxyType({})) -> None:
-        self._rooms = rooms
+    def __init__(self, capacities: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._capacities = capacities
         self._places: dict[Key, _Place] = {}
         self._end = 0
 
     def of(self, key: Key, tensor: torch.Tensor) -> _Place:
         form, known = _Form.of(tensor), self._places.get(key)
-        if known is None or known.room < form.nbytes:
-            known = _Place(self._end, max(round_up(form.nbytes), self._rooms.get(key[0], 0)), form)
-            self._end += known.room
+        if known is None or known.capacity < form.nbytes:
+            known = _Place(self._end, max(round_up(form.nbytes), self._capacities.get(key[0], 0)), form)
+            self._end += known.capacity
         place = self._places[key] = replace(known, form=form)
         return place
 
@@ -181,12 +181,12 @@ class _Places:
 class InHost:
     """Copies in `flat`, host memory that stays its owner's. They go in the order of the device's own work.
 
-    rooms: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
+    capacities: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
     """
 
-    def __init__(self, flat: torch.Tensor, rooms: Mapping[int, int], device: Device) -> None:
+    def __init__(self, flat: torch.Tensor, capacities: Mapping[int, int], device: Device) -> None:
         self._flat, self._device = flat, device
-        self._places = _Places(rooms)
+        self._places = _Places(capacities)
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place = self._places.of(key, tensor)
@@ -225,7 +225,7 @@ class OnDisk:
         self._reading: set[int] = set()
         self._recent = list(range(BUFFERS))
         """Buffers, the longest unused first."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-relay")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-boundaries")
         self._pool.submit(int).result()
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
@@ -301,7 +301,7 @@ class OnDisk:
             work.result()
 
 
-def open_relay(
+def open_exchange(
     kind: str,
     parts: Sequence[PartitionCost],
     batch: int,
@@ -309,10 +309,10 @@ def open_relay(
     host: torch.Tensor | None,
     path: Path,
     device: Device,
-) -> Relay:
+) -> BoundaryExchange:
     """As planned: `kind` is device, host or disk. After a halved micro-batch `host` may be too small: then on disk."""
     if kind == "device" or len(parts) == 1:
         return OnDevice()
-    if host is not None and relay_room(parts, batch, micro_batch) <= len(host):
-        return InHost(host, relay_rooms(parts, micro_batch), device)
-    return OnDisk(path, largest_relayed(parts, micro_batch), device)
+    if host is not None and boundary_bytes(parts, batch, micro_batch) <= len(host):
+        return InHost(host, boundary_places(parts, micro_batch), device)
+    return OnDisk(path, largest_boundary(parts, micro_batch), device)

@@ -1,7 +1,7 @@
 """FORWARD and BACKWARD of one partition on one micro-batch, and the rows, labels and gradients that they need.
 
 What a partition reads and leaves depends on its place in the phase alone: the first one reads rows, the last one owns
-the loss, and between them the relay hands activations up and gradients down.
+the loss, and between them the boundary exchange hands activations up and gradients down.
 """
 
 import math
@@ -17,9 +17,9 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, Reader, ReaderThread
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import Diverged, ModelError, OptionError
-from seqpart.execution.boundary_exchange import Relay
-from seqpart.execution.metrics import Tally
-from seqpart.execution.partition import Resident
+from seqpart.execution.boundary_exchange import BoundaryExchange
+from seqpart.execution.metrics import Metrics
+from seqpart.execution.partition import Partition
 from seqpart.execution.saved_tensors import Arrival, entering
 from seqpart.memory.device import Device
 from seqpart.methods.method import PartitionLoss, SyntheticLoss
@@ -47,22 +47,22 @@ class PhaseBegun:
     number: int
 
 
-class Passes:
+class Compute:
     """`loaded` are the partitions on the device, by number: the executor brings and drops them."""
 
     def __init__(
-        self, *, phases: Sequence[Phase], residents: Sequence[Resident],
+        self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
         losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, cache_layouts: Sequence[RowLayout],
-        relay: Relay, device: Device, reader_thread: ReaderThread, seed: int, start: Position, tally: Tally | None,
-        falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
+        exchange: BoundaryExchange, device: Device, reader_thread: ReaderThread, seed: int, start: Position,
+        metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
     ) -> None:  # fmt: skip
-        self.loaded: dict[int, Resident] = {}
-        self.tally, self.rested = Tally(), tally or Tally()
+        self.loaded: dict[int, Partition] = {}
+        self.metrics, self.rested = Metrics(), metrics or Metrics()
         """Sums over the pass so far; the same at the end of the last update."""
         self.judged = 0
         """Losses that were computed."""
-        self._phases, self._residents, self._losses = phases, residents, losses
-        self._boundaries, self._cache_layouts, self._relay = boundaries, cache_layouts, relay
+        self._phases, self._partitions, self._losses = phases, partitions, losses
+        self._boundaries, self._cache_layouts, self._exchange = boundaries, cache_layouts, exchange
         self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
         self._start, self._resumes = start, start.updates > 0
         self._own_loss: dict[int, PartitionLoss | None] = {}
@@ -70,9 +70,9 @@ class Passes:
         self._reader: Reader | None = None
         self._sink: Rows | None = None
         self._began = 0.0
-        self._ties = [tie for resident in residents for _, tie in resident.tied]
-        self._lent: set[tuple[int, int]] = set()
-        """Keys of shared weights' gradients that wait in the relay."""
+        self._ties = [tie for partition in partitions for _, tie in partition.tied]
+        self._shared_gradients: set[tuple[int, int]] = set()
+        """Keys of shared weights' gradients that wait in the exchange."""
         self._counted: float | None = None
         """Of the unfinished update, what its loss counted so far; None where micro-batches count by their rows."""
 
@@ -96,12 +96,12 @@ class Passes:
                 return self._write(cast(SyntheticLoss, self._loss_of(p)).ideal(labels))
             output = self._output(step, x, training=False)
             if phase.partition != phase.last:
-                self._relay.forget((p, m))
+                self._exchange.forget((p, m))
                 if p < phase.last:
-                    self._relay.put((p + 1, m), output)
+                    self._exchange.put((p + 1, m), output)
                     return 0
                 labels = self._labels.pop(m)
-            if not phase.stage or p == len(self._residents) - 1:  # recovery looks at the end alone, and is planned so
+            if not phase.stage or p == len(self._partitions) - 1:  # recovery looks at the end alone, and is planned so
                 self._judge(step, output, labels)
             return self._write(output)
 
@@ -114,43 +114,43 @@ class Passes:
     def _forward_to_train(self, step: Step, x: torch.Tensor) -> None:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
-        resident = self.loaded[p]
+        partition = self.loaded[p]
         if not phase.streamed and self._starts_update(step):
-            resident.begin_update()
+            partition.begin_update()
         if p >= phase.lowest:
-            resident.remember_buffers()
+            partition.remember_buffers()
         x, arrival = self._entering(step, x)
-        with resident.packing() if phase.keeps_graph(p) else nullcontext():
+        with partition.packing() if phase.keeps_graph(p) else nullcontext():
             output = self._output(step, x, training=True)
         if phase.keeps_graph(p):
-            resident.keep_graph(m, arrival, output)
+            partition.keep_graph(m, arrival, output)
         if p < phase.last:
-            self._relay.put((p + 1, m), output)
+            self._exchange.put((p + 1, m), output)
             if p < phase.lowest:
-                self._relay.forget((p, m))
+                self._exchange.forget((p, m))
         else:
             self._judge(step, output, self._labels.pop(m))
 
     def backward(self, step: Step) -> tuple[int, int]:
-        phase, resident = self._phases[step.phase], self.loaded[step.partition]
+        phase, partition = self._phases[step.phase], self.loaded[step.partition]
         if phase.partition == phase.last:
             batch, x, labels = self._input(step)
             assert batch is not None
             if self._starts_update(step):
-                resident.begin_update()
+                partition.begin_update()
             self._back_propagate_loss(step, self._entering(step, x)[0], labels)
-            resident.part_gradients(None)
+            partition.part_gradients(None)
             self._done_with(batch)
             return batch.x.nbytes, 0
-        resident.restore_buffers()
-        with resident.apart() as tied:
+        partition.restore_buffers()
+        with partition.apart() as tied:
             arrived = self._back_propagate(step).gradient
-        resident.part_gradients(arrived)
+        partition.part_gradients(arrived)
         for tie, gradient in tied.items():
             if gradient is not None:
                 key = self._key_of(tie, self._part(step))
-                self._relay.put(key, gradient)
-                self._lent.add(key)
+                self._exchange.put(key, gradient)
+                self._shared_gradients.add(key)
         self._pass_down(step, arrived)
         return 0, 0
 
@@ -161,7 +161,7 @@ class Passes:
             arrival, edge = self.loaded[p].kept_graph(m)
             self._propagate(step, edge)
             return arrival
-        x = self._relay.get((p, m))
+        x = self._exchange.get((p, m))
         if p < phase.last or p == phase.lowest:  # the last runs forward here only: a wrong loss proves little of gradients
             x = self._falsified(x)
         x, arrival = self._entering(step, x)
@@ -181,20 +181,20 @@ class Passes:
         p, m = step.partition, self._part(step)
         roots, gradients = [], []
         if root is not None:
-            roots, gradients = [root], [self._falsified(self._relay.take((p + 1, m)))]
+            roots, gradients = [root], [self._falsified(self._exchange.take((p + 1, m)))]
         for tie in self._lending(p):
             key = self._key_of(tie, m)
-            if key in self._lent:
-                self._lent.remove(key)
-                roots.append(tie.owner.husk.get_parameter(tie.owner_name))
-                gradients.append(self._relay.take(key))
+            if key in self._shared_gradients:
+                self._shared_gradients.remove(key)
+                roots.append(tie.owner.module.get_parameter(tie.owner_name))
+                gradients.append(self._exchange.take(key))
         if roots:
             torch.autograd.backward(roots, grad_tensors=gradients)
         if root is None:
-            self._relay.forget((p + 1, m))
+            self._exchange.forget((p + 1, m))
 
     def _falsified(self, handed: torch.Tensor) -> torch.Tensor:
-        """What BACKWARD takes from the relay; for `verify`'s control slightly wrong, as no normalization takes back."""
+        """What BACKWARD takes from the exchange; for `verify`'s control slightly wrong, as no normalization takes back."""
         if not self._falsify:
             return handed
         if not handed.is_floating_point():
@@ -204,7 +204,7 @@ class Passes:
 
     def _lending(self, p: int) -> list[Tied]:
         """Weights of partition p that a later one shares."""
-        return [tie for tie in self._ties if tie.owner in self._residents[p].blocks]
+        return [tie for tie in self._ties if tie.owner in self._partitions[p].blocks]
 
     def _key_of(self, tie: Tied, m: int) -> tuple[int, int]:
         return -1 - self._ties.index(tie), m
@@ -212,14 +212,14 @@ class Passes:
     def _pass_down(self, step: Step, gradient: torch.Tensor | None) -> None:
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if p == phase.lowest:
-            self._relay.forget((p, m))
+            self._exchange.forget((p, m))
             return
         if gradient is None:
             raise ModelError(
                 f"no gradient came through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are to "
                 "learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
             )
-        self._relay.put((p, m), gradient)
+        self._exchange.put((p, m), gradient)
 
     def _back_propagate_loss(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> None:
         """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
@@ -258,7 +258,7 @@ class Passes:
             found = judge(output, labels)
         verdict = found if isinstance(found, Verdict) else Verdict(found, len(output))
         with torch.no_grad():
-            self.tally.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
+            self.metrics.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
         self.judged += 1
         return verdict
 
@@ -283,17 +283,17 @@ class Passes:
         return self.span(step).start % self._phases[step.phase].batch == 0
 
     def _input(self, step: Step) -> tuple[Batch | None, torch.Tensor, torch.Tensor]:
-        """(batch, rows, labels) of the phase's first partition from the reader; of the others what the relay holds."""
+        """(batch, rows, labels) of the phase's first partition from the reader; of the others what the exchange holds."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if p != phase.partition:
-            return None, self._relay.get((p, m)), torch.empty(0)
+            return None, self._exchange.get((p, m)), torch.empty(0)
         batch = self._next_batch(step)
         x, labels = self._on_device(batch, p)
         if phase.partition != phase.last:
             if x.data_ptr() == batch.x.data_ptr():
                 x = x.clone()  # the reader's memory is about to be filled again
             self._labels[m] = labels
-            self._relay.put((p, m), x)
+            self._exchange.put((p, m), x)
         return batch, x, labels
 
     def _next_batch(self, step: Step) -> Batch:
@@ -309,9 +309,9 @@ class Passes:
         phase = self._phases[number]
         split, _ = reads(phase)
         first_update = self._start.updates if self._resumes else 0
-        self.tally = replace(self.rested) if self._resumes else Tally()
+        self.metrics = replace(self.rested) if self._resumes else Metrics()
         self._resumes, self._began = False, time.perf_counter()
-        if phase.kind is not PhaseKind.TRAIN and phase.last < len(self._residents) - 1:
+        if phase.kind is not PhaseKind.TRAIN and phase.last < len(self._partitions) - 1:
             layout = self._cache_layouts[phase.last]
             self._sink = self._boundaries.create(split, phase.last + 1, layout, phase.rows)
         rows = self._boundaries.rows(split, phase.partition)
@@ -322,7 +322,7 @@ class Passes:
 
     def _on_device(self, batch: Batch, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, labels = self._device.upload(batch.x), self._device.upload(batch.labels)
-        return x.to(self._residents[partition].input_dtype), labels.to(label_dtype(labels))
+        return x.to(self._partitions[partition].input_dtype), labels.to(label_dtype(labels))
 
     def _done_with(self, batch: Batch) -> None:
         assert self._reader is not None
@@ -331,11 +331,11 @@ class Passes:
     def rest(self) -> None:
         """An update is finished: what was summed up so far is what a later run goes on with."""
         self._counted = None
-        self.rested = replace(self.tally)
+        self.rested = replace(self.metrics)
 
     def refuse_divergence(self, number: int, update: int | None = None) -> None:
         """Raises Diverged where a loss of phase `number` so far, up to `update` (from 1), is not finite. CUDA has to wait."""
-        loss = self.tally.mean_loss
+        loss = self.metrics.mean_loss
         if not math.isfinite(loss):
             where = "" if update is None else f"update {update} of "
             raise Diverged(f"training diverged: the loss is {loss} in {where}{self._phases[number]}.")
@@ -346,12 +346,12 @@ class Passes:
             self._sink.finish()
             self._sink = None
         self.close_reader()
-        tally, phase = self.tally, self._phases[number]
-        loss = tally.mean_loss if tally.rows else None
+        metrics, phase = self.metrics, self._phases[number]
+        loss = metrics.mean_loss if metrics.rows else None
         self.refuse_divergence(number)
-        self.rested = Tally()
+        self.rested = Metrics()
         seconds = time.perf_counter() - self._began
-        self._listen(PhaseDone(phase=phase, loss=loss, accuracy=tally.accuracy, rows=phase.rows, seconds=seconds))
+        self._listen(PhaseDone(phase=phase, loss=loss, accuracy=metrics.accuracy, rows=phase.rows, seconds=seconds))
 
     def forget_loss(self, p: int) -> None:
         """Partition p leaves: free the fixed targets of its loss."""
@@ -367,7 +367,7 @@ class Passes:
         self.close_reader()
         self._sink = None
         self._labels.clear()
-        self._lent.clear()
+        self._shared_gradients.clear()
         self._counted = None
         self._own_loss.clear()  # the executor that goes on has fixed targets of its own
 

@@ -15,8 +15,8 @@ import torch
 
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import Diverged, OutOfMemory
-from seqpart.execution.compute import Passes, PhaseBegun, PhaseDone, reads
-from seqpart.execution.partition import Resident
+from seqpart.execution.compute import Compute, PhaseBegun, PhaseDone, reads
+from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
 from seqpart.offload.store import Store
@@ -53,28 +53,28 @@ class AllocationFailed(Exception):
 class Hooks:
     """What the executor calls: after every event, after every step, and whenever everything stands at a position.
 
-    `guard` and `at_rest` may raise; `witness` sees a partition with its gradients before each of its updates.
+    `guard` and `at_rest` may raise; `before_update` sees a partition with its gradients before each of its updates.
     """
 
     listen: Callable[[Event], None]
     guard: Callable[[], None]
     at_rest: Callable[["Executor"], None] = lambda _: None
-    witness: Callable[[Resident, Step], None] = lambda _, __: None
+    before_update: Callable[[Partition, Step], None] = lambda _, __: None
 
 
 class Executor:
-    """Runs steps over `residents`; `passes` does what needs rows, `slots` are the device's memory for partitions."""
+    """Runs steps over `partitions`; `compute` does what needs rows, `slots` are the device's memory for partitions."""
 
     def __init__(
-        self, *, phases: Sequence[Phase], residents: Sequence[Resident], passes: Passes, boundaries: Boundaries, slots: Slots,
-        store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float], hooks: Hooks,
-        start: Position,
+        self, *, phases: Sequence[Phase], partitions: Sequence[Partition], compute: Compute, boundaries: Boundaries,
+        slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float],
+        hooks: Hooks, start: Position,
     ) -> None:  # fmt: skip
-        self.position, self.step, self.passes = start, Step(Verb.LOAD, 0), passes
-        self._phases, self._residents, self._boundaries, self._slots = phases, residents, boundaries, slots
+        self.position, self.step, self.compute = start, Step(Verb.LOAD, 0), compute
+        self._phases, self._partitions, self._boundaries, self._slots = phases, partitions, boundaries, slots
         self._store, self._device, self._clip, self._rate, self._hooks = store, device, clip_grad_norm, rate, hooks
-        self._loaded = passes.loaded
-        self._coming: dict[int, Resident] = {}
+        self._loaded = compute.loaded
+        self._coming: dict[int, Partition] = {}
         self._norms: dict[int, list[torch.Tensor]] = {}
         self._updated: set[int] = set()
         """Partitions that have made the step of the unfinished update."""
@@ -105,7 +105,7 @@ class Executor:
                 raise OutOfMemory(f"memory ran out in {self.step}, where a smaller micro-batch cannot help: {text}.") from None
             failed = text
         finally:
-            self.passes.close_reader()
+            self.compute.close_reader()
             if not failed:
                 self._release_all()
                 self._slots.close()
@@ -129,51 +129,51 @@ class Executor:
         and learns has such a weight. Only while at rest; a CUDA device has to wait for the numbers."""
         phase, done = self._phases[self.step.phase], self.position.updates
         if self.position.phase == self.step.phase:  # else its end has looked already
-            self.passes.refuse_divergence(self.step.phase, done if phase.kind is PhaseKind.TRAIN else None)
-        for resident in self._loaded.values() if weights else ():
-            if name := _spoilt_weight(resident):
+            self.compute.refuse_divergence(self.step.phase, done if phase.kind is PhaseKind.TRAIN else None)
+        for partition in self._loaded.values() if weights else ():
+            if name := _spoilt_weight(partition):
                 where = f"update {done or phase.updates} of {phase}" if phase.kind is PhaseKind.TRAIN else str(phase)
                 raise Diverged(f"training diverged: {name} is not finite behind {where}.")
 
     def settle(self) -> None:
         """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
-        for resident in self._loaded.values():
-            resident.save(keep_state=True, again=True)
+        for partition in self._loaded.values():
+            partition.save(keep_state=True, again=True)
         self._wait_for_homes()
 
     def _wait_for_homes(self) -> None:
-        for p, resident in enumerate(self._residents):
+        for p, partition in enumerate(self._partitions):
             if p not in self._coming:
-                resident.transfer.wait()
+                partition.transfer.wait()
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
     def _begin_next(self, ahead: Lookahead) -> None:
-        while self._slots.count > 1 and self._slots.has_room(0):
+        while self._slots.count > 1 and self._slots.has_free(0):
             step = ahead.next_load(set(self._coming))
             if step is None or step.partition in self._loaded or step.partition in self._coming:
                 return
-            if not self._slots.has_room(self._needs(step)):
+            if not self._slots.has_free(self._needs(step)):
                 return
             here = {*self._loaded, *self._coming}
-            if any(lender.number in here for lender in self._residents[step.partition].lenders):
+            if any(lender.number in here for lender in self._partitions[step.partition].lenders):
                 return  # what it would borrow is yet to be saved
             self._begin(step)
 
     def _begin(self, step: Step) -> None:
-        resident = self._residents[step.partition]
-        resident.begin_load(self._slots.take(self._needs(step)), to_update=step.more)
-        self._coming[step.partition] = resident
+        partition = self._partitions[step.partition]
+        partition.begin_load(self._slots.take(self._needs(step)), to_update=step.more)
+        self._coming[step.partition] = partition
 
     def _needs(self, step: Step) -> int:
         phase = self._phases[step.phase]
-        return self._residents[step.partition].needs(to_update=step.more, gradients=phase.clips and phase.streamed)
+        return self._partitions[step.partition].needs(to_update=step.more, gradients=phase.clips and phase.streamed)
 
     def _load(self, step: Step) -> tuple[int, int]:
         if step.partition not in self._coming:
             self._begin(step)
-        resident = self._loaded[step.partition] = self._coming.pop(step.partition)
-        return resident.finish_load(learns=self._phases[step.phase].trains(step.partition)), 0
+        partition = self._loaded[step.partition] = self._coming.pop(step.partition)
+        return partition.finish_load(learns=self._phases[step.phase].trains(step.partition)), 0
 
     def _drop(self, step: Step) -> tuple[int, int]:
         p = step.partition
@@ -183,7 +183,7 @@ class Executor:
         slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams)
         self._slots.give(slot, free)
         del self._loaded[p]
-        self.passes.forget_loss(p)
+        self.compute.forget_loss(p)
         self._device.release_cached()
         needed = {reads(phase) for phase, _ in counted(self._phases[self.position.phase :])}
         for split in ("train", "test"):
@@ -195,69 +195,69 @@ class Executor:
 
     def _forward(self, step: Step) -> tuple[int, int]:
         phase = self._phases[step.phase]
-        traffic = self.passes.forward(step)
+        traffic = self.compute.forward(step)
         if phase.kind is not PhaseKind.TRAIN and step.partition == phase.last:
-            self._end_phase_if(self.passes.span(step).stop == phase.rows, step.phase)
+            self._end_phase_if(self.compute.span(step).stop == phase.rows, step.phase)
         return traffic
 
     def _backward(self, step: Step) -> tuple[int, int]:
-        traffic = self.passes.backward(step)
-        if (scale := self.passes.scale(step)) is not None:
+        traffic = self.compute.backward(step)
+        if (scale := self.compute.scale(step)) is not None:
             self._loaded[step.partition].scale_gradients(scale)
-        if self._clip is not None and self.passes.span(step).ends_update:
+        if self._clip is not None and self.compute.span(step).ends_update:
             self._norms[step.partition] = self._loaded[step.partition].gradient_norms()
         return traffic
 
     def _update(self, step: Step) -> tuple[int, int]:
-        phase, resident = self._phases[step.phase], self._loaded[step.partition]
+        phase, partition = self._phases[step.phase], self._loaded[step.partition]
         if self._device.kind == "cpu":  # nothing has to wait for the number there
-            self.passes.refuse_divergence(step.phase, self.position.updates + 1)
+            self.compute.refuse_divergence(step.phase, self.position.updates + 1)
         if not self._updated and phase.streamed:  # what the last update left is all at home, or on its way
             self._wait_for_homes()
             self._store.mark()
-        self._hooks.witness(resident, step)
+        self._hooks.before_update(partition, step)
         clip = None
         if self._clip is not None and phase.trains(step.partition):
             norms = [norm for p in sorted(self._norms) for norm in self._norms[p]]
             clip = (self._clip, torch.linalg.vector_norm(torch.stack(norms))) if norms else None
-        resident.update(self._rate(phase, self.position.updates), clip)
+        partition.update(self._rate(phase, self.position.updates), clip)
         self._updated.add(step.partition)
         if len(self._updated) == len(phase.partitions):
             self._updated.clear()
             self._norms.clear()
             self.position = Position(step.phase, self.position.updates + 1)
-            self.passes.rest()
+            self.compute.rest()
             self._end_phase_if(self.position.updates == phase.updates, step.phase)
         return 0, 0
 
     def _end_phase_if(self, done: bool, number: int) -> None:
         if done:
             self.position = Position(number + 1, 0)
-            self.passes.end_phase(number)
+            self.compute.end_phase(number)
 
     # --- endings --------------------------------------------------------------------------------------------------
 
     def _retreat(self, text: str) -> None:
         """After a failed allocation: the unfinished update never was; what the last one left goes home."""
         phase = self._phases[self.step.phase]
-        self.passes.abandon()
+        self.compute.abandon()
         for p in list(self._coming):
             self._coming.pop(p).release()
         if self._updated and phase.streamed:
             self._undo_update(text)
-        for resident in self._residents:
-            resident.abandon_update()
+        for partition in self._partitions:
+            partition.abandon_update()
         self._device.release_cached()
-        for resident in self._loaded.values():
-            slot, free, _ = resident.begin_drop(keep_state=True)
+        for partition in self._loaded.values():
+            slot, free, _ = partition.begin_drop(keep_state=True)
             free()
             self._slots.give(slot, free)
         self._loaded.clear()
 
     def _undo_update(self, text: str) -> None:
         """Some partitions have made the step already: back to the versions of before."""
-        for resident in self._residents:
-            resident.transfer.settle()
+        for partition in self._partitions:
+            partition.transfer.settle()
         self._release_all()
         if not self._store.rollback():
             raise OutOfMemory(
@@ -266,17 +266,17 @@ class Executor:
             )
 
     def _release_all(self) -> None:
-        for resident in self._residents:
-            resident.transfer.settle()
-            resident.release()
+        for partition in self._partitions:
+            partition.transfer.settle()
+            partition.release()
         self._loaded.clear()
         self._coming.clear()
 
 
-def _spoilt_weight(resident: Resident) -> str:
+def _spoilt_weight(partition: Partition) -> str:
     """The name of a weight that learns and is not finite everywhere; "" where there is none. Takes no memory."""
-    for block in resident.blocks:
-        for name, parameter in block.husk.named_parameters():
+    for block in partition.blocks:
+        for name, parameter in block.module.named_parameters():
             if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
                 continue
             if not all(math.isfinite(extreme) for extreme in torch.aminmax(parameter.detach())):  # of a NaN both are

@@ -7,7 +7,7 @@ import torch
 
 
 @dataclass(slots=True)
-class Tally:
+class Metrics:
     loss: torch.Tensor | float = 0.0
     correct: torch.Tensor | float = 0.0
     judged: torch.Tensor | int = 0
@@ -42,7 +42,7 @@ class Tally:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, found: dict[str, Any], device: torch.device) -> "Tally":
+    def from_json(cls, found: dict[str, Any], device: torch.device) -> "Metrics":
         """Exactly as it was: the type goes along, because later sums round in it."""
         loss: torch.Tensor | float = found["loss"]
         if found["dtype"] is not None:

@@ -37,7 +37,7 @@ class Placement(enum.Enum):
     SAVING = "saving"
 
 
-class Resident:
+class Partition:
     """Partition `number`: some blocks of the chain, moved in and out of slots that the executor owns."""
 
     def __init__(
@@ -52,9 +52,9 @@ class Resident:
         self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in ours]
         """(block, tie): parameters used here whose home is in another partition."""
         self._borrows = borrows
-        self.lenders: list[Resident] = []
+        self.lenders: list[Partition] = []
         """Partitions whose homes come along; their last save is to be waited for."""
-        self._lent = _lent(blocks, costs) if borrows else {}
+        self._borrowed = _borrowed(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self.optimizer: torch.optim.Optimizer | None = None
         self._slot: Slot | None = None
@@ -75,7 +75,7 @@ class Resident:
         return [
             parameter
             for block, cost in zip(self.blocks, self._costs, strict=True)
-            for name, parameter in block.husk.named_parameters()
+            for name, parameter in block.module.named_parameters()
             if parameter.requires_grad and name in cost.trainable
         ]
 
@@ -86,8 +86,8 @@ class Resident:
     def needs(self, *, to_update: bool, gradients: bool) -> int:
         """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
         kept = gradients or (to_update and self._waiting is not None)
-        lent = sum(cost.layout.room for cost in self._lent.values())
-        return lent + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept)
+        borrowed = sum(cost.layout.padded_nbytes for cost in self._borrowed.values())
+        return borrowed + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept)
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
@@ -95,15 +95,15 @@ class Resident:
         """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`."""
         self.placement, self._slot, self._to_update = Placement.LOADING, slot, to_update
         self._regions, offset = [], 0
-        own, lent = [cost.layout for cost in self._costs], [cost.layout for cost in self._lent.values()]
-        for layouts in own, lent, self._states if to_update else [], self._gradients:
+        own, borrowed = [cost.layout for cost in self._costs], [cost.layout for cost in self._borrowed.values()]
+        for layouts in own, borrowed, self._states if to_update else [], self._gradients:
             regions = []
             for layout in layouts:
-                regions.append(slot.buffer[offset : offset + layout.room])
-                offset += layout.room
+                regions.append(slot.buffer[offset : offset + layout.padded_nbytes])
+                offset += layout.padded_nbytes
             self._regions.append(regions)
         items = list(
-            zip((block.home for block in (*self.blocks, *self._lent)), self._regions[0] + self._regions[1], strict=True)
+            zip((block.home for block in (*self.blocks, *self._borrowed)), self._regions[0] + self._regions[1], strict=True)
         )
         if to_update:
             states = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
@@ -135,12 +135,12 @@ class Resident:
         """Whether gradients of the parameters are wanted; those that the user froze stay frozen."""
         for block, cost in zip(self.blocks, self._costs, strict=True):
             own = {spec.name for spec in cost.layout.specs}
-            for name, parameter in block.husk.named_parameters():
+            for name, parameter in block.module.named_parameters():
                 if name in own:
                     parameter.requires_grad_(learns and name in cost.trainable)
         for block, tie in self.tied if self._borrows else ():
-            parameter = block.husk.get_parameter(tie.name)
-            parameter.requires_grad_(learns and tie.owner_name in self._lent[tie.owner].trainable)
+            parameter = block.module.get_parameter(tie.name)
+            parameter.requires_grad_(learns and tie.owner_name in self._borrowed[tie.owner].trainable)
 
     def _build_optimizer(self) -> None:
         if not self.trainable:
@@ -151,7 +151,7 @@ class Resident:
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
             if block.state_home not in self._store:
                 region.zero_()
-            named = [(name, p) for name, p in block.husk.named_parameters() if p.requires_grad and name in cost.trainable]
+            named = [(name, p) for name, p in block.module.named_parameters() if p.requires_grad and name in cost.trainable]
             self._choice.adopt(self.optimizer, named, layout.views(region))
 
     def _fetch_gradients(self) -> None:
@@ -159,7 +159,7 @@ class Resident:
             return
         for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
             views = layout.views(region)
-            for name, parameter in block.husk.named_parameters():
+            for name, parameter in block.module.named_parameters():
                 if f"{block.home}.{name}" in self._waiting:
                     parameter.grad = views[name]
         self._waiting = None
@@ -174,7 +174,7 @@ class Resident:
         if training and self._writes_input:
             x = clone_as_it_lies(x)
         for block in self.blocks:
-            module = block.husk
+            module = block.module
             module.train(training)
             self._device.seed(self._seed, *key, block.number)
             with self.autocast():
@@ -189,7 +189,7 @@ class Resident:
         self._at_update = self._copied_buffers()
 
     def _copied_buffers(self) -> list[_Copy]:
-        return [(block, name, buffer.clone()) for block in self.blocks for name, buffer in block.husk.named_buffers()]
+        return [(block, name, buffer.clone()) for block in self.blocks for name, buffer in block.module.named_buffers()]
 
     def remember_buffers(self) -> None:
         """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
@@ -205,16 +205,17 @@ class Resident:
         if copied:  # also where a module put a new tensor in the place of its buffer
             self._attach()
         for block, name, before in copied:
-            block.husk.get_buffer(name).copy_(before)
+            block.module.get_buffer(name).copy_(before)
 
     def _attach(self) -> None:
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
-            attach(block.husk, cost.layout.views(region))
-        lent = {
-            owner: cost.layout.views(region) for (owner, cost), region in zip(self._lent.items(), self._regions[1], strict=True)
+            attach(block.module, cost.layout.views(region))
+        borrowed = {
+            owner: cost.layout.views(region)
+            for (owner, cost), region in zip(self._borrowed.items(), self._regions[1], strict=True)
         }
         for block, tie in self.tied if self._borrows else ():
-            attach(block.husk, {tie.name: lent[tie.owner][tie.owner_name]})
+            attach(block.module, {tie.name: borrowed[tie.owner][tie.owner_name]})
 
     def keep_graph(self, m: int, arrival: Arrival, output: torch.Tensor) -> None:
         """Until `kept_graph`. What autograd saved of the weights must have been packed, see `packing`."""
@@ -227,7 +228,7 @@ class Resident:
     def packing(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
         assert self._slot is not None
-        changing = [buffer for block in self.blocks for buffer in block.husk.buffers()]
+        changing = [buffer for block in self.blocks for buffer in block.module.buffers()]
         return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None, changing)
 
     def part_gradients(self, passed_down: torch.Tensor | None) -> None:
@@ -259,7 +260,7 @@ class Resident:
                 group["lr"] = group["initial_lr"] * rate
             self.optimizer.step()
         self._at_update, self._before = [], []
-        has_buffers = any(True for block in self.blocks for _ in block.husk.buffers())
+        has_buffers = any(True for block in self.blocks for _ in block.module.buffers())
         self._changed = self._changed or self.optimizer is not None or has_buffers
         self.forget_gradients()
 
@@ -272,7 +273,7 @@ class Resident:
 
     def forget_gradients(self) -> None:
         for block, cost in zip(self.blocks, self._costs, strict=True):
-            for name, parameter in block.husk.named_parameters():
+            for name, parameter in block.module.named_parameters():
                 if name in cost.trainable:
                     parameter.grad = None
 
@@ -280,7 +281,7 @@ class Resident:
     def apart(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
         """Inside, gradients of parameters with a home elsewhere begin at nothing; behind it the dict holds what came."""
         found: dict[Tied, torch.Tensor | None] = {}
-        parameters = {tie: block.husk.get_parameter(tie.name) for block, tie in self.tied}
+        parameters = {tie: block.module.get_parameter(tie.name) for block, tie in self.tied}
         before = {tie: parameter.grad for tie, parameter in parameters.items()}
         for parameter in parameters.values():
             parameter.grad = None
@@ -305,7 +306,7 @@ class Resident:
                 ]
         self._changed = False
         mark = self._device.mark()
-        self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark), sealed=not again)
+        self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark), checksummed=not again)
         return self.transfer
 
     def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot, Wait, int]:
@@ -316,7 +317,7 @@ class Resident:
         assert self._slot is not None
         self.placement = Placement.SAVING
         if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
-            self._evolved = [buffer.clone() for block in self.blocks for buffer in block.husk.buffers()]
+            self._evolved = [buffer.clone() for block in self.blocks for buffer in block.module.buffers()]
         if self._before:
             self.restore_buffers()
         waiting = self._gradients_home() if gradients else Transfer()
@@ -339,17 +340,17 @@ class Resident:
         names, items = [], []
         for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
             views = layout.views(region)
-            for name, parameter in block.husk.named_parameters():
+            for name, parameter in block.module.named_parameters():
                 if parameter.grad is not None and name in views:
                     views[name].copy_(parameter.grad)
                     names.append(f"{block.home}.{name}")
             items.append((block.gradient_home, layout, region))
         self._waiting = names
         mark = self._device.mark()
-        return self._store.begin_put(items, lambda: self._device.wait(mark), sealed=False)
+        return self._store.begin_put(items, lambda: self._device.wait(mark), checksummed=False)
 
     def _restore_evolved(self) -> None:
-        buffers = [buffer for block in self.blocks for buffer in block.husk.buffers()]
+        buffers = [buffer for block in self.blocks for buffer in block.module.buffers()]
         for buffer, evolved in zip(buffers, self._evolved, strict=False):
             buffer.copy_(evolved)
         self._evolved = []
@@ -359,7 +360,7 @@ class Resident:
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
             views = cost.layout.views(region)
             # Each name, also of a tensor that has two; and all values before any place, since they may lie in one another's.
-            named = [*block.husk.named_parameters(), *block.husk.named_buffers(remove_duplicate=False)]
+            named = [*block.module.named_parameters(), *block.module.named_buffers(remove_duplicate=False)]
             moved = [
                 (views[name], tensor.detach().clone())
                 for name, tensor in named
@@ -370,7 +371,7 @@ class Resident:
 
     def _let_go(self) -> None:
         for block in self.blocks:
-            detach(block.husk, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
+            detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
         self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
         self._changed = False
@@ -384,10 +385,10 @@ class Resident:
         self._let_go()
 
 
-def _lent(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
+def _borrowed(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
     """Blocks of other partitions whose homes these need."""
     found = {}
     for block, cost in zip(blocks, costs, strict=True):
         owners = dict.fromkeys(tie.owner for tie in block.tied)
-        found.update({owner: lent for owner, lent in zip(owners, cost.borrows, strict=True) if owner not in blocks})
+        found.update({owner: borrowed for owner, borrowed in zip(owners, cost.borrows, strict=True) if owner not in blocks})
     return found

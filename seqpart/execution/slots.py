@@ -3,7 +3,7 @@
     one slot     the buffer is reused, and made anew when a larger partition comes
     two slots    one partition computes while the previous one goes home out of the other buffer and the next one comes
 
-A slot never outgrows its room, so a partition may have to wait for a large one although a small one is idle. A buffer
+A slot never outgrows its capacity, so a partition may have to wait for a large one although a small one is idle. A buffer
 that was given back may still be on its way home: who takes it gets the wait along with it, and may wait in a thread of
 its own.
 """
@@ -20,11 +20,11 @@ Wait = Callable[[], object]
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A flat uint8 buffer of at most `room` bytes, page-aligned on the CPU; `free` returns when nobody uses what it held."""
+    """A flat uint8 buffer of at most `capacity` bytes, page-aligned on the CPU; `free` returns when it is unused."""
 
     buffer: torch.Tensor
     free: Wait
-    room: int = 0
+    capacity: int = 0
 
 
 def at_once() -> None:
@@ -32,20 +32,20 @@ def at_once() -> None:
 
 
 class Slots:
-    """One buffer of at most so many bytes for each of `rooms`; they are this object's memory, and last as long as it."""
+    """One buffer of at most so many bytes for each of `capacities`; they are this object's memory, and last as long as it."""
 
-    def __init__(self, rooms: Sequence[int], device: Device) -> None:
-        self.count, self._device = len(rooms), device
-        self._idle = [Slot(torch.empty(0, dtype=torch.uint8), at_once, room) for room in sorted(rooms)]
+    def __init__(self, capacities: Sequence[int], device: Device) -> None:
+        self.count, self._device = len(capacities), device
+        self._idle = [Slot(torch.empty(0, dtype=torch.uint8), at_once, capacity) for capacity in sorted(capacities)]
 
-    def has_room(self, nbytes: int) -> bool:
-        return any(slot.room >= nbytes for slot in self._idle)
+    def has_free(self, nbytes: int) -> bool:
+        return any(slot.capacity >= nbytes for slot in self._idle)
 
     def take(self, nbytes: int) -> Slot:
         """A buffer of at least `nbytes`. There must be room."""
-        assert self.has_room(nbytes), "more or larger partitions are loaded than the plan has slots for"
+        assert self.has_free(nbytes), "more or larger partitions are loaded than the plan has slots for"
         ready = [slot for slot in self._idle if len(slot.buffer) >= nbytes]
-        best = min(ready or [slot for slot in self._idle if slot.room >= nbytes], key=lambda slot: slot.room)
+        best = min(ready or [slot for slot in self._idle if slot.capacity >= nbytes], key=lambda slot: slot.capacity)
         self._idle.remove(best)
         if not ready:
             best.free()

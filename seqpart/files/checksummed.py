@@ -8,16 +8,16 @@ import xxhash
 from seqpart.files.text import parsed
 
 
-def sealed(kind: str, body: object) -> str:
+def with_checksum(kind: str, body: object) -> str:
     text = json.dumps(body)
     return f'{{"xxh3_64": "{xxhash.xxh3_64_hexdigest(text.encode())}",\n"{kind}": {text}}}\n'
 
 
-def unsealed(kind: str, text: str) -> Any:
-    """The body. Raises ValueError unless the text is what `sealed` gave."""
+def checked_body(kind: str, text: str) -> Any:
+    """The body. Raises ValueError unless the text is what `with_checksum` gave."""
     try:
         body = parsed(text)[kind]
-        whole = text == sealed(kind, body)
+        whole = text == with_checksum(kind, body)
     except (ValueError, KeyError, TypeError, IndexError):
         whole = False
     if not whole:

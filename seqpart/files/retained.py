@@ -7,7 +7,7 @@ from pathlib import Path
 from seqpart.files.owned import remove
 
 
-class Kept:
+class RetainedFiles:
     """Names of kept files in `folder`. Whoever wants a file away asks here; a kept one goes as soon as it is let go."""
 
     def __init__(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ the user's.
 import re
 from pathlib import Path
 
-from seqpart.files.checksummed import unsealed
+from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import HALF_WRITTEN, Folder, folder_inside
 
 CHECKPOINT = "checkpoint.json"
@@ -63,7 +63,7 @@ def named_scratch(root: Path) -> tuple[set[Path], bool]:
     with Folder.at(root) as folder:
         for name in filter(folder.holds, (CHECKPOINT, PREVIOUS)):
             try:
-                found.add((root / unsealed("checkpoint", folder.read(name)[0])["scratch"]).resolve())
+                found.add((root / checked_body("checkpoint", folder.read(name)[0])["scratch"]).resolve())
             except (OSError, ValueError, KeyError, TypeError, RuntimeError):
                 readable = False
     return found, readable

@@ -19,7 +19,7 @@ import torch
 
 from seqpart.errors import OptionError
 from seqpart.files.direct import aligned
-from seqpart.memory.gpu_tables import lay_down_gpu_tables
+from seqpart.memory.gpu_tables import release_gpu_tables
 
 _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MMAP_THRESHOLD = 65536
@@ -80,7 +80,7 @@ class Device:
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
         _libc.mallopt(_M_MMAP_MAX, 1 << 30)
         _libc.mallopt(_M_ARENA_MAX, 1)
-        lay_down_gpu_tables()
+        release_gpu_tables()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 buffer on the device, page-aligned, owned by the caller."""

@@ -44,7 +44,7 @@ class _Mapping:
 
 
 @cache
-def lay_down_gpu_tables() -> int:
+def release_gpu_tables() -> int:
     """Move what NVIDIA's libraries keep in memory to a file without a name, once. Returns the bytes that left the memory.
 
     The pages are mapped from the file to where they were, so that a library that is used after all reads them from
@@ -58,7 +58,7 @@ def lay_down_gpu_tables() -> int:
         if any(_DRIVER in mapping.path for mapping in mappings):
             return 0
         libc = ctypes.CDLL(None, use_errno=True)
-        return sum(mapping.anonymous for mapping in _gpu_tables(mappings) if _lay_down(libc, mapping))
+        return sum(mapping.anonymous for mapping in _gpu_tables(mappings) if _release(libc, mapping))
     except (OSError, AttributeError):  # no /proc, no directory, no mremap
         return 0
 
@@ -88,7 +88,7 @@ def _gpu_tables(mappings: list[_Mapping]) -> Iterator[_Mapping]:
             yield mapping
 
 
-def _lay_down(libc: ctypes.CDLL, mapping: _Mapping) -> bool:
+def _release(libc: ctypes.CDLL, mapping: _Mapping) -> bool:
     """Write the mapping to a file, look whether that says the same, and put it in the mapping's place."""
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     address, size = ctypes.c_void_p(mapping.start), ctypes.c_size_t(mapping.size)

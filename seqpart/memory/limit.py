@@ -9,7 +9,7 @@ import torch
 
 from seqpart.errors import DoesNotFit
 from seqpart.memory.device import Device
-from seqpart.memory.usage import Gauge, read_process
+from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.units import format_limit, format_size
 
 _SLACK = 16 << 20
@@ -37,7 +37,7 @@ def measure_runtime(device: Device) -> int:
     """Bytes that the process (CPU) or its context (CUDA) holds, of which nothing will go: every library has warmed up."""
     gc.collect()
     device.release_cached()
-    return Gauge(device).read()
+    return MemoryUsage(device).read()
 
 
 def margin_of(limit: int) -> int:
@@ -86,13 +86,13 @@ def enforced(device: Device, limit: int) -> Iterator[None]:
 
 @contextmanager
 def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
-    context = Gauge(device).read() - torch.cuda.memory_reserved(device.torch)
+    context = MemoryUsage(device).read() - torch.cuda.memory_reserved(device.torch)
     # Kernels that are loaded later make the context grow: the margin is theirs.
-    room = limit - context - margin_of(limit)
-    if room <= 0:
+    available = limit - context - margin_of(limit)
+    if available <= 0:
         raise too_small(limit, context)
     torch.cuda.reset_peak_memory_stats(device.torch)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, room / device.total_memory()), device.torch)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, available / device.total_memory()), device.torch)
     try:
         yield
     finally:

@@ -4,15 +4,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from seqpart.memory.usage import Gauge, read_process
+from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.units import format_size
 
 
 class Sampler:
-    """Reads the gauge every `interval` seconds in a thread, and remembers the peak and what was running then."""
+    """Reads the memory usage every `interval` seconds in a thread, and remembers the peak and what was running then."""
 
-    def __init__(self, gauge: Gauge, limit: int, interval: float = 0.01) -> None:
-        self.gauge, self.limit, self.interval = gauge, limit, interval
+    def __init__(self, usage: MemoryUsage, limit: int, interval: float = 0.01) -> None:
+        self.usage, self.limit, self.interval = usage, limit, interval
         self.label: Callable[[], str] = lambda: ""
         self.peak = self.violations = self.samples = 0
         self.peak_label = self.violation_label = ""
@@ -26,7 +26,7 @@ class Sampler:
     def start(self) -> None:
         if self._thread.is_alive():
             return
-        self.gauge.watch()
+        self.usage.watch()
         self.sample()
         self._thread.start()
 
@@ -53,7 +53,7 @@ class Sampler:
         self._look_at_files()
 
     def sample(self) -> int:
-        used = self.gauge.read()
+        used = self.usage.read()
         self.samples += 1
         if used > self.peak:
             self.peak, self.peak_label = used, self.label()

@@ -87,12 +87,12 @@ def _address_space(pid: int) -> list[bytes]:
         return []
 
 
-class Gauge:
+class MemoryUsage:
     """The figure that is held against the limit on this device, and its name."""
 
     def __init__(self, device: Device) -> None:
-        self._nvml = _NvmlGauge(device.torch.index) if device.kind == "cuda" else None
-        self._tree = None if self._nvml else _TreeGauge()
+        self._nvml = _NvmlUsage(device.torch.index) if device.kind == "cuda" else None
+        self._tree = None if self._nvml else _TreeUsage()
 
     @property
     def source(self) -> str:
@@ -116,7 +116,7 @@ class Gauge:
         return self._nvml.read()
 
 
-class _TreeGauge:
+class _TreeUsage:
     """This process's figure through one open file, 10 us a look; children, 100 us, where there are any."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class HighWater:
         return highest()
 
 
-class _NvmlGauge:
+class _NvmlUsage:
     """NVML's per-process figure; where the driver gives none (WSL, Windows, containers) what stands in is named."""
 
     def __init__(self, index: int) -> None:

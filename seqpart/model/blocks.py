@@ -2,7 +2,7 @@
 
 A block is a module that is never cut. It comes from a factory, which is called only when the block is built, so that
 a model larger than memory never exists whole; or it is a module that already lives, whose parameters are moved home.
-Between its visits to the device a block is a husk: the module with empty parameters.
+Between its visits to the device a block is its module with empty parameters.
 """
 
 import copy
@@ -41,7 +41,7 @@ class Block:
 
     def __init__(self, number: int, name: str, source: nn.Module | Factory) -> None:
         self.number, self.name, self._source = number, name, source
-        self._husk: nn.Module | None = None
+        self._module: nn.Module | None = None
         self.alive = source if isinstance(source, nn.Module) else None
         """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
         self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
@@ -115,7 +115,7 @@ class Block:
         """The real module, its random initial weights keyed by (seed, block)."""
         device.seed(seed, "build", self.number)
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
-        self._husk = module
+        self._module = module
         return module
 
     def another(self) -> nn.Module:
@@ -152,9 +152,9 @@ class Block:
         return self.alive is not None
 
     @property
-    def husk(self) -> nn.Module:
-        assert self._husk is not None, f"{self} was not built"
-        return self._husk
+    def module(self) -> nn.Module:
+        assert self._module is not None, f"{self} was not built"
+        return self._module
 
 
 class Chain(Sequence[Block]):
@@ -308,7 +308,7 @@ def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
 
 
 def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
-    """Make the module a husk: its tensors keep their types and own nothing. Parameters in `spare` are somebody else's."""
+    """Empty the module: its tensors keep their types and own nothing. Parameters in `spare` are somebody else's."""
     for name, parameter in module.named_parameters():
         if name in spare:
             continue
@@ -329,7 +329,7 @@ def _put_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module.get_submodule(path)._buffers[leaf] = tensor
 
 
-def lent(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
+def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
     """Inside, the module's tensors are `tensors`: also for what runs again in backward, as `torch.utils.checkpoint` does."""
     return _reparametrize_module(module, dict(tensors), tie_weights=True)
 

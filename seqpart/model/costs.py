@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
-from seqpart.model.blocks import Block, Chain, layout_of, lent, run_fake
+from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
 from seqpart.offload.layout import Layout
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -48,10 +48,10 @@ class BlockCost:
     saved_alone: int
     """The same without the output, unless autograd saved that too."""
     saved_sizes: tuple[int, ...]
-    """Each storage among `saved`. See [Note: the heap] in simulate.py."""
+    """Each storage among `saved`. See [Note: the heap] in planning/simulator.py."""
     backward_peak: int
     """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
-    again_peak: int
+    accumulate_peak: int
     """The same when its gradients exist already and a second micro-batch is added to them."""
     inference_peak: int
     """Most bytes alive while it runs forward without a graph."""
@@ -181,7 +181,7 @@ def _measure_module(
     module.train()
     trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
     try:
-        with mode, quiet_random(), quiet_log(), lent(module, tensors):
+        with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
             with _SameTypes():  # type: ignore[no-untyped-call]
                 inference, flops = _watch_inference(module, tensors, shape, dtype, granule, autocast)
             training = _watch_training(module, tensors, shape, dtype, granule, autocast)
@@ -310,7 +310,7 @@ def _watch_training(
         layout=Layout(()), trainable=(), gradient_layout=Layout(()), gradients=0, held=0, buffers=0, forward_peak=forward_peak,
         saved=saved, saved_alone=saved_alone,
         saved_sizes=saved_sizes,
-        backward_peak=peaks[0], again_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
+        backward_peak=peaks[0], accumulate_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
         input_row=_row_bytes(shape[1:], dtype), input_shape=tuple(shape[1:]), output=output, output_shape=output_shape,
         input_dtype=dtype, output_dtype=output_dtype, flops=0, writes_input=writes, passes_input=passes,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Block, lent
+from seqpart.model.blocks import Block, with_tensors
 from seqpart.model.costs import BlockCost, cast, quiet_log, quiet_random
 
 
@@ -43,7 +43,7 @@ def _ask(blocks: Sequence[Block], like: torch.Tensor, autocast: torch.dtype | No
         for block in blocks:
             module, tensors = block.fake(mode)
             stack.enter_context(block.left_as_it_is())
-            stack.enter_context(lent(module, tensors))
+            stack.enter_context(with_tensors(module, tensors))
             modules.append(module.train())
         for context in (mode, quiet_random(), quiet_log(), cast(autocast)):
             stack.enter_context(context)

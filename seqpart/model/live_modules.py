@@ -56,7 +56,7 @@ class _Taken:
         return found.set_(storage, (self.start - first) // self.tensor.itemsize, self.shape, self.stride)
 
 
-class Given:
+class LiveModules:
     """The modules of `chain` that were given alive, and the file in `folder` where their tensors are while they are empty."""
 
     def __init__(self, chain: Sequence[Block], folder: Path) -> None:

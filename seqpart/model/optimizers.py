@@ -137,7 +137,7 @@ def _steps_both_ways(choice: Optimizer) -> Iterator[tuple[list[torch.Tensor], li
     """(parameter and state after each step of one that stays, the same of one that is built anew for every step)."""
     stays, visits = (nn.Parameter(torch.arange(1.0, 7.0).view(2, 3)) for _ in range(2))
     layout = choice.state_layout({"p": TensorSpec(name="p", shape=(2, 3), dtype=torch.float32)})
-    views = layout.views(torch.zeros(layout.room, dtype=torch.uint8))
+    views = layout.views(torch.zeros(layout.padded_nbytes, dtype=torch.uint8))
     one = choice.build([stays])
     for step in range(_TRIAL_STEPS):
         for parameter in (stays, visits):
@@ -187,4 +187,4 @@ def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
 def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
     """Bytes of the slot for a partition of these blocks."""
     layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
-    return sum(layout.room for layout in layouts + (gradient_layouts(costs) if gradients else []))
+    return sum(layout.padded_nbytes for layout in layouts + (gradient_layouts(costs) if gradients else []))

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from seqpart.memory.device import Device
 from seqpart.memory.usage import HighWater
-from seqpart.model.blocks import Block, lent, run_fake, tensors_of
+from seqpart.model.blocks import Block, run_fake, tensors_of, with_tensors
 from seqpart.model.costs import BlockCost
 
 Kind = tuple[object, ...]
@@ -39,7 +39,7 @@ class Excess:
         return replace(
             cost, forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
             saved_alone=cost.saved_alone + self.saved, backward_peak=cost.backward_peak + self.backward,
-            again_peak=cost.again_peak + self.backward, inference_peak=cost.inference_peak + self.inference,
+            accumulate_peak=cost.accumulate_peak + self.backward, inference_peak=cost.inference_peak + self.inference,
         )  # fmt: skip
 
     def times(self, factor: int) -> "Excess":
@@ -88,15 +88,15 @@ class Trials:
         self._device.release_cached()
         return self._meter.now()
 
-    def run(self, rows: int, first: int, last: int, room: int) -> bool:
+    def run(self, rows: int, first: int, last: int, available: int) -> bool:
         """Run the kinds among blocks first..last (last not included) that have not been run with so many rows.
 
-        Those that take more than `room` bytes alone are left out: what was counted stands. Returns whether any was run.
+        Those that take more than `available` bytes alone are left out: what was counted stands. Returns whether any was run.
         """
         fresh, costs = False, self._costs_at(rows)
         for number in range(first, last) if self._meter.works else ():
             known = self._found.setdefault(self._kind(number, costs[number]), {})
-            if rows not in known and _alone(costs[number]) <= room:
+            if rows not in known and _alone(costs[number]) <= available:
                 known[rows], fresh = self._measured(number, rows), True
         return fresh
 
@@ -126,7 +126,7 @@ class Trials:
         """Two micro-batches, the first to warm up; the second adds to gradients that exist. Then one without a graph."""
         module, tensors = _real(self._chain[number], self._device)
         cost, x = self._costs_at(rows)[number], self._rows(number, rows)
-        with lent(module, tensors):
+        with with_tensors(module, tensors):
             module.train()
             self._train(module, tensors, x)
             forward, saved, backward = self._train(module, tensors, x)
@@ -137,7 +137,7 @@ class Trials:
                 inference = self._most() - held
         return Excess(
             forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
-            backward=max(0, backward - cost.again_peak), inference=max(0, inference - cost.inference_peak),
+            backward=max(0, backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
         )  # fmt: skip
 
     def _rows(self, number: int, rows: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ class Trials:
 
 def _alone(cost: BlockCost) -> int:
     """Bytes of a trial, as far as they are counted."""
-    working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.again_peak))
+    working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.accumulate_peak))
     return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
 
 

@@ -68,7 +68,7 @@ class _HostDevice(Protocol):
     def host(self, nbytes: int) -> torch.Tensor: ...
 
 
-class Arena:
+class HostPool:
     """`take` and `give` flat uint8 buffers inside `budget` bytes; what does not fit is refused with None.
 
     first: a piece of its own, inside the budget, for whoever takes it first.

@@ -67,7 +67,7 @@ class Layout:
         return sum(spec.nbytes for spec in self.specs)
 
     @property
-    def room(self) -> int:
+    def padded_nbytes(self) -> int:
         """Bytes of a buffer that can take this layout by whole pages."""
         return round_up(self.nbytes)
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from seqpart.files.direct import bytes_of, sync
-from seqpart.files.retained import Kept
+from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
-from seqpart.offload.tensor_file import HomeFiles, Version
+from seqpart.offload.tensor_file import TensorFiles, Version
 
 IO_THREADS = 2
 
@@ -44,7 +44,7 @@ class Traffic:
 class _Home:
     layout: Layout
     host: torch.Tensor | None
-    """The bytes, when the home is in host memory; owned by the arena."""
+    """The bytes, when the home is in host memory; owned by the host pool."""
     now: Version | None = None
     """The file with the bytes; of a home in host memory, the copy that was persisted of what it holds now."""
     marked: Version | None = None
@@ -76,12 +76,12 @@ class Transfer:
 
 
 class Store:
-    """Homes under `folder`. Flat buffers are uint8, at least `layout.room` bytes, page-aligned on the CPU."""
+    """Homes under `folder`. Flat buffers are uint8, at least `layout.padded_nbytes` bytes, page-aligned on the CPU."""
 
-    def __init__(self, folder: Path, device: Device, arena: Arena | None = None) -> None:
+    def __init__(self, folder: Path, device: Device, host_pool: HostPool | None = None) -> None:
         self.folder, self.traffic = folder, Traffic()
-        self._device, self._arena = device, arena
-        self._files, self._kept = HomeFiles(device), Kept(folder)
+        self._device, self._host_pool = device, host_pool
+        self._files, self._retained = TensorFiles(device), RetainedFiles(folder)
         self._homes: dict[str, _Home] = {}
         self._reserved: dict[str, torch.Tensor] | None = None
         """Host memory of homes that are planned to be there; None: whoever comes first gets it."""
@@ -103,13 +103,13 @@ class Store:
 
     def reserve(self, homes: Mapping[str, int]) -> None:
         """Keep host memory for these homes of so many bytes, in this order while there is some, and for no others."""
-        taken = {name: self._arena.take(nbytes) if self._arena is not None else None for name, nbytes in homes.items()}
+        taken = {name: self._host_pool.take(nbytes) if self._host_pool is not None else None for name, nbytes in homes.items()}
         self._reserved = {name: host for name, host in taken.items() if host is not None}
 
     def _host_for(self, name: str, nbytes: int) -> torch.Tensor | None:
         if self._reserved is not None:
             return self._reserved.pop(name, None)
-        return self._arena.take(nbytes) if self._arena is not None else None
+        return self._host_pool.take(nbytes) if self._host_pool is not None else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._homes
@@ -145,18 +145,18 @@ class Store:
             self.traffic.bytes_read += home.layout.nbytes
 
     def begin_put(
-        self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, sealed: bool = True
+        self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, checksummed: bool = True
     ) -> "Transfer":
         """Start to `put` each of `items` in the I/O threads, once `after` has returned there. Their memory must rest.
 
-        It belongs before the next `mark`, also when it ends after that. Without `sealed` files get their checksums when
+        It belongs before the next `mark`, also when it ends after that. Without `checksummed` files get their checksums when
         they are persisted only.
         """
         work = list(items)
         for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
             self._place(name, layout)
         nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
-        parts = [self._pool.submit(self._move, after, self._put, [*item, self._epoch, sealed]) for item in work]
+        parts = [self._pool.submit(self._move, after, self._put, [*item, self._epoch, checksummed]) for item in work]
         self._puts = [put for put in self._puts if not put.done()] + parts
         return Transfer(parts, nbytes)
 
@@ -188,13 +188,13 @@ class Store:
         if home.host is not None:
             if self._reserved is not None:
                 self._reserved[name] = home.host
-            elif self._arena is not None:
-                self._arena.give(home.host)
+            elif self._host_pool is not None:
+                self._host_pool.give(home.host)
             home.now = None
             self._note_host(self._epoch)
         self._go_back(home)
         for file in home.files - _named(home.now):
-            self._kept.remove(file)
+            self._retained.remove(file)
         home.files = _named(home.now)
         if home.now is not None:
             self._gone[name] = home
@@ -204,7 +204,7 @@ class Store:
         self._epoch += 1
         for home in self._gone.values():
             for file in home.files:
-                self._kept.remove(file)
+                self._retained.remove(file)
         self._gone.clear()
 
     @property
@@ -223,7 +223,7 @@ class Store:
             if home.now is None and home.host is None:
                 del self._homes[name]
                 for file in home.files:
-                    self._kept.remove(file)
+                    self._retained.remove(file)
         self._gone.clear()
         return True
 
@@ -243,7 +243,7 @@ class Store:
 
     def keep(self, files: Iterable[str]) -> None:
         """From now on the files of these names, and no others, are safe from `put` and `discard`."""
-        self._kept.keep(files)
+        self._retained.keep(files)
 
     def adopt(self, described: Mapping[str, Mapping[str, str]]) -> None:
         """Take over the homes that another process persisted in `folder`; other files there go, except kept ones.
@@ -257,7 +257,7 @@ class Store:
             host = self._host_for(name, version.layout.nbytes)
             self._homes[name] = _Home(version.layout, host, now=version, files={version.path.name})
         Transfer([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None]).wait()
-        self._kept.sweep(HOME_FILES, [file.name for file in files])
+        self._retained.sweep(HOME_FILES, [file.name for file in files])
 
     def verify(self) -> None:
         """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
@@ -272,7 +272,7 @@ class Store:
             self._homes[name] = _Home(layout, self._host_for(name, layout.nbytes))
         return self._homes[name]
 
-    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, sealed: bool) -> None:
+    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, checksummed: bool) -> None:
         home = self._place(name, layout)
         if home.host is not None:
             home.now = None
@@ -281,14 +281,14 @@ class Store:
         else:
             if home.epoch != epoch:
                 home.marked, home.epoch = home.now, epoch
-            self._write(name, home, layout, flat, sealed=sealed)
+            self._write(name, home, layout, flat, checksummed=checksummed)
         home.layout = layout
 
-    def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor, *, sealed: bool = True) -> None:
+    def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
         spare = self._spare(name, home)
         home.files.add(spare)
         try:
-            home.now = self._files.write(self.folder / spare, layout, flat, sealed=sealed)
+            home.now = self._files.write(self.folder / spare, layout, flat, checksummed=checksummed)
         except BaseException:
             home.files.discard(spare)
             if home.now is None and home.host is None:
@@ -301,10 +301,10 @@ class Store:
         """A version to write: one whose blocks are on the disk already, or a new one."""
         needed = _named(home.now) | _named(home.marked)
         for file in sorted(home.files - needed):
-            if file not in self._kept:
+            if file not in self._retained:
                 return file
         files = (f"{name}.{number}.safetensors" for number in count())
-        return next(file for file in files if file not in self._kept and not os.path.lexists(self.folder / file))
+        return next(file for file in files if file not in self._retained and not os.path.lexists(self.folder / file))
 
     def _go_back(self, home: _Home) -> None:
         if home.epoch == self._epoch:
@@ -316,7 +316,7 @@ class Store:
             assert home.host is not None, f"{name} is not written yet"
             self._write(name, home, home.layout, home.host)
         assert home.now is not None
-        self._files.seal(home.now)
+        self._files.add_checksum(home.now)
         home.now.make_durable()
 
     def _fill(self, home: _Home) -> None:

@@ -4,7 +4,7 @@ The checksum of the data stands in the header, so the header's own digest vouche
 all that a checkpoint has to remember of it.
 
 Checksums guard what rests on a disk. A home that the next update writes anew is read back within seconds, and its checksum
-would cost as much processor time as the rest of its way there and back: it is written without one, and gets it (`seal`)
+would cost as much processor time as the rest of its way there and back: it is written without one, and gets it (`add_checksum`)
 when a checkpoint is to name it.
 """
 
@@ -37,7 +37,7 @@ class Version:
     """Of the data; 0 while it has none."""
     digest: int
     """Of the header."""
-    sealed: bool = True
+    checksummed: bool = True
     """Whether it has a checksum, which every read compares."""
     durable: bool = False
     """On the disk also when the machine loses power."""
@@ -48,52 +48,52 @@ class Version:
             self.durable = True
 
 
-class HomeFiles:
-    """Moves whole homes in the calling thread. Flat buffers are uint8, of at least `layout.room` bytes."""
+class TensorFiles:
+    """Moves whole homes in the calling thread. Flat buffers are uint8, of at least `layout.padded_nbytes` bytes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._staging = threading.local()
 
-    def write(self, path: Path, layout: Layout, flat: torch.Tensor, *, sealed: bool = True) -> Version:
+    def write(self, path: Path, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> Version:
         """A version at `path`, over the blocks of the file that is there. What fails leaves no file."""
         nbytes, digest = layout.nbytes, xxhash.xxh3_64()
         # The checksum goes into the header, so the header's size must not depend on it: its digits are always as many.
-        unsealed = _unsealed(layout.specs)
-        length = len(unsealed)
+        header = _header_without_checksum(layout.specs)
+        length = len(header)
         try:
             with DirectFile(path, write=True, keep=True) as file:
                 for at in range(0, nbytes, REQUEST):
                     want = min(REQUEST, nbytes - at)
                     memory = self._readable(flat, at, want)
-                    if sealed:
+                    if checksummed:
                         digest.update(memory[:want])
                     file.write_from(memory, length + at)
-                checksum = digest.intdigest() if sealed else 0
-                head = encode_header(layout.specs, _metadata(checksum)) if sealed else unsealed
+                checksum = digest.intdigest() if checksummed else 0
+                head = encode_header(layout.specs, _metadata(checksum)) if checksummed else header
                 file.write_from(self._page_of(head), 0)
                 file.finish(length + nbytes)
         except BaseException:
             remove(path)
             raise
-        return Version(path, layout, length, checksum, xxhash.xxh3_64_intdigest(head), sealed)
+        return Version(path, layout, length, checksum, xxhash.xxh3_64_intdigest(head), checksummed)
 
-    def seal(self, version: Version) -> None:
+    def add_checksum(self, version: Version) -> None:
         """Read the data once more, and write their checksum into the header."""
-        if version.sealed:
+        if version.checksummed:
             return
-        buffer, digest = aligned(min(CHECK, version.layout.room)), xxhash.xxh3_64()
+        buffer, digest = aligned(min(CHECK, version.layout.padded_nbytes)), xxhash.xxh3_64()
         for _, want in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
             digest.update(bytes_of(buffer)[:want])
         head = encode_header(version.layout.specs, _metadata(digest.intdigest()))
         with DirectFile(version.path, patch=True) as file:
             file.write_from(self._page_of(head), 0)
             file.finish(version.header + version.layout.nbytes)
-        version.checksum, version.digest, version.sealed = digest.intdigest(), xxhash.xxh3_64_intdigest(head), True
+        version.checksum, version.digest, version.checksummed = digest.intdigest(), xxhash.xxh3_64_intdigest(head), True
 
     def read(self, version: Version, flat: torch.Tensor) -> None:
         """Copy the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written: by its header
-        and length, and by its checksum if it is sealed."""
+        and length, and by its checksum if it has one."""
         if flat.device.type == "cpu":
             for _ in self._pieces(version, REQUEST, lambda at, want: flat[at : at + round_up(want)]):
                 pass
@@ -104,7 +104,7 @@ class HomeFiles:
 
     def check(self, version: Version) -> None:
         """Read the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
-        buffer = aligned(min(CHECK, version.layout.room))
+        buffer = aligned(min(CHECK, version.layout.padded_nbytes))
         for _ in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
             pass
 
@@ -134,10 +134,10 @@ class HomeFiles:
                 piece = bytes_of(memory(at, want))
                 if file.read_into(piece, version.header + at) < want:
                     raise CorruptFile(f"{path} is shorter than it was written. It was not used.", path)
-                if version.sealed:
+                if version.checksummed:
                     digest.update(piece[:want])
                 yield at, want
-        if version.sealed and digest.intdigest() != version.checksum:
+        if version.checksummed and digest.intdigest() != version.checksum:
             raise CorruptFile(f"{path} is damaged: its checksum is not the one that was written. It was not used.", path)
 
     def _head(self, file: DirectFile, length: int) -> bytes:
@@ -167,7 +167,7 @@ class HomeFiles:
 
 
 @functools.lru_cache(1024)
-def _unsealed(specs: tuple[TensorSpec, ...]) -> bytes:
+def _header_without_checksum(specs: tuple[TensorSpec, ...]) -> bytes:
     """The header without a checksum."""
     return encode_header(specs, _metadata(0))
 

@@ -14,20 +14,20 @@ from seqpart.methods.method import Method, PartitionTraining, Workload, test_pha
 from seqpart.planning.cut import Piece, best_cut
 from seqpart.planning.problem import (
     Candidate,
-    Request,
+    Problem,
+    boundary_bytes,
     buffers_of,
     costs_from,
+    exchange_bytes,
     fewest_rows,
-    largest_relayed,
+    largest_boundary,
     measurable,
     micro_batches,
     refuse_given,
-    relay_bytes,
-    relay_room,
     starts_of,
     too_many,
 )
-from seqpart.planning.simulator import Means, Moment, PartitionCost, foretell
+from seqpart.planning.simulator import PartitionCost, PredictedStep, Resources, simulate
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, Verb
 from seqpart.units import format_size
@@ -35,12 +35,12 @@ from seqpart.units import format_size
 WALKED_UPDATES = 3
 EFFICIENT_ROWS = 32
 """Smaller micro-batches are tried only where nothing else fits."""
-_RATES_ERR = 0.25
+_SPEEDS_ERR = 0.25
 """By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foretold:
+class Prediction:
     """A candidate with its peak of the whole process or device, and seconds for one update."""
 
     method: Method
@@ -54,141 +54,148 @@ class Foretold:
         return limit_for(self.peak)
 
 
-def choose_exact(request: Request, methods: Sequence[Method]) -> tuple[Method, Candidate, tuple[str, ...]]:
+def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, Candidate, tuple[str, ...]]:
     """The fastest that fits, and why. Raises DoesNotFit, naming what would help."""
-    room = request.limit - margin_of(request.limit)
-    fastest = [(method, fastest_of(request, method, room)) for method in methods]
-    found = [foretold for _, foretold in fastest if foretold is not None]
+    available = problem.limit - margin_of(problem.limit)
+    fastest = [(method, fastest_of(problem, method, available)) for method in methods]
+    found = [prediction for _, prediction in fastest if prediction is not None]
     if not found:
-        raise _does_not_fit(request, methods)
+        raise _does_not_fit(problem, methods)
     best = _simplest(found)
-    return best.method, best.candidate, tuple(_reasons(request, best, fastest))
+    return best.method, best.candidate, tuple(_reasons(problem, best, fastest))
 
 
-def _simplest(found: Sequence[Foretold]) -> Foretold:
+def _simplest(found: Sequence[Prediction]) -> Prediction:
     """The first that is not slower than the fastest by more than the rates' own error: methods come in order of simplicity."""
-    within = (1 + _RATES_ERR) * min(foretold.seconds for foretold in found)
-    return next(foretold for foretold in found if foretold.seconds <= within)
+    within = (1 + _SPEEDS_ERR) * min(prediction.seconds for prediction in found)
+    return next(prediction for prediction in found if prediction.seconds <= within)
 
 
-def fastest_of(request: Request, method: Method, room: int) -> Foretold | None:
+def fastest_of(problem: Problem, method: Method, available: int) -> Prediction | None:
     """At the largest micro-batch at which anything fits: smaller ones do the same work less efficiently."""
-    for micro_batch in micro_batches(request):
-        if not measurable(request, micro_batch):
+    for micro_batch in micro_batches(problem):
+        if not measurable(problem, micro_batch):
             return None
-        best: Foretold | None = None
-        for foretold in _variants(request, method, micro_batch, room):
-            if foretold.peak <= room and (best is None or foretold.seconds < best.seconds):
-                best = foretold
+        best: Prediction | None = None
+        for prediction in _variants(problem, method, micro_batch, available):
+            if prediction.peak <= available and (best is None or prediction.seconds < best.seconds):
+                best = prediction
         if best is not None:
             return best
     return None
 
 
-def _variants(request: Request, method: Method, micro_batch: int, room: int) -> Iterator[Foretold]:
-    for starts in _cuts(request, method, micro_batch):
-        parts = _parts(request, micro_batch, starts)
+def _variants(problem: Problem, method: Method, micro_batch: int, available: int) -> Iterator[Prediction]:
+    for starts in _cuts(problem, method, micro_batch):
+        parts = _parts(problem, micro_batch, starts)
         for slots in (len(parts),) if method.stays else (2, 1):
             if slots > len(parts):
                 continue
-            for relay in request.relays if len(parts) > 1 else request.relays[:1]:
-                if relay == "host" and relay_room([p[2] for p in parts], request.batch_size, micro_batch) > request.host_room:
-                    relay = "disk"
-                foretold = foretell_exact(request, method, micro_batch, parts, Means(slots=slots, relay=relay), None)
-                yield foretold
-                if foretold.peak <= room and relay == "device" and not method.stays:
-                    yield _with_graphs(request, foretold, room)
+            for boundary_tier in problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]:
+                if (
+                    boundary_tier == "host"
+                    and boundary_bytes([p[2] for p in parts], problem.batch_size, micro_batch) > problem.host_room
+                ):
+                    boundary_tier = "disk"
+                prediction = predict(
+                    problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=boundary_tier), None
+                )
+                yield prediction
+                if prediction.peak <= available and boundary_tier == "device" and not method.stays:
+                    yield _with_graphs(problem, prediction, available)
 
 
-def _with_graphs(request: Request, foretold: Foretold, room: int) -> Foretold:
+def _with_graphs(problem: Problem, prediction: Prediction, available: int) -> Prediction:
     """Keep as many graphs as there is room for: those of the last partitions, which backward needs first."""
-    candidate = foretold.candidate
+    candidate = prediction.candidate
     none, some = len(candidate.parts) - 1, 0
-    best = foretold
+    best = prediction
     while some < none:
         middle = (some + none) // 2
-        tried = foretell_exact(request, foretold.method, candidate.micro_batch, candidate.parts, candidate.means, middle)
-        if tried.peak <= room:
+        tried = predict(problem, prediction.method, candidate.micro_batch, candidate.parts, candidate.resources, middle)
+        if tried.peak <= available:
             best, none = tried, middle
         else:
             some = middle + 1
     return best
 
 
-def foretell_exact(
-    request: Request, method: Method, micro_batch: int, parts: tuple[tuple[int, int, PartitionCost], ...], means: Means,
+def predict(
+    problem: Problem, method: Method, micro_batch: int, parts: tuple[tuple[int, int, PartitionCost], ...], resources: Resources,
     keeps_graph_from: int | None,
-) -> Foretold:  # fmt: skip
-    means = replace(
-        means, label_row=request.label_row, borrows=not method.stays,
-        gradients_room=request.clips and len(parts) > 1 and not method.stays,
+) -> Prediction:  # fmt: skip
+    resources = replace(
+        resources, label_row=problem.label_row, borrows=not method.stays,
+        gradients_room=problem.clips and len(parts) > 1 and not method.stays,
     )  # fmt: skip
-    candidate = Candidate(micro_batch, parts, means, keeps_graph_from)
-    phases = _phases(request, method, candidate)
+    candidate = Candidate(micro_batch, parts, resources, keeps_graph_from)
+    phases = _phases(problem, method, candidate)
     costs = [part[2] for part in parts]
-    walked, moments, _ = foretell(phases, costs, request.rates, means)
-    peak = max(peaks_by_partition(request, candidate, walked, moments))
-    updates = [moment.ends for moment in moments if moment.step.verb is Verb.UPDATE]
+    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
+    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
+    updates = [predicted.ends for predicted in predicted_steps if predicted.step.verb is Verb.UPDATE]
     per_update = len(parts)
     seconds = (updates[-1] - updates[per_update - 1]) / max(1, len(updates) // per_update - 1) or updates[-1]
-    return Foretold(method=method, candidate=candidate, peak=peak, seconds=seconds)
+    return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
 
 
-def _phases(request: Request, method: Method, candidate: Candidate) -> Phases:
-    batch = request.batch_size
+def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
+    batch = problem.batch_size
     training = tuple(
         PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
         for _, _, cost in candidate.parts
     )
-    rows = min(request.train_rows, (WALKED_UPDATES - 1) * batch + (request.train_rows % batch or batch))
+    rows = min(problem.train_rows, (WALKED_UPDATES - 1) * batch + (problem.train_rows % batch or batch))
     work = Workload(
-        train_rows=rows, test_rows=min(request.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
-        clips=request.clips, keeps_graph_from=candidate.keeps_graph_from,
+        train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
+        clips=problem.clips, keeps_graph_from=candidate.keeps_graph_from,
     )  # fmt: skip
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
     return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
 
 
-def peaks_by_partition(request: Request, candidate: Candidate, phases: Sequence[Phase], moments: Sequence[Moment]) -> list[int]:
+def peaks_by_partition(
+    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
+) -> list[int]:
     """Of the whole process or device, while each partition works."""
     peaks = [0] * len(candidate.parts)
-    for moment in moments:
-        p = moment.step.partition
-        peaks[p] = max(peaks[p], moment.peak + _buffers(request, candidate, phases, moment))
-    return [request.peak(peak) for peak in peaks]
+    for predicted in predicted_steps:
+        p = predicted.step.partition
+        peaks[p] = max(peaks[p], predicted.peak + _buffers(problem, candidate, phases, predicted))
+    return [problem.peak(peak) for peak in peaks]
 
 
-def _buffers(request: Request, candidate: Candidate, phases: Sequence[Phase], moment: Moment) -> int:
-    """Host buffers of rows and of the disk relay, where they count against the limit."""
-    if not request.host_counts:
+def _buffers(problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted: PredictedStep) -> int:
+    """Host buffers of rows and of boundaries on disk, where they count against the limit."""
+    if not problem.host_counts:
         return 0
-    phase = phases[moment.step.phase]
+    phase = phases[predicted.step.phase]
     first, last, _ = candidate.parts[phase.partition]
-    reading, writing = buffers_of(request, first, last, phase.micro_batch)
+    reading, writing = buffers_of(problem, first, last, phase.micro_batch)
     if phase.through is None:
         return reading + writing
-    largest = largest_relayed([cost for _, _, cost in candidate.parts], phase.micro_batch)
-    return reading + (relay_bytes(largest) if candidate.means.relay == "disk" else 0)
+    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
+    return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)
 
 
-def _parts(request: Request, micro_batch: int, starts: Sequence[int]) -> tuple[tuple[int, int, PartitionCost], ...]:
-    ends = [*starts[1:], len(request.chain)]
-    return tuple((first, last, costs_from(request, micro_batch, first)[last]) for first, last in zip(starts, ends, strict=True))
+def _parts(problem: Problem, micro_batch: int, starts: Sequence[int]) -> tuple[tuple[int, int, PartitionCost], ...]:
+    ends = [*starts[1:], len(problem.chain)]
+    return tuple((first, last, costs_from(problem, micro_batch, first)[last]) for first, last in zip(starts, ends, strict=True))
 
 
-def _cuts(request: Request, method: Method, micro_batch: int) -> list[tuple[int, ...]]:
+def _cuts(problem: Problem, method: Method, micro_batch: int) -> list[tuple[int, ...]]:
     """First blocks of the partitions: as asked, or from the finest cut to the coarsest, each in balance.
 
     In balance by what is counted, so that the same request gives the same cuts, whatever real runs happened to take.
     """
     if not method.cuts:
         return [(0,)]
-    if request.starts is not None:
-        return [request.starts]
-    possible = starts_of(request)
-    if request.count is not None:
-        return [_balanced(request, micro_batch, request.count)]
-    weights = [costs_from(request, micro_batch, first, counted=True)[last] for first, last in _neighbours(request)]
+    if problem.starts is not None:
+        return [problem.starts]
+    possible = starts_of(problem)
+    if problem.count is not None:
+        return [_balanced(problem, micro_batch, problem.count)]
+    weights = [costs_from(problem, micro_batch, first, counted=True)[last] for first, last in _neighbours(problem)]
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
     found: list[tuple[int, ...]] = []
     bound = max(sizes)
@@ -208,31 +215,31 @@ def _cuts(request: Request, method: Method, micro_batch: int) -> list[tuple[int,
         bound *= 2
 
 
-def _neighbours(request: Request) -> list[tuple[int, int]]:
-    possible = starts_of(request)
-    return list(zip(possible, [*possible[1:], len(request.chain)], strict=True))
+def _neighbours(problem: Problem) -> list[tuple[int, int]]:
+    possible = starts_of(problem)
+    return list(zip(possible, [*possible[1:], len(problem.chain)], strict=True))
 
 
-def _balanced(request: Request, micro_batch: int, count: int) -> tuple[int, ...]:
+def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]:
     pieces = [
         Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
-        for first in starts_of(request)
-        for last, cost in costs_from(request, micro_batch, first, counted=True).items()
+        for first in starts_of(problem)
+        for last, cost in costs_from(problem, micro_batch, first, counted=True).items()
     ]
-    chosen = best_cut(pieces, len(request.chain), count)
+    chosen = best_cut(pieces, len(problem.chain), count)
     if chosen is None:
-        raise too_many(request, count)
+        raise too_many(problem, count)
     return tuple(piece.first for piece in chosen)
 
 
-def _does_not_fit(request: Request, methods: Sequence[Method]) -> DoesNotFit:
+def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
     smallest = min(
-        (foretold for method in methods for foretold in _variants(request, method, fewest_rows(request), 0)),
-        key=lambda foretold: foretold.peak,
+        (prediction for method in methods for prediction in _variants(problem, method, fewest_rows(problem), 0)),
+        key=lambda prediction: prediction.peak,
     )
-    refuse_given(request, smallest.peak)
+    refuse_given(problem, smallest.peak)
     first, last, cost = max(smallest.candidate.parts, key=lambda part: part[2].slot + part[2].train_peak)
-    where = str(request.chain[first]) if last - first == 1 else f"blocks {first}..{last - 1}"
+    where = str(problem.chain[first]) if last - first == 1 else f"blocks {first}..{last - 1}"
     cure = {
         "full": "Or use --method streamed, which gives the same bits with one partition at a time.",
         "checkpointed": "Or use --method streamed, which gives the same bits with one partition at a time.",
@@ -243,31 +250,31 @@ def _does_not_fit(request: Request, methods: Sequence[Method]) -> DoesNotFit:
     return refused(
         f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
         f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
-        f"{left_of(request.limit)}.\n"
-        f"  runtime {format_size(request.runtime)}; the largest partition is {where}: weights {format_size(cost.weights)}, "
+        f"{left_of(problem.limit)}.\n"
+        f"  runtime {format_size(problem.runtime)}; the largest partition is {where}: weights {format_size(cost.weights)}, "
         f"gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
         f"\n  {cure}",
         smallest.fits_in,
     )
 
 
-def _reasons(request: Request, best: Foretold, tried: Sequence[tuple[Method, Foretold | None]]) -> Iterator[str]:
+def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]]) -> Iterator[str]:
     if len(tried) > 1:
         parts = []
-        for method, foretold in tried:
-            if foretold is None:
+        for method, prediction in tried:
+            if prediction is None:
                 parts.append(f"{method.name} does not fit")
             else:
-                parts.append(f"{method.name} {foretold.seconds:.3g} s per update in {format_size(foretold.peak)}")
+                parts.append(f"{method.name} {prediction.seconds:.3g} s per update in {format_size(prediction.peak)}")
         why = "the fastest exact one that fits"
-        if best.seconds > min(foretold.seconds for _, foretold in tried if foretold is not None):
-            why = f"the simplest exact one that fits and is within {100 * _RATES_ERR:.0f} % of the fastest"
+        if best.seconds > min(prediction.seconds for _, prediction in tried if prediction is not None):
+            why = f"the simplest exact one that fits and is within {100 * _SPEEDS_ERR:.0f} % of the fastest"
         yield f"method {best.method.name}, {why}: " + "; ".join(parts)
     candidate = best.candidate
     count = len(candidate.parts)
     if count > 1:
-        asked = " as asked" if request.count or request.starts else ""
-        slots = candidate.means.slots
+        asked = " as asked" if problem.count or problem.starts else ""
+        slots = candidate.resources.slots
         two = (
             ""
             if best.method.stays
@@ -276,8 +283,9 @@ def _reasons(request: Request, best: Foretold, tried: Sequence[tuple[Method, For
         )
         kept = count - 1 - candidate.keeps_graph_from if candidate.keeps_graph_from is not None else 0
         yield f"{count} partitions{asked}{two}"
+        tier = candidate.resources.boundary_tier
         others = ", computed again for the others" if kept + 1 < count else ""
-        yield f"activations kept for {kept + 1} of {count} partitions{others}; boundaries wait on {candidate.means.relay}"
-    if candidate.micro_batch < request.batch_size:
-        asked = "as asked" if request.micro_batch else "the largest that fits"
-        yield f"micro-batch {candidate.micro_batch} of {request.batch_size}: {asked}"
+        yield f"activations kept for {kept + 1} of {count} partitions{others}; boundaries wait on {tier}"
+    if candidate.micro_batch < problem.batch_size:
+        asked = "as asked" if problem.micro_batch else "the largest that fits"
+        yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"

@@ -9,10 +9,10 @@ import torch
 from seqpart.files.direct import probe_disk
 from seqpart.memory.device import Device
 from seqpart.model.optimizers import Optimizer
-from seqpart.planning.simulator import Rates
+from seqpart.planning.simulator import Speeds
 
 
-def measure_rates(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Rates:
+def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Speeds:
     """For micro-batches of `rows` rows and homes under `folder`, where a `dry` run leaves no trace, not for a moment.
 
     Raises StoreError where it cannot be written.
@@ -36,7 +36,7 @@ def measure_rates(device: Device, optimizer: Optimizer, rows: int, folder: Path,
         device.wait(device.mark())
 
     step()
-    return Rates(
+    return Speeds(
         flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
         optimizer=parameter.numel() / seconds_of(step),
         read=read,

@@ -22,12 +22,12 @@ from seqpart.methods.objectives import lack_of
 from seqpart.model.blocks import as_chain
 from seqpart.model.costs import BlockCost, measure_chain, measure_loss
 from seqpart.model.inplace import refuse_lost_gradients
-from seqpart.model.live_modules import Given
+from seqpart.model.live_modules import LiveModules
 from seqpart.model.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.model.trials import Trials
-from seqpart.planning.hardware import existing, measure_rates
+from seqpart.planning.hardware import existing, measure_speeds
 from seqpart.planning.plan import Plan
 from seqpart.planning.simulator import LossCost
 from seqpart.settings import Settings, at_least_one, listed, per_partition
@@ -89,14 +89,14 @@ class Inputs:
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
         self.folder, self.dry = folder, dry
-        self.given = Given(self.chain, existing(folder))
+        self.live_modules = LiveModules(self.chain, existing(folder))
         micro = settings.micro_batch_size
         if micro is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
         with self.under_limit():
             self._check_model()
-        self.given.take()
+        self.live_modules.take()
         with ExitStack() as undo:
             undo.callback(self.close)
             with self.under_limit():
@@ -112,7 +112,7 @@ class Inputs:
         """
         with ExitStack() as stack:
             with suppress(DoesNotFit):
-                stack.enter_context(enforced(self.device, self.limit + self.given.alive(self.device.kind)))
+                stack.enter_context(enforced(self.device, self.limit + self.live_modules.alive(self.device.kind)))
             try:
                 yield
             except Exception as error:
@@ -141,20 +141,20 @@ class Inputs:
 
     def close(self) -> None:
         """Modules that were given alive are what they were again, but for those that have been trained."""
-        self.given.give_back()
+        self.live_modules.give_back()
 
     def _measure_machine(self) -> None:
         """With the modules empty: what is measured is what is there while they are trained."""
         device, train = self.device, self.train
-        self.given_bytes = self.given.nbytes(device.kind)
+        self.live_bytes = self.live_modules.nbytes(device.kind)
         self.runtime = measure_runtime(device)
         self._held = self.trials.held()
         self._check_partitions()
         self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
-        # Looked at once: a second plan, after a failed allocation, is made when the arena has taken its share.
+        # Looked at once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
         rows = min(self.largest_batch, train.count, 256)  # a rate, and not the memory of a whole batch
-        self.rates = measure_rates(device, self.possible_optimizers()[0], rows, self.folder, self.dry)
+        self.speeds = measure_speeds(device, self.possible_optimizers()[0], rows, self.folder, self.dry)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
         before = self.trials.held()
@@ -195,10 +195,10 @@ class Inputs:
 
         Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
         """
-        room = self.limit - margin_of(self.limit) - self.trials.held()
-        if room <= 0:
+        available = self.limit - margin_of(self.limit) - self.trials.held()
+        if available <= 0:
             return False
-        fresh = [self.trials.run(rows, first, last, room) for rows, first, last in wanted]
+        fresh = [self.trials.run(rows, first, last, available) for rows, first, last in wanted]
         if not any(fresh):
             return False
         before, self._held = self._held, self.trials.held()

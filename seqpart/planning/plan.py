@@ -13,7 +13,9 @@ from seqpart.units import format_size
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMAT = 3
+_RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
+"""Fields of format 2, which checkpoints of 0.2.0 hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +61,11 @@ class Plan:
     fingerprint: str
     slots: int
     """Partitions that may be on the device at once."""
-    relay: str
+    boundary_tier: str
     """Where boundaries wait within an update: device, host or disk."""
     keeps_graph_from: int | None
     """Partitions from this one on keep activations for backward instead of computing them again."""
-    given: int = 0
+    live_bytes: int = 0
     """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 
     @property
@@ -85,7 +87,9 @@ class Plan:
             version = found.pop("format")
             parts = tuple(_typed(PartitionPlan, part) for part in found.pop("partitions"))
             found["reasons"] = tuple(found["reasons"])
-            if version != FORMAT:
+            if version == 2:
+                found = {_RENAMED.get(name, name): value for name, value in found.items()}
+            elif version != FORMAT:
                 raise ValueError(f"format {version}")
             edges = [0, *(part.last for part in parts)]
             if not parts or [part.first for part in parts] != edges[:-1] or edges != sorted(set(edges)):

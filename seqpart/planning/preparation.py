@@ -17,13 +17,13 @@ from seqpart.model.costs import BlockCost
 from seqpart.model.losses import label_dtype
 from seqpart.model.optimizers import Optimizer, state_layouts
 from seqpart.offload.host_pool import first_piece, piece_sizes
-from seqpart.planning.exact import Foretold, choose_exact, fastest_of, peaks_by_partition
+from seqpart.planning.exact import Prediction, choose_exact, fastest_of, peaks_by_partition
 from seqpart.planning.hardware import existing
 from seqpart.planning.inputs import Inputs
 from seqpart.planning.plan import PartitionPlan, Plan
-from seqpart.planning.problem import Candidate, Request, relay_room
+from seqpart.planning.problem import Candidate, Problem, boundary_bytes
 from seqpart.planning.sil import choose_cut
-from seqpart.planning.simulator import Means, PartitionCost, Rates, foretell, growing
+from seqpart.planning.simulator import PartitionCost, Resources, Speeds, growing, simulate
 from seqpart.schedule.phases import Phases
 from seqpart.settings import OF_SIL, at_least_one
 from seqpart.units import format_size, parse_size
@@ -34,7 +34,7 @@ class Stage:
     """Phases up to number `end` (not included), and what they are granted."""
 
     end: int
-    means: Means
+    resources: Resources
     micro_batch: int
     optimizers: tuple[Optimizer, ...]
     """Of each partition. Those of two stages have the same kinds of state."""
@@ -53,12 +53,12 @@ class Prepared:
     cache_layouts: tuple[RowLayout, ...]
     input_layout: RowLayout
     partition_costs: tuple[PartitionCost, ...]
-    rates: Rates
+    speeds: Speeds
     loss: Callable[[int], PartitionLoss | None]
     at_host: frozenset[int]
-    arena_bytes: int
-    relay_bytes: int
-    """Of the arena, for boundaries."""
+    host_pool_bytes: int
+    exchange_bytes: int
+    """Of the host pool, for boundaries."""
 
     def hosted(self) -> dict[str, int]:
         """Bytes of the homes that are planned to be in host memory: weights and optimizer state, partition by partition."""
@@ -82,21 +82,21 @@ class Preparation(Inputs):
     trained_epochs: tuple[int, ...] = ()
     """Of the first partitions, in a run that goes on after they were trained."""
 
-    def request(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Request:
+    def problem(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Problem:
         count, asked = self.settings.partition_choice()
         batch = self.full_batch
         heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
-        return Request(
+        return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.kind == "cpu",
             limit=self.limit, runtime=self.runtime, growth=self.device.growth, costs_at=self.costs_at,
             counted_at=self.counted_at, states=state_layouts(costs, heaviest), loss_of=self.loss_cost, fused=heaviest.fused,
-            heap_below=self.device.heap_below, rates=self.rates, clips=self.settings.clip_grad_norm is not None,
-            relays=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
+            heap_below=self.device.heap_below, speeds=self.speeds, clips=self.settings.clip_grad_norm is not None,
+            boundary_tiers=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
             batch_size=batch, the_batch=self.the_batch, micro_batch=micro_batch or self.settings.micro_batch_size,
             starts=starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
-            cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count, given=self.given_bytes,
+            cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count, live_bytes=self.live_bytes,
         )  # fmt: skip
 
     def planned(self) -> Prepared:
@@ -113,7 +113,7 @@ class Preparation(Inputs):
             try:
                 prepared = plan()
             except DoesNotFit as refusal:  # the limit that it names is to be one that fits
-                smallest = planning.fewest_rows(self.request(None, None))
+                smallest = planning.fewest_rows(self.problem(None, None))
                 if self.try_blocks([(smallest, 0, len(self.chain))]):
                     continue
                 if refusal.smallest is None or self.trials.has_run(smallest):
@@ -164,16 +164,16 @@ class Preparation(Inputs):
         return refusal
 
     def _prepare(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Prepared:
-        request = self.request(micro_batch, starts)
+        problem = self.problem(micro_batch, starts)
         if self.exact:
-            method, candidate, reasons = choose_exact(request, self.methods)
+            method, candidate, reasons = choose_exact(problem, self.methods)
         else:
             method = self.methods[0]
-            candidate, reasons = choose_cut(request)
+            candidate, reasons = choose_cut(problem)
             reasons = (*reasons, *self._idle_options(len(candidate.parts)))
         count = len(candidate.parts)
         training = self._training(count, candidate)
-        recovery = self._recovery(request, candidate)
+        recovery = self._recovery(problem, candidate)
         if recovery is not None:
             reasons = (*reasons, *self._recovery_reasons(recovery))
         reasons = (*reasons, *self.trials.untold)
@@ -182,18 +182,18 @@ class Preparation(Inputs):
         phases = method.phases(self._workload(candidate, training, recovery))
         block_costs = self.costs_at(candidate.micro_batch)
         cache_layouts = tuple(self.cache_row(block_costs[last - 1]) for _, last, _ in candidate.parts)
-        relay_bytes = self._relay_bytes(recovery.candidate if recovery is not None else candidate)
-        arena_bytes, at_host = self._host_tier(relay_bytes, candidate, block_costs, cache_layouts)
+        exchange_bytes = self._exchange_bytes(recovery.candidate if recovery is not None else candidate)
+        host_pool_bytes, at_host = self._host_tier(exchange_bytes, candidate, block_costs, cache_layouts)
         plan = self._plan(
-            request, method, candidate, training, costs, phases, reasons, cache_layouts, arena_bytes, at_host, recovery
+            problem, method, candidate, training, costs, phases, reasons, cache_layouts, host_pool_bytes, at_host, recovery
         )
         shapes = [block_costs[last - 1].output_shape for _, last, _ in candidate.parts]
         return Prepared(
             plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
-            cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, rates=self.rates,
-            loss=lambda p: self.loss_for(p, count, shapes[p], self.device.torch), at_host=at_host, arena_bytes=arena_bytes,
-            relay_bytes=relay_bytes,
+            cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
+            loss=lambda p: self.loss_for(p, count, shapes[p], self.device.torch), at_host=at_host,
+            host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes,
         )  # fmt: skip
 
     def epochs(self, count: int) -> list[int]:
@@ -211,7 +211,7 @@ class Preparation(Inputs):
             for e, b, part in zip(epochs, batches, candidate.parts, strict=True)
         )
 
-    def _recovery(self, request: Request, candidate: Candidate) -> Foretold | None:
+    def _recovery(self, problem: Problem, candidate: Candidate) -> Prediction | None:
         """How the second stage runs on the same cut: the streamed schedule, under the same limit."""
         if not self.settings.recovery_epochs:
             return None
@@ -221,7 +221,7 @@ class Preparation(Inputs):
                 "is nothing to recover. Leave it out, or cut with --partitions."
             )
         asked = replace(
-            request, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
+            problem, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
             the_batch=self.recovery_batch, loss_of=self.true_loss_cost, known={},
         )  # fmt: skip
         found = fastest_of(asked, STREAMED, self.limit - margin_of(self.limit))
@@ -236,29 +236,29 @@ class Preparation(Inputs):
         spare = len(self.settings.prototype_scales) - max(1, count - 1)
         return [f"--prototype-scale: the last {spare} without effect on {count - 1} inner partition(s)"] if spare > 0 else []
 
-    def _recovery_reasons(self, recovery: Foretold) -> list[str]:
+    def _recovery_reasons(self, recovery: Prediction) -> list[str]:
         candidate, settings = recovery.candidate, self.settings
         learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
         rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
         return [
             f"recovery: {settings.recovery_epochs} epoch(s) of streamed back-propagation, {learns} learn, micro-batch "
-            f"{candidate.micro_batch}, {candidate.means.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
+            f"{candidate.micro_batch}, {candidate.resources.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
         ]
 
-    def _stages(self, phases: Phases, candidate: Candidate, recovery: Foretold | None) -> tuple[Stage, ...]:
+    def _stages(self, phases: Phases, candidate: Candidate, recovery: Prediction | None) -> tuple[Stage, ...]:
         count = len(candidate.parts)
         begun = Stage(
-            end=len(phases.of_stage(0)), means=candidate.means, micro_batch=candidate.micro_batch,
+            end=len(phases.of_stage(0)), resources=candidate.resources, micro_batch=candidate.micro_batch,
             optimizers=self.optimizers(count),
         )  # fmt: skip
         if recovery is None:
             return (begun,)
         return begun, Stage(
-            end=len(phases), means=recovery.candidate.means, micro_batch=recovery.candidate.micro_batch,
+            end=len(phases), resources=recovery.candidate.resources, micro_batch=recovery.candidate.micro_batch,
             optimizers=self.optimizers(count, recovery=True),
         )  # fmt: skip
 
-    def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Foretold | None) -> Workload:
+    def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
         stage = None
         if recovery is not None:
             stage = Recovery(
@@ -289,10 +289,10 @@ class Preparation(Inputs):
             found.append(cost)
         return tuple(found)
 
-    def _relay_bytes(self, candidate: Candidate) -> int:
-        if candidate.means.relay != "host":
+    def _exchange_bytes(self, candidate: Candidate) -> int:
+        if candidate.resources.boundary_tier != "host":
             return 0
-        nbytes = relay_room([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
+        nbytes = boundary_bytes([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
         return first_piece(nbytes, powers_of_two=self.device.kind == "cuda")
 
     def _label_row(self) -> int:
@@ -300,18 +300,18 @@ class Preparation(Inputs):
         return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
 
     def _host_tier(
-        self, relay: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
+        self, boundary_tier: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
     ) -> tuple[int, frozenset[int]]:
-        """(bytes of the host arena, partitions whose homes fit in it): the relay, then homes in order, then rows."""
+        """(bytes of the host pool, partitions whose homes fit in it): boundaries, then homes in order, then rows."""
         budget = self._host_budget()
         homes = [round_up(max(cost.weights, 1)) for cost in costs]
         if self.exact:
             states = state_layouts(costs, self.possible_optimizers()[0])
-            homes = [home + state.room for home, state in zip(homes, states, strict=True)]
+            homes = [home + state.padded_nbytes for home, state in zip(homes, states, strict=True)]
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
-        budget = min(budget, sum(homes) + rows + relay)
-        budget = relay + sum(piece_sizes(budget - relay, powers_of_two=self.device.kind == "cuda"))
-        used, at_host = relay, set()
+        budget = min(budget, sum(homes) + rows + boundary_tier)
+        budget = boundary_tier + sum(piece_sizes(budget - boundary_tier, powers_of_two=self.device.kind == "cuda"))
+        used, at_host = boundary_tier, set()
         for p, (first, last, _) in enumerate(candidate.parts):
             used += sum(homes[first:last])
             if used <= budget:
@@ -328,19 +328,19 @@ class Preparation(Inputs):
         return budget
 
     def _plan(
-        self, request: Request, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
+        self, problem: Problem, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
         costs: Sequence[PartitionCost], phases: Phases, reasons: tuple[str, ...],
-        cache_layouts: Sequence[RowLayout], arena_bytes: int, at_host: frozenset[int], recovery: Foretold | None,
+        cache_layouts: Sequence[RowLayout], host_pool_bytes: int, at_host: frozenset[int], recovery: Prediction | None,
     ) -> Plan:  # fmt: skip
-        means = replace(candidate.means, at_host=at_host)
-        walked, moments, seconds = foretell(phases.of_stage(0), costs, self.rates, means)
+        resources = replace(candidate.resources, at_host=at_host)
+        walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
         if self.exact:
-            peaks = peaks_by_partition(request, candidate, walked, moments)
+            peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
         else:
-            peaks = self._peaks_one_by_one(request, candidate, training, costs)
+            peaks = self._peaks_one_by_one(problem, candidate, training, costs)
         parts = []
         for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
-            reading, writing = planning.buffers_of(replace(request, batch_size=part.batch_size), first, last, part.micro_batch)
+            reading, writing = planning.buffers_of(replace(problem, batch_size=part.batch_size), first, last, part.micro_batch)
             parts.append(
                 PartitionPlan(
                     first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
@@ -356,19 +356,20 @@ class Preparation(Inputs):
         return Plan(
             method=method.name, device=self.device.name, limit=self.limit, margin=margin_of(self.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
-            parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=arena_bytes,
+            parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=self._disk_bytes(costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.means.slots, relay=used.means.relay, keeps_graph_from=used.keeps_graph_from, given=self.given_bytes,
+            slots=used.resources.slots, boundary_tier=used.resources.boundary_tier, keeps_graph_from=used.keeps_graph_from,
+            live_bytes=self.live_bytes,
         )  # fmt: skip
 
     def _peaks_one_by_one(
-        self, request: Request, candidate: Candidate, training: Sequence[PartitionTraining], costs: Sequence[PartitionCost]
+        self, problem: Problem, candidate: Candidate, training: Sequence[PartitionTraining], costs: Sequence[PartitionCost]
     ) -> list[int]:
         peaks, slot = [], 0
         for (first, last, _), part, cost in zip(candidate.parts, training, costs, strict=True):
             slot = max(slot, cost.slot)  # made once, for the largest so far
-            own = replace(request, batch_size=part.batch_size)
+            own = replace(problem, batch_size=part.batch_size)
             peaks.append(planning.peak_of(own, replace(cost, slot=slot), first, last, part.micro_batch))
         return peaks
 
@@ -380,7 +381,7 @@ class Preparation(Inputs):
         versions = 4 if self.settings.saves else 2
         rows = self.input_layout.home_bytes(count)
         rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
-        return versions * (weights + state) + weights + rows + self.given_bytes
+        return versions * (weights + state) + weights + rows + self.live_bytes
 
 
 def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:

@@ -13,12 +13,12 @@ from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.model.blocks import Chain
 from seqpart.model.costs import BlockCost
 from seqpart.offload.layout import Layout
-from seqpart.planning.simulator import LossCost, Means, PartitionCost, Rates, growing
+from seqpart.planning.simulator import LossCost, PartitionCost, Resources, Speeds, growing
 from seqpart.units import format_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class Problem:
     """What make_plan is asked to fit."""
 
     chain: Chain
@@ -43,9 +43,9 @@ class Request:
     micro_batch: int | None
     starts: tuple[int, ...] | None
     count: int | None
-    rates: Rates
+    speeds: Speeds
     clips: bool
-    relays: tuple[str, ...]
+    boundary_tiers: tuple[str, ...]
     """Places where boundaries may wait within an update, the fastest first."""
     host_room: int
     """Bytes of host memory that boundaries may take there."""
@@ -57,7 +57,7 @@ class Request:
     """Whether a partition may end with a block."""
     train_rows: int
     test_rows: int
-    given: int = 0
+    live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
     known: dict[tuple[int, int, bool], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
     """Of `costs_from`: what it has found already."""
@@ -65,10 +65,10 @@ class Request:
     def peak(self, work: int) -> int:
         """Of the process or device, where a partition takes `work` bytes."""
         warm_up = WARM_UP_BYTES if self.host_counts else 0
-        return self.runtime + max(self.growth + work, warm_up, self.given + self.growth if self.given else 0)
+        return self.runtime + max(self.growth + work, warm_up, self.live_bytes + self.growth if self.live_bytes else 0)
 
 
-ALONE = Means()
+ALONE = Resources()
 """One slot, boundaries on the device."""
 
 
@@ -78,46 +78,46 @@ class Candidate:
 
     micro_batch: int
     parts: tuple[tuple[int, int, PartitionCost], ...]
-    means: Means = ALONE
+    resources: Resources = ALONE
     keeps_graph_from: int | None = None
 
 
-def measurable(request: Request, micro_batch: int) -> bool:
+def measurable(problem: Problem, micro_batch: int) -> bool:
     """Whether the model takes so few rows at a time, and one where the division leaves one: BatchNorm refuses that.
 
     Raises ModelError for the largest micro-batch, where no other would help.
     """
-    batch, is_largest = request.the_batch, micro_batch == micro_batches(request)[0]
+    batch, is_largest = problem.the_batch, micro_batch == micro_batches(problem)[0]
     try:
-        request.costs_at(micro_batch)
+        problem.costs_at(micro_batch)
     except (ModelError, DataError):  # the second of the block that takes the data's rows
         if is_largest:
             raise
         return False
-    if batch is None or 1 not in sizes_of(request.train_rows, batch, min(micro_batch, batch)):
+    if batch is None or 1 not in sizes_of(problem.train_rows, batch, min(micro_batch, batch)):
         return True
     try:
-        request.costs_at(1)
+        problem.costs_at(1)
     except (ModelError, DataError) as error:
         if is_largest:
             raise ModelError(
-                f"{request.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and {error} "
+                f"{problem.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and {error} "
                 "Give another --batch-size or --micro-batch-size."
             ) from None
         return False
     return True
 
 
-def fewest_rows(request: Request) -> int:
+def fewest_rows(problem: Problem) -> int:
     """The smallest micro-batch that the model takes."""
-    return next(rows for rows in reversed(micro_batches(request)) if measurable(request, rows))
+    return next(rows for rows in reversed(micro_batches(problem)) if measurable(problem, rows))
 
 
-def micro_batches(request: Request) -> list[int]:
+def micro_batches(problem: Problem) -> list[int]:
     """Candidates, largest first: the batch and its halves, or the one that was asked for."""
-    if request.micro_batch is not None:
-        return [min(request.micro_batch, request.batch_size)]
-    sizes = [request.batch_size]
+    if problem.micro_batch is not None:
+        return [min(problem.micro_batch, problem.batch_size)]
+    sizes = [problem.batch_size]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return sizes
@@ -134,63 +134,63 @@ def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
     return tuple(size / micro_batch for size in sorted(sizes_of(rows, batch, micro_batch)))
 
 
-def starts_of(request: Request) -> list[int]:
+def starts_of(problem: Problem) -> list[int]:
     """Blocks at which a partition may begin: blocks that learn; what does not stays with what it follows."""
-    if request.starts is not None:
-        return list(request.starts)
-    costs = request.costs_at(micro_batches(request)[0])  # not a small one: BatchNorm refuses a single row
+    if problem.starts is not None:
+        return list(problem.starts)
+    costs = problem.costs_at(micro_batches(problem)[0])  # not a small one: BatchNorm refuses a single row
     learning = [number for number, cost in enumerate(costs) if cost.trainable]
-    return [0, *(number for number in learning[1:] if request.cuts_behind(costs[number - 1]))]
+    return [0, *(number for number in learning[1:] if problem.cuts_behind(costs[number - 1]))]
 
 
-def costs_from(request: Request, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:
+def costs_from(problem: Problem, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:
     """Cost of every partition that may begin at `first`, by its last block (not included), shortest first."""
     key = micro_batch, first, counted
-    if key not in request.known:
-        costs = (request.counted_at if counted else request.costs_at)(micro_batch)
-        ends = {*starts_of(request), len(request.chain)}
+    if key not in problem.known:
+        costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
+        ends = {*starts_of(problem), len(problem.chain)}
         grown = growing(
-            costs[first:], request.states[first:], request.loss_of(micro_batch), fused=request.fused,
-            heap_below=request.heap_below, shares=shares_of(request.train_rows, request.batch_size, micro_batch),
+            costs[first:], problem.states[first:], problem.loss_of(micro_batch), fused=problem.fused,
+            heap_below=problem.heap_below, shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip
-        request.known[key] = {last: cost for last, cost in enumerate(grown, start=first + 1) if last in ends}
-    return request.known[key]
+        problem.known[key] = {last: cost for last, cost in enumerate(grown, start=first + 1) if last in ends}
+    return problem.known[key]
 
 
-def peak_of(request: Request, cost: PartitionCost, first: int, last: int, micro_batch: int) -> int:
-    """Predicted peak of the process or device while this partition is resident."""
-    reading, writing = buffers_of(request, first, last, micro_batch)
-    train = max(cost.train_peak, cost.again_peak if micro_batch < request.batch_size else 0, cost.update_peak)
+def peak_of(problem: Problem, cost: PartitionCost, first: int, last: int, micro_batch: int) -> int:
+    """Predicted peak of the process or device while this partition is on the device."""
+    reading, writing = buffers_of(problem, first, last, micro_batch)
+    train = max(cost.train_peak, cost.accumulate_peak if micro_batch < problem.batch_size else 0, cost.update_peak)
     work = max(train + reading if cost.trainable else 0, cost.inference_peak + reading + writing)
-    return request.peak(cost.slot + work)
+    return problem.peak(cost.slot + work)
 
 
-def buffers_of(request: Request, first: int, last: int, micro_batch: int) -> tuple[int, int]:
+def buffers_of(problem: Problem, first: int, last: int, micro_batch: int) -> tuple[int, int]:
     """(reading, writing) bytes of the boundary cache's buffers that count against the limit."""
-    if not request.host_counts:
+    if not problem.host_counts:
         return 0, 0
-    costs = request.costs_at(micro_batch)
-    row = request.input_row if first == 0 else request.cache_row(costs[first - 1])
+    costs = problem.costs_at(micro_batch)
+    row = problem.input_row if first == 0 else problem.cache_row(costs[first - 1])
     writing = 0
-    if last < len(request.chain):
-        writing = writer_bytes(request.cache_row(costs[last - 1]), micro_batch)
-    return reader_bytes(row, max(request.train_rows, request.test_rows), micro_batch), writing
+    if last < len(problem.chain):
+        writing = writer_bytes(problem.cache_row(costs[last - 1]), micro_batch)
+    return reader_bytes(row, max(problem.train_rows, problem.test_rows), micro_batch), writing
 
 
-def too_many(request: Request, count: int) -> OptionError:
+def too_many(problem: Problem, count: int) -> OptionError:
     return OptionError(
-        f"--partitions {count}: the model has {len(starts_of(request))} blocks at which a partition can begin; "
+        f"--partitions {count}: the model has {len(starts_of(problem))} blocks at which a partition can begin; "
         f"it cannot be cut into {count}."
     )
 
 
-def refuse_given(request: Request, peak: int) -> None:
+def refuse_given(problem: Problem, peak: int) -> None:
     """Raises DoesNotFit where `peak` is what a model given alive takes, and no cut would help."""
-    if request.given and peak <= request.peak(0):
+    if problem.live_bytes and peak <= problem.peak(0):
         raise refused(
-            f"the model was given alive, which needs {format_size(peak)}, and {left_of(request.limit)}.\n"
-            f"  Its weights, {format_size(request.given)}, are all in memory when the run begins and when it ends, beside the "
-            f"runtime of {format_size(request.runtime)}.\n"
+            f"the model was given alive, which needs {format_size(peak)}, and {left_of(problem.limit)}.\n"
+            f"  Its weights, {format_size(problem.live_bytes)}, are all in memory when the run begins and when it ends, beside "
+            f"the runtime of {format_size(problem.runtime)}.\n"
             "  Give factories, which build one block at a time, or give more.",
             limit_for(peak),
         )
@@ -205,30 +205,30 @@ def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int
     return digest.hexdigest()
 
 
-def relay_rooms(parts: Sequence[PartitionCost], micro_batch: int) -> dict[int, int]:
+def boundary_places(parts: Sequence[PartitionCost], micro_batch: int) -> dict[int, int]:
     """Bytes of the place of what partition p is handed with one micro-batch, by p."""
     return {p: round_up(cost.input_row * micro_batch) for p, cost in enumerate(parts)}
 
 
-def relay_room(parts: Sequence[PartitionCost], batch: int, micro_batch: int) -> int:
+def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int) -> int:
     """Bytes of all that partitions hand to each other in one update, each tensor's rounded up to pages."""
     tied = sum(round_up(cost.tied) + _TIED_PAGES * PAGE for cost in parts if cost.tied)
-    return -(-batch // micro_batch) * (sum(relay_rooms(parts, micro_batch).values()) + tied)
+    return -(-batch // micro_batch) * (sum(boundary_places(parts, micro_batch).values()) + tied)
 
 
 _TIED_PAGES = 16
 """A partition's shared weights are counted together, and rounded up one by one."""
 
 
-def largest_relayed(parts: Sequence[PartitionCost], micro_batch: int) -> int:
+def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int) -> int:
     """Bytes of the largest tensor that one partition hands to another."""
     return max(max(micro_batch * cost.input_row, cost.tied) for cost in parts)
 
 
 BUFFERS = 6
-"""Of the disk relay: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
+"""Of boundaries on disk: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
 
 
-def relay_bytes(largest: int) -> int:
-    """Memory of the disk relay's buffers for tensors of at most `largest` bytes."""
+def exchange_bytes(largest: int) -> int:
+    """Memory of the buffers of boundaries on disk, for tensors of at most `largest` bytes."""
     return BUFFERS * aligned_bytes(largest)

@@ -7,7 +7,7 @@ from seqpart.memory.limit import left_of, limit_for, margin_of, refused
 from seqpart.planning.cut import Piece, best_cut
 from seqpart.planning.problem import (
     Candidate,
-    Request,
+    Problem,
     costs_from,
     fewest_rows,
     measurable,
@@ -24,124 +24,124 @@ SMALLEST_EASY_MICRO_BATCH = 32
 """Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
 
 
-def choose_cut(request: Request) -> tuple[Candidate, tuple[str, ...]]:
+def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
     """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words."""
     found: list[Candidate] = []
-    for micro_batch in micro_batches(request):
+    for micro_batch in micro_batches(problem):
         if found and micro_batch < SMALLEST_EASY_MICRO_BATCH:
             break
-        if not measurable(request, micro_batch):
+        if not measurable(problem, micro_batch):
             break
-        candidate = _cut_at(request, micro_batch)
+        candidate = _cut_at(problem, micro_batch)
         if candidate is not None:
             found.append(candidate)
     if not found:
-        raise _does_not_fit(request)
+        raise _does_not_fit(problem)
     best = min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch))
-    return best, _reasons(request, best)
+    return best, _reasons(problem, best)
 
 
-def _cut_at(request: Request, micro_batch: int, limit: int | None = None) -> Candidate | None:
-    room = (request.limit - margin_of(request.limit)) if limit is None else limit
-    chain = len(request.chain)
-    if request.count is None and request.starts is None and _fits_whole(request, micro_batch, room):
+def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
+    available = (problem.limit - margin_of(problem.limit)) if limit is None else limit
+    chain = len(problem.chain)
+    if problem.count is None and problem.starts is None and _fits_whole(problem, micro_batch, available):
         pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
     else:
-        pieces = [piece for first in starts_of(request) for piece in _pieces(request, micro_batch, first, room)]
-    count = len(request.starts) if request.starts is not None else request.count
+        pieces = [piece for first in starts_of(problem) for piece in _pieces(problem, micro_batch, first, available)]
+    count = len(problem.starts) if problem.starts is not None else problem.count
     chosen = best_cut(pieces, chain, count)
     if chosen is None:
         return None
-    return Candidate(micro_batch, tuple((p.first, p.last, _cost_of(request, micro_batch, p)) for p in chosen))
+    return Candidate(micro_batch, tuple((p.first, p.last, _cost_of(problem, micro_batch, p)) for p in chosen))
 
 
-def _fits_whole(request: Request, micro_batch: int, room: int) -> bool:
-    *_, (last, cost) = costs_from(request, micro_batch, 0).items()
-    return peak_of(request, cost, 0, last, micro_batch) <= room
+def _fits_whole(problem: Problem, micro_batch: int, available: int) -> bool:
+    *_, (last, cost) = costs_from(problem, micro_batch, 0).items()
+    return peak_of(problem, cost, 0, last, micro_batch) <= available
 
 
-def _pieces(request: Request, micro_batch: int, first: int, room: int) -> Iterator[Piece]:
+def _pieces(problem: Problem, micro_batch: int, first: int, available: int) -> Iterator[Piece]:
     """Balanced by what is counted: the cut decides what is learned, and must not hang on what a real run happened to take."""
-    counted = costs_from(request, micro_batch, first, counted=True)
-    for last, cost in costs_from(request, micro_batch, first).items():
-        if peak_of(request, cost, first, last, micro_batch) > room:
+    counted = costs_from(problem, micro_batch, first, counted=True)
+    for last, cost in costs_from(problem, micro_batch, first).items():
+        if peak_of(problem, cost, first, last, micro_batch) > available:
             return
-        if cost.trainable or request.starts is not None or last - first == len(request.chain):
+        if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
             yield Piece(first, last, cost.output_row, counted[last].slot + counted[last].train_peak)
 
 
-def _cost_of(request: Request, micro_batch: int, piece: Piece) -> PartitionCost:
-    return costs_from(request, micro_batch, piece.first)[piece.last]
+def _cost_of(problem: Problem, micro_batch: int, piece: Piece) -> PartitionCost:
+    return costs_from(problem, micro_batch, piece.first)[piece.last]
 
 
-def _does_not_fit(request: Request) -> DoesNotFit:
-    smallest_micro = fewest_rows(request)
-    cost, where, peak = _largest_need(request, smallest_micro)
-    refuse_given(request, peak)
+def _does_not_fit(problem: Problem) -> DoesNotFit:
+    smallest_micro = fewest_rows(problem)
+    cost, where, peak = _largest_need(problem, smallest_micro)
+    refuse_given(problem, peak)
     smallest = limit_for(peak)
-    wanted = _largest_need(request, micro_batches(request)[0])[2]
+    wanted = _largest_need(problem, micro_batches(problem)[0])[2]
     lines = [
-        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(request)[0]}, and {left_of(request.limit)}.",
-        f"  runtime {format_size(request.runtime)}, weights {format_size(cost.weights)}, gradients "
+        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(problem)[0]}, and {left_of(problem.limit)}.",
+        f"  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}, gradients "
         f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations at micro-batch {smallest_micro} "
         f"{format_size(cost.saved)}",
     ]
-    if request.count or request.starts:
+    if problem.count or problem.starts:
         lines.append("  Leave --partitions out, and the plan cuts where it must; or give more.")
     else:
         lines.append("  Split that block into smaller ones, use an optimizer with less state (--optimizer sgd), or give more.")
     return refused("\n".join(lines), smallest)
 
 
-def _largest_need(request: Request, micro_batch: int) -> tuple[PartitionCost, str, int]:
+def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, str, int]:
     """The partition that needs most when everything is cut as fine as allowed."""
-    if request.count is not None:
-        best = _best_effort(request, micro_batch, request.count)
+    if problem.count is not None:
+        best = _best_effort(problem, micro_batch, problem.count)
         if best is not None:
             return best
     worst: tuple[PartitionCost, str, int] | None = None
-    for first in starts_of(request):
-        for last, cost in costs_from(request, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
+    for first in starts_of(problem):
+        for last, cost in costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
             if cost.trainable:
                 break
-        peak = peak_of(request, cost, first, last, micro_batch)
+        peak = peak_of(problem, cost, first, last, micro_batch)
         if worst is None or peak > worst[2]:
-            worst = (cost, _named(request, first, last), peak)
+            worst = (cost, _named(problem, first, last), peak)
     assert worst is not None
     return worst
 
 
-def _best_effort(request: Request, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
+def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
     """With the number of partitions given: the least limit under which some cut of so many fits, by bisection."""
-    low, high = request.runtime, request.runtime
-    high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in request.costs_at(micro_batch)) + (1 << 30)
-    if _cut_at(request, micro_batch, high) is None:
-        raise too_many(request, count)
+    low, high = problem.runtime, problem.runtime
+    high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in problem.costs_at(micro_batch)) + (1 << 30)
+    if _cut_at(problem, micro_batch, high) is None:
+        raise too_many(problem, count)
     while high - low > 1 << 20:
         middle = (low + high) // 2
-        low, high = (low, middle) if _cut_at(request, micro_batch, middle) is not None else (middle, high)
-    candidate = _cut_at(request, micro_batch, high)
+        low, high = (low, middle) if _cut_at(problem, micro_batch, middle) is not None else (middle, high)
+    candidate = _cut_at(problem, micro_batch, high)
     assert candidate is not None
-    first, last, cost = max(candidate.parts, key=lambda part: peak_of(request, part[2], part[0], part[1], micro_batch))
-    return cost, _named(request, first, last), peak_of(request, cost, first, last, micro_batch)
+    first, last, cost = max(candidate.parts, key=lambda part: peak_of(problem, part[2], part[0], part[1], micro_batch))
+    return cost, _named(problem, first, last), peak_of(problem, cost, first, last, micro_batch)
 
 
-def _named(request: Request, first: int, last: int) -> str:
-    block = request.chain[first]
+def _named(problem: Problem, first: int, last: int) -> str:
+    block = problem.chain[first]
     return str(block) if last - first == 1 else f"blocks {first}..{last - 1}, from {block.kind} on,"
 
 
-def _reasons(request: Request, best: Candidate) -> tuple[str, ...]:
+def _reasons(problem: Problem, best: Candidate) -> tuple[str, ...]:
     count = len(best.parts)
     reasons = []
-    if request.starts is not None:
+    if problem.starts is not None:
         reasons.append(f"{count} partition(s): as asked")
     elif count > 1:
-        asked = "as asked" if request.count else f"the fewest that stay under {format_size(request.limit)}"
+        asked = "as asked" if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
         reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
     else:
         reasons.append("1 partition: the whole network fits, so nothing is cut")
-    if best.micro_batch < request.batch_size:
-        asked = "as asked" if request.micro_batch else "the largest that fits with so few partitions"
-        reasons.append(f"micro-batch {best.micro_batch} of {request.batch_size}: {asked}")
+    if best.micro_batch < problem.batch_size:
+        asked = "as asked" if problem.micro_batch else "the largest that fits with so few partitions"
+        reasons.append(f"micro-batch {best.micro_batch} of {problem.batch_size}: {asked}")
     return tuple(reasons)

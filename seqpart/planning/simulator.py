@@ -39,7 +39,7 @@ class PartitionCost:
     """Most bytes of a forward pass with a graph."""
     train_peak: int
     """Most bytes of one forward and backward, gradients among them."""
-    again_peak: int
+    accumulate_peak: int
     """The same when gradients of an earlier micro-batch are there already."""
     inference_peak: int
     update_peak: int
@@ -56,7 +56,7 @@ class PartitionCost:
     """Trainable ones, counted."""
     trainable: bool
 
-    def room(self, gradients: bool) -> int:
+    def slot_bytes(self, gradients: bool) -> int:
         """Bytes of its slot, with or without `gradients` that wait."""
         return self.slot + (self.waiting if gradients else 0)
 
@@ -80,22 +80,22 @@ def growing(
     alive = forward = backward = again = inference = largest = 0
     first, trainable = blocks[0], False
     seen: list[BlockCost] = []
-    lent: list[BlockCost] = []
+    borrowed: list[BlockCost] = []
     tied = 0
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
-        slot, waiting = slot + block.layout.room + layout.room, waiting + block.gradient_layout.room
+        slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
         seen.append(block)
         for owner in block.borrows:
-            if not any(owner is other for other in seen + lent):
-                lent.append(owner)
-                slot, tied = slot + owner.layout.room, tied + block.tied
+            if not any(owner is other for other in seen + borrowed):
+                borrowed.append(owner)
+                slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
         forward = max(forward, alive + block.forward_peak)
         # The gradient that the successor hands over is as large as the output. Everything behind this block has
         # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`.
         start = alive + block.saved_alone + block.output
         backward = max(backward + block.gradients, start + block.backward_peak)
-        again = max(again, start + block.again_peak)
+        again = max(again, start + block.accumulate_peak)
         kept = alive + block.saved_alone
         alive += block.saved
         for index, share in enumerate(shares):
@@ -115,11 +115,11 @@ def growing(
         own = first.input + copied + targets
         rows = max(1, first.input // max(1, first.input_row))
         yield PartitionCost(
-            weights=weights, borrowed=sum(owner.weights for owner in lent), tied=tied, state=state,
+            weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, state=state,
             slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers,
             forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
             train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
-            again_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
+            accumulate_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
             inference_peak=own + heap + max(inference, block.output + loss_peak),
             update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
             input_row=first.input_row, output_row=block.output // rows, row_flops=flops // rows,
@@ -128,7 +128,7 @@ def growing(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class Speeds:
     """What this machine does per second, measured at start."""
 
     flops: float
@@ -139,8 +139,8 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """One step foretold: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds, and when it ends."""
+class PredictedStep:
+    """One step predicted: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds, and when it ends."""
 
     step: Step
     before: int
@@ -153,11 +153,11 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Means:
+class Resources:
     """What a plan grants a schedule beside the partitions' own work."""
 
     slots: int = 1
-    relay: str = "device"
+    boundary_tier: str = "device"
     """Where boundaries wait within an update: device, host or disk."""
     borrows: bool = True
     """Whether a partition brings the homes of weights that it shares; where all partitions stay, they are there."""
@@ -173,27 +173,27 @@ class Simulator:
     """Takes the steps of a schedule one by one. A single slot grows to its largest partition so far and never shrinks."""
 
     def __init__(
-        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], rates: Rates, means: Means | None = None
+        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources | None = None
     ) -> None:
-        self._phases, self._partitions, self._rates = phases, partitions, rates
-        self._means = means = means or Means()
-        rooms = sorted((part.room(means.gradients_room) for part in partitions), reverse=True)
-        self._slots = sum(rooms[: means.slots]) if means.slots > 1 else 0
+        self._phases, self._partitions, self._speeds = phases, partitions, speeds
+        self._resources = resources = resources or Resources()
+        capacities = sorted((part.slot_bytes(resources.gradients_room) for part in partitions), reverse=True)
+        self._slots = sum(capacities[: resources.slots]) if resources.slots > 1 else 0
         self._held: dict[tuple[str, int, int], int] = {}
-        """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries in the relay, kept graphs."""
+        """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries between partitions, kept graphs."""
         self._changed: set[int] = set()
         self._stored: set[int] = set()
         """Partitions that have optimizer state at home."""
         self._waiting: set[int] = set()
         self._with_state: set[int] = set()
         self._position, self._stepped = Position(), set[int]()
-        self._clock = _Clock(means.slots)
+        self._clock = _Clock(resources.slots)
 
-    def run(self, steps: Iterable[Step]) -> Iterator[Moment]:
+    def run(self, steps: Iterable[Step]) -> Iterator[PredictedStep]:
         for step in steps:
             yield self.take(step)
 
-    def take(self, step: Step) -> Moment:
+    def take(self, step: Step) -> PredictedStep:
         work = {
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
@@ -206,7 +206,7 @@ class Simulator:
         before = self._now
         peak, read, written, seconds = work(step, self._partitions[step.partition])
         ends = self._clock.take(step, seconds)
-        return Moment(step, before, max(before, peak, self._now), self._now, read, written, seconds, ends)
+        return PredictedStep(step, before, max(before, peak, self._now), self._now, read, written, seconds, ends)
 
     @property
     def _now(self) -> int:
@@ -214,15 +214,15 @@ class Simulator:
 
     def _load(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p = step.partition
-        if self._means.slots == 1:
-            self._slots = max(self._slots, part.room(self._means.gradients_room))
-        read = part.weights + (part.borrowed if self._means.borrows else 0)
+        if self._resources.slots == 1:
+            self._slots = max(self._slots, part.slot_bytes(self._resources.gradients_room))
+        read = part.weights + (part.borrowed if self._resources.borrows else 0)
         if step.more:
             self._with_state.add(p)
             read += (part.state if p in self._stored else 0) + (part.gradients if p in self._waiting else 0)
             self._waiting.discard(p)
-        read = 0 if p in self._means.at_host else read
-        return 0, read, 0, read / self._rates.read
+        read = 0 if p in self._resources.at_host else read
+        return 0, read, 0, read / self._speeds.read
 
     def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, written = step.partition, 0
@@ -240,8 +240,8 @@ class Simulator:
             written += part.gradients
             self._waiting.add(p)
             self._held.pop(("gradients", p, 0))
-        written = 0 if p in self._means.at_host else written
-        return 0, 0, written, written / self._rates.write
+        written = 0 if p in self._resources.at_host else written
+        return 0, 0, written, written / self._speeds.write
 
     def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, phase = step.partition, self._phases[step.phase]
@@ -258,7 +258,7 @@ class Simulator:
             self._position = Position(step.phase, self._position.updates + 1)
             if self._position.updates == phase.updates:
                 self._position = Position(step.phase + 1)
-        return peak, 0, 0, part.parameters / self._rates.optimizer if learns else 0.0
+        return peak, 0, 0, part.parameters / self._speeds.optimizer if learns else 0.0
 
     def _forward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         phase, p, rows = self._phases[step.phase], step.partition, self._rows(step)
@@ -271,13 +271,13 @@ class Simulator:
                 self._held.pop(("boundary", p, step.micro_batch), None)
                 if p < phase.last:
                     self._hold("boundary", p + 1, step.micro_batch, part.output)
-            seconds = max(self._compute(part, rows, 1), read / self._rates.read) + written / self._rates.write
+            seconds = max(self._compute(part, rows, 1), read / self._speeds.read) + written / self._speeds.write
             if p == phase.last and phase.span(step.micro_batch).stop == phase.rows:
                 self._position = Position(step.phase + 1)
             return peak, read, written, seconds
         if p == phase.partition:
             self._hold("boundary", p, step.micro_batch, part.input)
-            self._held["labels", 0, step.micro_batch] = rows * self._means.label_row
+            self._held["labels", 0, step.micro_batch] = rows * self._resources.label_row
         peak = self._now + part.forward_peak - self._held.get(("boundary", p, step.micro_batch), 0)
         if p < phase.last:
             self._hold("boundary", p + 1, step.micro_batch, part.output)
@@ -287,7 +287,7 @@ class Simulator:
             self._held.pop(("boundary", p, step.micro_batch), None)
         if p == phase.last:
             self._held.pop(("labels", 0, step.micro_batch), None)
-        return peak, read, 0, max(self._compute(part, rows, 1), read / self._rates.read)
+        return peak, read, 0, max(self._compute(part, rows, 1), read / self._speeds.read)
 
     def _backward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         phase, p, m, rows = self._phases[step.phase], step.partition, step.micro_batch, self._rows(step)
@@ -301,7 +301,7 @@ class Simulator:
         if part.tied and not alone:
             self._hold("tied", 0, m, part.tied)
         again = ("gradients", p, 0) in self._held
-        need = (part.again_peak - part.gradients) if again else part.train_peak
+        need = (part.accumulate_peak - part.gradients) if again else part.train_peak
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
         known = self._held.get(("boundary", p, m), 0) + self._held.pop(("boundary", p + 1, m), 0)
         peak = max(self._now + known + graph, self._now + need - self._held.get(("boundary", p, m), 0))
@@ -311,10 +311,10 @@ class Simulator:
             self._held.pop(("boundary", p, m), None)
             self._held.pop(("tied", 0, m), None)
         passes = 2 if phase.keeps_graph(p) else 3
-        return peak, read, 0, max(self._compute(part, rows, passes), read / self._rates.read)
+        return peak, read, 0, max(self._compute(part, rows, passes), read / self._speeds.read)
 
     def _hold(self, kind: str, p: int, m: int, nbytes: int) -> None:
-        if self._means.relay == "device":
+        if self._resources.boundary_tier == "device":
             self._held[kind, p, m] = nbytes
 
     def _rows(self, step: Step) -> int:
@@ -324,7 +324,7 @@ class Simulator:
 
     def _compute(self, part: PartitionCost, rows: int, passes: int) -> float:
         # A kernel reaches its full rate only with enough rows.
-        return passes * (rows + _HALF_RATE_ROWS) * part.row_flops / self._rates.flops
+        return passes * (rows + _HALF_RATE_ROWS) * part.row_flops / self._speeds.flops
 
 
 _HALF_RATE_ROWS = 12
@@ -355,29 +355,29 @@ class _Clock:
         return self._computing
 
 
-def foretell(
-    phases: Phases, partitions: Sequence[PartitionCost], rates: Rates, means: Means
-) -> tuple[list[Phase], list[Moment], float]:
+def simulate(
+    phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources
+) -> tuple[list[Phase], list[PredictedStep], float]:
     """(phases walked through, moments, seconds of the whole run): the first updates of a pass, and its last.
 
     Passes that differ in nothing but the epoch are walked through twice and counted.
     """
     short, more = _shortened(phases)
-    simulator = Simulator(short, partitions, rates, means)
-    moments = list(simulator.run(steps_of(short)))
+    simulator = Simulator(short, partitions, speeds, resources)
+    predicted_steps = list(simulator.run(steps_of(short)))
     ends: dict[int, list[float]] = {}
-    for moment in moments:
-        phase = short[moment.step.phase]
-        if moment.step.verb is Verb.UPDATE or phase.kind is not PhaseKind.TRAIN:
-            ends.setdefault(moment.step.phase, []).append(moment.ends)
-    seconds = max(moment.ends for moment in moments)
+    for predicted in predicted_steps:
+        phase = short[predicted.step.phase]
+        if predicted.step.verb is Verb.UPDATE or phase.kind is not PhaseKind.TRAIN:
+            ends.setdefault(predicted.step.phase, []).append(predicted.ends)
+    seconds = max(predicted.ends for predicted in predicted_steps)
     for number, (updates, repeats) in more.items():
         marks = ends[number]
         per_update = len(marks) // short[number].updates
         first, last = marks[per_update - 1], marks[-1]
         steady = (last - first) / max(1, short[number].updates - 1)
         seconds += steady * (updates * (1 + repeats) - short[number].updates)
-    return short, moments, seconds
+    return short, predicted_steps, seconds
 
 
 _WALKED = 4

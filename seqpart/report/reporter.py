@@ -1,4 +1,4 @@
-"""What the user sees, and the run's log. Only this room prints.
+"""What the user sees, and the run's log. Only this package prints.
 
 On a terminal a live bar with ETA, samples/s and the peak against the limit; elsewhere plain lines. Every event is
 also one line of JSON in the run directory.

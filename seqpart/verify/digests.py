@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from seqpart.execution.executor import Executor
-from seqpart.execution.partition import Resident
+from seqpart.execution.partition import Partition
 from seqpart.schedule.steps import Step
 
 _AT_ONCE = 1 << 20
@@ -43,7 +43,7 @@ class Enough(Exception):
     """All that was to be seen was seen."""
 
 
-class Watch:
+class Digests:
     """What is seen of one run: a digest of every tensor.
 
     expected: digests to compare with; the run ends behind the update in which one differs, and `keeps` is the file that
@@ -64,24 +64,24 @@ class Watch:
         self._expected, self._keeps, self._wanted = expected, keeps, wanted
         self._done, self._updates = 0, dict[int, int]()
 
-    def before_update(self, resident: Resident, step: Step) -> None:
+    def before_update(self, partition: Partition, step: Step) -> None:
         update = self._updates[step.partition] = self._updates.get(step.partition, -1) + 1
-        state = resident.optimizer.state if resident.optimizer is not None else {}
-        for block in resident.blocks:
-            for name, parameter in block.own(dict(block.husk.named_parameters())).items():
+        state = partition.optimizer.state if partition.optimizer is not None else {}
+        for block in partition.blocks:
+            for name, parameter in block.own(dict(block.module.named_parameters())).items():
                 own = f"{block.name}.{name}"
                 self.see(Key(update, VALUE, block.number, own), parameter)
                 if parameter.requires_grad:
                     self.see(Key(update, GRADIENT, -block.number, own), parameter.grad)
                 for part, value in state.get(parameter, {}).items():
                     self.see(Key(update, STATE, block.number, f"{own}.{part}"), value)
-            for name, buffer in block.husk.named_buffers():
+            for name, buffer in block.module.named_buffers():
                 self.see(Key(update, BUFFER, block.number, f"{block.name}.{name}"), buffer)
 
     def at_rest(self, executor: Executor) -> None:
         """An update is over. Raises Enough behind the last one that is to be seen, with everything at home."""
-        self.see(Key(self._done, LOSS, 0, ""), torch.as_tensor(executor.passes.tally.loss))
-        self.losses.append(executor.passes.tally.mean_loss)
+        self.see(Key(self._done, LOSS, 0, ""), torch.as_tensor(executor.compute.metrics.loss))
+        self.losses.append(executor.compute.metrics.mean_loss)
         self._done += 1
         if self.found or self._done == self.steps:
             executor.settle()

@@ -1,4 +1,4 @@
-"""One way to train for `verify`: some updates and an evaluation, seen by a watch, and nothing that stays."""
+"""One way to train for `verify`: some updates and an evaluation, seen by digests, and nothing that stays."""
 
 import shutil
 import time
@@ -14,14 +14,14 @@ from seqpart.errors import OutOfMemory
 from seqpart.execution.executor import Executor
 from seqpart.files.direct import aligned
 from seqpart.memory.sampler import Sampler
-from seqpart.memory.usage import Gauge
+from seqpart.memory.usage import MemoryUsage
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import PhaseKind, Position
-from seqpart.session import Run
+from seqpart.session import Session
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.verify.digests import STATE, VALUE, Enough, Key, Watch
+from seqpart.verify.digests import STATE, VALUE, Digests, Enough, Key
 
 _EVALUATED = 256
 """Rows, at most: an evaluation that differs does so in its first rows."""
@@ -43,7 +43,7 @@ def _first_rows(split: Split, count: int) -> Split:
 
 
 @dataclass(kw_only=True)
-class Way:
+class Variant:
     """One way to train, planned and ready; each `run` begins anew, with the weights that the model came with."""
 
     name: str
@@ -56,19 +56,19 @@ class Way:
     """Measured in the last run."""
 
     @classmethod
-    def planned(cls, name: str, trainer: Trainer, train: object) -> "Way":
+    def planned(cls, name: str, trainer: Trainer, train: object) -> "Variant":
         split = as_split(train, "training")
         with closing(trainer.prepare(split, _first_rows(split, _EVALUATED))) as preparation:
             prepared = preparation.planned()
         plan = prepared.plan
         return cls(name=name, method=plan.method, preparation=preparation, prepared=prepared, limit=plan.limit)
 
-    def run(self, watch: Watch, reporter: Reporter, *, falsify: bool = False) -> None:
-        """Train until `watch` has seen enough. Nothing stays on the disk."""
+    def run(self, digests: Digests, reporter: Reporter, *, falsify: bool = False) -> None:
+        """Train until `digests` have seen enough. Nothing stays on the disk."""
         preparation, began = self.preparation, time.perf_counter()
         preparation.falsify = falsify
         prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
-        sampler = Sampler(Gauge(preparation.device), limit=self.limit)
+        sampler = Sampler(MemoryUsage(preparation.device), limit=self.limit)
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, preparation.folder, ignore_errors=True)
             silent = Reporter(quiet=True)
@@ -76,19 +76,19 @@ class Way:
             stack.enter_context(preparation.device.own_random_state())
             sampler.start()
             stack.callback(sampler.stop)
-            preparation.given.take()
+            preparation.live_modules.take()
             stack.callback(preparation.close)
             with suppress(Enough):
-                _Watched(preparation, prepared, silent, sampler, stack, watch).carry_out(began)
+                _RecordedSession(preparation, prepared, silent, sampler, stack, digests).carry_out(began)
         self.peak = sampler.peak
         word = "noticed" if falsify else "differs"
-        seen = "" if watch.first is None else f"  {word} in {watch.first} {watch.first.when(watch.steps)}"
+        seen = "" if digests.first is None else f"  {word} in {digests.first} {digests.first.when(digests.steps)}"
         seconds = time.perf_counter() - began
         reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
 
 
-class _Watched(Run):
-    """A run that ends where its watch has seen enough, leaves no results, and gives weights back as they came."""
+class _RecordedSession(Session):
+    """A run that ends where its digests have seen enough, leaves no results, and gives weights back as they came."""
 
     def __init__(
         self,
@@ -97,17 +97,19 @@ class _Watched(Run):
         reporter: Reporter,
         sampler: Sampler,
         stack: ExitStack,
-        watch: Watch,
+        digests: Digests,
     ) -> None:
-        super().__init__(preparation, prepared, reporter, sampler, stack, progress=None, job=None, witness=watch.before_update)
-        self._watch, self._goes_on, self._evaluating = watch, True, False
+        super().__init__(
+            preparation, prepared, reporter, sampler, stack, resumed=None, job=None, before_update=digests.before_update
+        )
+        self._digests, self._goes_on, self._evaluating = digests, True, False
 
     def _at_rest(self, executor: Executor) -> None:
         self._interrupts.check()
         if self._evaluating:
             return
         self._goes_on = self._prepared.phases[executor.position.phase].kind is PhaseKind.TRAIN
-        self._watch.at_rest(executor)
+        self._digests.at_rest(executor)
 
     def _halve_micro_batch(self, text: str, executor: Executor) -> None:
         micro_batch = max(stage.micro_batch for stage in self._prepared.stages)
@@ -120,10 +122,10 @@ class _Watched(Run):
     def _run_stages(self, thread: ReaderThread) -> None:
         with suppress(Enough):
             super()._run_stages(thread)
-        if not self._watch.found:  # nothing is loaded any more: there is room to read the homes
+        if not self._digests.found:  # nothing is loaded any more: there is room to read the homes
             self._see_homes()
-            self._watch.miss()
-        if not self._watch.found:
+            self._digests.miss()
+        if not self._digests.found:
             self._evaluate(thread)
         raise Enough
 
@@ -135,7 +137,7 @@ class _Watched(Run):
         failed, _, _ = self._run_stage(stage, Position(first), None, thread)
         if failed is not None:
             self._halve_micro_batch(*failed)
-        self._watch.evaluation = self._test
+        self._digests.evaluation = self._test
 
     def _see_homes(self) -> None:
         """What the last update left. Of optimizer state nothing is kept where no update would follow."""
@@ -144,7 +146,7 @@ class _Watched(Run):
                 if home not in self._store:
                     continue
                 layout = self._store.layout(home)
-                flat = aligned(layout.room)
+                flat = aligned(layout.padded_nbytes)
                 self._store.get(home, flat)
                 for name, tensor in layout.views(flat).items():
-                    self._watch.see(Key(self._watch.steps, kind, block.number, f"{block.name}.{name}"), tensor)
+                    self._digests.see(Key(self._digests.steps, kind, block.number, f"{block.name}.{name}"), tensor)

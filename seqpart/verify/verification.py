@@ -28,7 +28,7 @@ from seqpart.cli.job import Job, opened
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.files.direct import explained
 from seqpart.memory.limit import limit_for
-from seqpart.memory.usage import Gauge
+from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Build
@@ -38,8 +38,8 @@ from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import PhaseKind
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.verify.digests import Key, Watch
-from seqpart.verify.variant import Way
+from seqpart.verify.digests import Digests, Key
+from seqpart.verify.variant import Variant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,20 +113,20 @@ def _compared(
     reporter: Reporter, kept: Path, options: dict[str, Any],
 ) -> Agreement:  # fmt: skip
     """`verify` with its options complete; `kept` is the file for a tensor that differs."""
-    limited = Way.planned("limited", Trainer(model, loss, optimizer, quiet=True, **options), train)
+    limited = Variant.planned("limited", Trainer(model, loss, optimizer, quiet=True, **options), train)
     _refuse_plan(limited, steps, reference)
     other = _reference(limited, Trainer(model, loss, optimizer, quiet=True, **_whole(options, limited, reference)), train)
     reporter.say(_announced(limited, other, steps))
 
-    first = Watch(steps)
+    first = Digests(steps)
     limited.run(first, reporter)
-    control = Watch(steps, expected=first.seen)
+    control = Digests(steps, expected=first.seen)
     # What falsifies needs memory of its own: the control is not held to the limit.
     replace(limited, name="control", limit=max(limited.limit, other.limit)).run(control, reporter, falsify=True)
-    compared = Watch(steps, expected=first.seen, keeps=kept)
+    compared = Digests(steps, expected=first.seen, keeps=kept)
     other.run(compared, reporter)
     if compared.first is not None:
-        again = Watch(steps, wanted=(compared.first, kept))
+        again = Digests(steps, wanted=(compared.first, kept))
         replace(limited, name="again").run(again, reporter)
         raise VerifyMismatch(_told(limited, other, compared.first, first, again))
     if control.first is None:
@@ -135,13 +135,13 @@ def _compared(
             f"of {steps} update(s) stayed the same. Nothing is proven. Does anything learn? More --steps may tell."
         )
     _compare_evaluations(limited, other, first, compared)
-    room = _whole(options, limited, limited.method)
+    available = _whole(options, limited, limited.method)
 
-    def way(name: str, **changed: Any) -> Way:
-        return Way.planned(name, Trainer(model, loss, optimizer, quiet=True, **{**room, **changed}), train)
+    def variant(name: str, **changed: Any) -> Variant:
+        return Variant.planned(name, Trainer(model, loss, optimizer, quiet=True, **{**available, **changed}), train)
 
-    cuts = _other_cuts(limited, first, way, reporter)
-    divided = _other_micro_batches(limited, first, way, reporter)
+    cuts = _other_cuts(limited, first, variant, reporter)
+    divided = _other_micro_batches(limited, first, variant, reporter)
     found = replace(_agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided)
     reporter.say(str(found))
     return found
@@ -150,7 +150,7 @@ def _compared(
 # --- evaluation, other cuts, another micro-batch ------------------------------------------------------------------
 
 
-def _compare_evaluations(limited: Way, other: Way, first: Watch, second: Watch) -> None:
+def _compare_evaluations(limited: Variant, other: Variant, first: Digests, second: Digests) -> None:
     """Raises VerifyMismatch where they differ by more than the rounding of kernels that find rows lying otherwise."""
     one, two = first.evaluation, second.evaluation
     close = one is not None and two is not None and _near(one[0], two[0], _CLOSE_EVALUATION) and one[1] == two[1]
@@ -161,25 +161,26 @@ def _compare_evaluations(limited: Way, other: Way, first: Watch, second: Watch) 
         )
 
 
-def _other_cuts(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> tuple[int, ...]:
+def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant], reporter: Reporter) -> tuple[int, ...]:
     """In two partitions, and one for every block: what a block makes of an input that begins a graph shows at its cut."""
     blocks, cut = len(limited.prepared.chain), len(limited.prepared.plan.partitions)
     counts = tuple(sorted({2, blocks} - {cut}))
     for count in counts:
         starts = range(blocks) if count == blocks else (0, blocks // 2)
-        watch, other = Watch(first.steps, expected=first.seen), way(f"cut in {count}", partitions=",".join(map(str, starts)))
-        other.run(watch, reporter)
-        if watch.first is not None:
+        digests = Digests(first.steps, expected=first.seen)
+        other = variant(f"cut in {count}", partitions=",".join(map(str, starts)))
+        other.run(digests, reporter)
+        if digests.first is not None:
             raise VerifyMismatch(
-                f"{limited.method} in {cut} partitions and in {count} differ, first in {watch.first} "
-                f"{watch.first.when(first.steps)}: a block does something else where a partition begins with it. Does one look "
-                "at its input's grad_fn, or detach it?"
+                f"{limited.method} in {cut} partitions and in {count} differ, first in {digests.first} "
+                f"{digests.first.when(first.steps)}: a block does something else where a partition begins with it. Does one "
+                "look at its input's grad_fn, or detach it?"
             )
-        _compare_evaluations(limited, other, first, watch)
+        _compare_evaluations(limited, other, first, digests)
     return counts
 
 
-def _other_micro_batches(limited: Way, first: Watch, way: Callable[..., Way], reporter: Reporter) -> str:
+def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[..., Variant], reporter: Reporter) -> str:
     """A half and a quarter of the micro-batch, in words. Sums are added in another order there: losses agree but for rounding.
 
     Raises VerifyMismatch where the first update's losses agree and later ones do not: its gradients were weighed otherwise.
@@ -188,13 +189,13 @@ def _other_micro_batches(limited: Way, first: Watch, way: Callable[..., Way], re
     narrow = limited.preparation.settings.autocast is not None
     close, alike = _CLOSE_NARROW if narrow else _CLOSE, []
     for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
-        watch = Watch(first.steps)
+        digests = Digests(first.steps)
         try:
-            other = way(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts)))
+            other = variant(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts)))
         except (ModelError, DataError) as error:
             return f"; micro-batches of {size} are not compared, which the model does not take: {error}"
-        other.run(watch, reporter)
-        pairs = list(zip(first.losses, watch.losses, strict=True))
+        other.run(digests, reporter)
+        pairs = list(zip(first.losses, digests.losses, strict=True))
         if not _near(*pairs[0], close):
             return (
                 f"; micro-batches of {size} are not compared: a block takes statistics of a micro-batch (BatchNorm), or draws "
@@ -239,7 +240,7 @@ def _refuse(steps: int, reference: str, options: dict[str, Any]) -> None:
         raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
 
 
-def _refuse_plan(limited: Way, steps: int, reference: str) -> None:
+def _refuse_plan(limited: Variant, steps: int, reference: str) -> None:
     plan, phases = limited.prepared.plan, limited.prepared.phases
     if len(plan.partitions) == 1:
         raise OptionError(
@@ -253,18 +254,18 @@ def _refuse_plan(limited: Way, steps: int, reference: str) -> None:
         raise OptionError(f"--steps {steps}: training has {updates} update(s) in all. Give at most that, or more --epochs.")
 
 
-def _whole(options: dict[str, Any], limited: Way, reference: str) -> dict[str, Any]:
+def _whole(options: dict[str, Any], limited: Variant, reference: str) -> dict[str, Any]:
     """The settings of the reference: the same micro-batches, in all the memory that there is."""
     device = limited.preparation.device
-    room = min(device.total_memory(), Gauge(device).read() + device.free_memory())
+    available = min(device.total_memory(), MemoryUsage(device).read() + device.free_memory())
     micro_batch = limited.prepared.plan.partitions[0].micro_batch
-    return {**options, "method": reference, "mem_limit": room, "micro_batch_size": micro_batch, "partitions": "auto"}
+    return {**options, "method": reference, "mem_limit": available, "micro_batch_size": micro_batch, "partitions": "auto"}
 
 
-def _reference(limited: Way, trainer: Trainer, train: object) -> Way:
+def _reference(limited: Variant, trainer: Trainer, train: object) -> Variant:
     """Raises DoesNotFit where there is no room for it: then there is nothing to compare with."""
     try:
-        found = Way.planned("reference", trainer, train)
+        found = Variant.planned("reference", trainer, train)
     except DoesNotFit as error:
         needs = "" if error.smallest is None else f" needs {format_size(error.smallest)}, and"
         settings = trainer.settings
@@ -283,28 +284,28 @@ def _reference(limited: Way, trainer: Trainer, train: object) -> Way:
 # --- what is said -------------------------------------------------------------------------------------------------
 
 
-def _announced(limited: Way, other: Way, steps: int) -> str:
+def _announced(limited: Variant, other: Variant, steps: int) -> str:
     plan = limited.prepared.plan
     count, micro_batch = len(plan.partitions), plan.partitions[0].micro_batch
     kept = count - 1 - plan.keeps_graph_from if plan.keeps_graph_from is not None else 0
     return (
         f"verify: {steps} update(s) of {limited.method} under {format_size(limited.limit)} ({count} partitions, micro-batch "
-        f"{micro_batch}, {plan.slots} slot(s), boundaries on {plan.relay}, activations of {kept + 1} kept), then with a wrong "
-        f"replay, then of {other.method} under {format_size(other.limit)}"
+        f"{micro_batch}, {plan.slots} slot(s), boundaries on {plan.boundary_tier}, activations of {kept + 1} kept), then with "
+        f"a wrong replay, then of {other.method} under {format_size(other.limit)}"
     )
 
 
-def _agreement(limited: Way, other: Way, watch: Watch, caught: str) -> Agreement:
+def _agreement(limited: Variant, other: Variant, digests: Digests, caught: str) -> Agreement:
     total = xxhash.xxh3_128()
-    for key in sorted(watch.seen):
-        total.update(repr(key).encode() + watch.seen[key])
+    for key in sorted(digests.seen):
+        total.update(repr(key).encode() + digests.seen[key])
     return Agreement(
-        method=limited.method, reference=other.method, steps=watch.steps, plan=limited.prepared.plan, peak=limited.peak,
-        tensors=len({key[1:] for key in watch.seen}), comparisons=len(watch.seen), digest=total.hexdigest(), caught=caught,
+        method=limited.method, reference=other.method, steps=digests.steps, plan=limited.prepared.plan, peak=limited.peak,
+        tensors=len({key[1:] for key in digests.seen}), comparisons=len(digests.seen), digest=total.hexdigest(), caught=caught,
     )  # fmt: skip
 
 
-def _told(limited: Way, other: Way, key: Key, first: Watch, again: Watch) -> str:
+def _told(limited: Variant, other: Variant, key: Key, first: Digests, again: Digests) -> str:
     """What differs, by how much, and whether the model repeats itself at all."""
     if again.seen.get(key) == first.seen.get(key):
         cause = (

@@ -1,1 +1,1 @@
-"""Ready-made models and data sets. Only the door, the examples and the tests import them."""
+"""Ready-made models and data sets. Only the command, the examples and the tests import them."""

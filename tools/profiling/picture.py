@@ -109,7 +109,7 @@ def _bars(axes: Any, found: Sequence[Figures], unit: tuple[float, str]) -> None:
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= longest * 1.05])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
-    axes.set_title("peak (bar), foretold (mark), limit (dashed)", loc="left", fontsize=10.5, color=_INK)
+    axes.set_title("peak (bar), predicted (mark), limit (dashed)", loc="left", fontsize=10.5, color=_INK)
 
 
 def _beside(row: Figures) -> str:

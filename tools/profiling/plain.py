@@ -29,14 +29,14 @@ from seqpart.model.blocks import as_chain
 from seqpart.memory.device import Device, open_device
 from seqpart.errors import SeqpartError
 from seqpart.memory.usage import read_process
-from seqpart.data.splits import Split, count_classes, pour
+from seqpart.data.splits import Split, count_classes, write_rows
 from seqpart.cli.job import Job, data_of, model_of
 from seqpart.model.losses import default_loss, label_dtype
 from seqpart.model.optimizers import choose
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.report.reporter import Reporter
 from seqpart.data.row_file import RowLayout
-from seqpart.execution.metrics import Tally
+from seqpart.execution.metrics import Metrics
 
 
 class Rows:
@@ -45,7 +45,7 @@ class Rows:
     def __init__(self, split: Split, path: Path, device: torch.device) -> None:
         self._layout, self._device, self.count = RowLayout(split.shape, split.dtype), device, split.count
         with open(path, "wb") as file:
-            pour(split, lambda rows: file.write(rows.contiguous().numpy().tobytes()) and None)
+            write_rows(split, lambda rows: file.write(rows.contiguous().numpy().tobytes()) and None)
         dtype = torch.empty(0, dtype=split.dtype).numpy().dtype
         self._x = np.memmap(path, dtype=dtype, mode="r", shape=(split.count, *split.shape))
         self._y = split.labels.to(label_dtype(split.labels))
@@ -86,11 +86,11 @@ class Program:
         }  # fmt: skip
 
     def _epoch(self, number: int) -> float:
-        job, tally, updates = self._job, Tally(), -(-self._train.count // self._batch)
+        job, metrics, updates = self._job, Metrics(), -(-self._train.count // self._batch)
         order = self._train.order((job.seed, "order", 0, number) if job.shuffles else None)
         self.blocks.train()
         for done, start in enumerate(range(0, len(order), self._batch)):
-            self._update(order[start : start + self._batch], tally)
+            self._update(order[start : start + self._batch], metrics)
             factor = self._factor((number - 1) * updates + done, int(job.epochs) * updates)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rate * factor
@@ -99,9 +99,9 @@ class Program:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
             self._log.note("update", trains=True)
-        return tally.mean_loss
+        return metrics.mean_loss
 
-    def _update(self, numbers: np.ndarray, tally: Tally) -> None:
+    def _update(self, numbers: np.ndarray, metrics: Metrics) -> None:
         for part in self._parts(numbers):
             x, y = self._train.take(part)
             with self._autocast():
@@ -110,7 +110,7 @@ class Program:
                 loss = self._loss(output, y)
             self._log.note("forward", trains=True)
             (loss * (len(part) / len(numbers)) if len(part) < len(numbers) else loss).backward()
-            tally.add(loss.detach() * len(part), len(part), None, weight=len(part))
+            metrics.add(loss.detach() * len(part), len(part), None, weight=len(part))
             self._log.note("backward", trains=True)
 
     def _parts(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
@@ -131,8 +131,8 @@ class Program:
         dtype = self._job.autocast
         return torch.autocast(self.device.type, dtype) if dtype is not None else nullcontext()
 
-    def _judge(self) -> Tally:
-        tally = Tally()
+    def _judge(self) -> Metrics:
+        metrics = Metrics()
         self.blocks.eval()
         with torch.no_grad(), self._autocast():
             for part in self._parts(np.arange(self._test.count)):
@@ -140,9 +140,9 @@ class Program:
                 for block in self.blocks:
                     x = block(x)
                 judged = None if y.is_floating_point() else (x.flatten(0, -2), y.flatten())
-                tally.add(self._loss(x, y) * len(part), len(part), judged, weight=len(part))
+                metrics.add(self._loss(x, y) * len(part), len(part), judged, weight=len(part))
                 self._log.note("test", trains=False)
-        return tally
+        return metrics
 
 
 def bound(cap: int | None, device: torch.device) -> int | None:

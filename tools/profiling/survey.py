@@ -16,7 +16,7 @@ from seqpart.memory.device import CudaDevice, describe_versions
 from seqpart.model.blocks import as_chain
 from seqpart.model.costs import measure_chain
 from seqpart.model.optimizers import choose
-from seqpart.planning.hardware import measure_rates, seconds_of
+from seqpart.planning.hardware import measure_speeds, seconds_of
 from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
 
@@ -39,7 +39,7 @@ def _facts(arguments: list[str], place: Path) -> dict[str, Any]:
     costs = measure_chain(chain, train.shape, batch, dtype=train.dtype, autocast=job.autocast)
     parameters = sum(prod(spec.shape) for cost in costs for spec in cost.gradient_layout.specs)
     optimizer = choose(job.optimizer.split(",")[0], lr=1.0)
-    rates = measure_rates(device, optimizer, min(batch, _ROWS), job.offload_dir or place)
+    rates = measure_speeds(device, optimizer, min(batch, _ROWS), job.offload_dir or place)
     updates = -(-train.count // batch)
     flops = 3 * sum(cost.flops for cost in costs) / batch * train.count
     rate = _matrix_rate(device.torch, job.autocast or train.dtype if train.dtype.is_floating_point else torch.float32)

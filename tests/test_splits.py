@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_classes, count_tokens, pour, refuse_mismatch
+from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_classes, count_tokens, refuse_mismatch, write_rows
 from seqpart.errors import DataError
 
 X, Y = torch.arange(12.0).view(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -44,9 +44,9 @@ def test_a_data_set_that_does_not_know_its_length_is_refused_in_words(length, sa
         as_split(Unsure([(X[0], 1)]), "training")
 
 
-def poured(split):
+def written_rows(split):
     rows = []
-    pour(split, rows.append)
+    write_rows(split, rows.append)
     return torch.cat(rows)
 
 
@@ -68,7 +68,7 @@ def test_pairs_and_map_style_sets_become_the_same_rows_and_labels(data):
     assert (split.count, split.shape) == (6, (2,))
     assert split.labels.dtype == torch.int64
     assert torch.equal(split.labels, Y)
-    assert torch.equal(poured(split), X)
+    assert torch.equal(written_rows(split), X)
 
 
 def test_a_split_stays_what_it_is():
@@ -79,13 +79,13 @@ def test_a_split_stays_what_it_is():
 def test_a_memory_mapped_array_is_taken_without_a_warning(tmp_path):
     np.save(tmp_path / "x.npy", X.numpy())
     split = as_split((np.load(tmp_path / "x.npy", mmap_mode="r"), Y.numpy()), "training")
-    assert torch.equal(poured(split), X)
+    assert torch.equal(written_rows(split), X)
 
 
 def test_rows_are_streamed_a_chunk_at_a_time():
     x = torch.arange(2.0 * ROWS_AT_ONCE + 1)[:, None]
     sizes = []
-    pour(as_split((x, torch.arange(len(x)) % 2), "training"), lambda rows: sizes.append(len(rows)))
+    write_rows(as_split((x, torch.arange(len(x)) % 2), "training"), lambda rows: sizes.append(len(rows)))
     assert sizes == [ROWS_AT_ONCE, ROWS_AT_ONCE, 1]
 
 
@@ -164,18 +164,18 @@ def test_a_row_that_is_not_finite_as_it_is_trained_on_is_named(value):
     x = torch.zeros(ROWS_AT_ONCE + 50, 2, dtype=torch.float64)
     x[ROWS_AT_ONCE + 7, 1] = value
     with pytest.raises(DataError, match=f"NaN or infinity .* in row {ROWS_AT_ONCE + 7}. Clean the data"):
-        poured(as_split((x, torch.arange(len(x)) % 2), "training"))
+        written_rows(as_split((x, torch.arange(len(x)) % 2), "training"))
 
 
 def test_complex_rows_are_refused():
     with pytest.raises(DataError, match=r"expected real numbers; found torch\.complex64"):
-        poured(as_split((X.to(torch.complex64), Y), "training"))
+        written_rows(as_split((X.to(torch.complex64), Y), "training"))
 
 
 def test_an_item_of_another_shape_is_named():
     items = Items([(torch.zeros(2), 0), (torch.zeros(3), 1)])
     with pytest.raises(DataError, match=r"row shapes differ: \(2,\) in row 0 and \(3,\)"):
-        poured(as_split(items, "training"))
+        written_rows(as_split(items, "training"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_an_item_of_another_shape_is_named():
 def test_a_split_that_does_not_keep_its_word_is_refused(chunks, words):
     split = Split(name="training", count=3, shape=(2,), labels=torch.tensor([0, 1, 0]), open=lambda: chunks)
     with pytest.raises(DataError, match=words):
-        poured(split)
+        written_rows(split)
 
 
 # --- Tokens, float64, and labels of positions ------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def split_as(rows, dtype):
 def test_whole_numbers_of_64_bits_are_tokens_and_stay_whole(data):
     split = as_split(data, "training")
     assert split.tokens
-    assert poured(split).dtype == torch.int64
-    assert torch.equal(poured(split), TOKENS)
+    assert written_rows(split).dtype == torch.int64
+    assert torch.equal(written_rows(split), TOKENS)
     assert count_tokens(split, split) == 12
 
 
@@ -222,27 +222,27 @@ def test_numbers_of_any_other_type_become_float32(kind):
     for data in ((x, Y.numpy()), Items([(row, 0) for row in x])):
         split = as_split(data, "training")
         assert (split.dtype, split.tokens) == (torch.float32, False)
-        assert torch.equal(poured(split), X % 2)
+        assert torch.equal(written_rows(split), X % 2)
 
 
 def test_a_list_of_numbers_has_no_type_and_becomes_float32():
-    assert poured(as_split(Items([([1, 2], 0), ([3, 4], 1)]), "training")).dtype == torch.float32
+    assert written_rows(as_split(Items([([1, 2], 0), ([3, 4], 1)]), "training")).dtype == torch.float32
 
 
 @pytest.mark.parametrize("asked", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_a_split_of_any_type_of_whole_numbers_is_tokens_of_64_bits(asked):
     split = as_split(split_as(TOKENS.to(torch.uint8), asked), "training")
-    assert split.dtype == poured(split).dtype == torch.int64
-    assert torch.equal(poured(split), TOKENS)
+    assert split.dtype == written_rows(split).dtype == torch.int64
+    assert torch.equal(written_rows(split), TOKENS)
 
 
 def test_a_split_keeps_float64_where_it_says_so():
     rows = torch.randn(6, 2, dtype=torch.float64)
-    assert torch.equal(poured(as_split(split_as(rows, torch.float64), "training")), rows)
+    assert torch.equal(written_rows(as_split(split_as(rows, torch.float64), "training")), rows)
     large = torch.full((6, 2), 1e300, dtype=torch.float64)
-    assert torch.equal(poured(as_split(split_as(large, torch.float64), "training")), large)
+    assert torch.equal(written_rows(as_split(split_as(large, torch.float64), "training")), large)
     with pytest.raises(DataError, match=r"NaN or infinity \(as a 64-bit float\) in row 0"):
-        poured(as_split(split_as(large * 1e300, torch.float64), "training"))
+        written_rows(as_split(split_as(large * 1e300, torch.float64), "training"))
 
 
 @pytest.mark.parametrize("asked", [torch.bool, torch.float16, torch.bfloat16, torch.complex64])
@@ -255,12 +255,12 @@ def test_a_token_below_0_is_named_with_the_cure_for_quantities():
     rows = torch.zeros(ROWS_AT_ONCE + 50, 2, dtype=torch.int64)
     rows[ROWS_AT_ONCE + 7, 1] = -3
     with pytest.raises(DataError, match=f"found token -3 in row {ROWS_AT_ONCE + 7}; .* give quantities as floats"):
-        poured(as_split((rows, torch.arange(len(rows)) % 2), "training"))
+        written_rows(as_split((rows, torch.arange(len(rows)) % 2), "training"))
 
 
 def test_floats_are_no_tokens():
     with pytest.raises(DataError, match=r"training data: expected tokens \(whole numbers\); found torch\.float32"):
-        poured(split_as(X, torch.int64))
+        written_rows(split_as(X, torch.int64))
 
 
 def test_tokens_in_training_and_floats_in_test_are_refused():

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.data import reader as reading
-from seqpart.data import row_file as rows_room
+from seqpart.data import row_file
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import RING, WINDOW, Reader, ReaderThread, reader_bytes, windows
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile
 from seqpart.files.direct import PAGE
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.schedule.steps import Phase, PhaseKind
 
 KEY = (3, "order", 1, 2)
@@ -31,7 +31,7 @@ COUNT = 1500
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    monkeypatch.setattr(rows_room, "CHUNK", PAGE)
+    monkeypatch.setattr(row_file, "CHUNK", PAGE)
     monkeypatch.setattr(reading, "WINDOW", 3)
 
 
@@ -41,10 +41,10 @@ def pool():
         yield threads
 
 
-def made(folder, layout, count=COUNT, arena=None):
+def made(folder, layout, count=COUNT, host_pool=None):
     """`count` rows whose first number is the row's own, and their labels."""
     data = torch.randint(0, 100, (count, *layout.shape)).to(layout.dtype)
-    rows = Rows(layout, count, folder / "rows.safetensors", Device(), arena)
+    rows = Rows(layout, count, folder / "rows.safetensors", Device(), host_pool)
     rows.append(data)
     rows.finish()
     return rows, data, torch.arange(count) * 7
@@ -110,7 +110,7 @@ def test_rows_that_fit_one_window_are_shuffled_among_themselves():
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("tier", ["disk", "ram"])
 def test_a_reader_gives_exactly_the_rows_and_labels_in_order(tmp_path, pool, layout, shuffle, tier):
-    rows, data, labels = made(tmp_path, layout, arena=Arena(1 << 20, Device()) if tier == "ram" else None)
+    rows, data, labels = made(tmp_path, layout, host_pool=HostPool(1 << 20, Device()) if tier == "ram" else None)
     assert rows.tier == tier
     phase = phase_of(shuffle=shuffle)
     reader = Reader(rows, labels, phase, Device(), pool, seed=3)

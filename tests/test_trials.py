@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from seqpart import DoesNotFit, Trainer
-from seqpart.planning.simulator import Rates
+from seqpart.planning.simulator import Speeds
 
 RUN = """
 import json, sys, torch
@@ -159,8 +159,8 @@ def test_the_cut_of_sil_does_not_hang_on_what_real_runs_take(tmp_path, monkeypat
 def test_auto_takes_the_simplest_method_of_those_that_tie(outputs, factor, tmp_path, monkeypatch):
     """`full` for a network with 2 outputs and `streamed` with 3: the rates of the disk and the kernels are noise."""
     monkeypatch.chdir(tmp_path)
-    rates = Rates(flops=1e10, optimizer=1e8 * factor, read=1e9 * factor, write=1e9 / factor)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_rates", lambda *_: rates)
+    rates = Speeds(flops=1e10, optimizer=1e8 * factor, read=1e9 * factor, write=1e9 / factor)
+    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
     blocks = [lambda: nn.Sequential(nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3, padding=1), nn.ReLU())]
     blocks += [lambda: nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.ReLU())] * 4
     blocks += [nn.Flatten, lambda: nn.Linear(128, outputs)]

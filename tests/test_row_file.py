@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from seqpart.data import row_file as rows_room
+from seqpart.data import row_file
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DiskFull
 from seqpart.files.direct import PAGE, aligned
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 
 LAYOUTS = {
     "fp32, padded": RowLayout((3, 5), torch.float32),
@@ -33,15 +33,15 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Few rows make several chunks; the arithmetic is the same as for a megabyte."""
-    monkeypatch.setattr(rows_room, "CHUNK", 2 * PAGE)
+    monkeypatch.setattr(row_file, "CHUNK", 2 * PAGE)
 
 
 def values(layout, count):
     return torch.randint(0, 200, (count, *layout.shape)).to(layout.dtype)
 
 
-def written(tmp_path, layout, data, batch=7, arena=None):
-    rows = Rows(layout, len(data), tmp_path / "rows.safetensors", Device(), arena)
+def written(tmp_path, layout, data, batch=7, host_pool=None):
+    rows = Rows(layout, len(data), tmp_path / "rows.safetensors", Device(), host_pool)
     for part in data.split(batch):
         rows.append(part)
     rows.finish()
@@ -78,7 +78,7 @@ def test_chunks_are_whole_pages_of_whole_rows(shape, dtype, count):
 @pytest.mark.parametrize("tier", ["disk", "ram"])
 def test_rows_come_back_as_they_went(tmp_path, layout, whole_chunks, tier):
     data = values(layout, 3 * layout.chunk_rows - (0 if whole_chunks else 1))
-    rows = written(tmp_path, layout, data, arena=Arena(1 << 22, Device()) if tier == "ram" else None)
+    rows = written(tmp_path, layout, data, host_pool=HostPool(1 << 22, Device()) if tier == "ram" else None)
     assert rows.tier == tier
     assert torch.equal(read(rows), data)
     rows.discard()
@@ -201,12 +201,12 @@ def test_rows_that_are_not_all_in_cannot_be_finished(tmp_path):
 def test_discarded_rows_give_their_host_memory_back(tmp_path):
     layout = LAYOUTS["fp32, padded"]
     data = values(layout, layout.chunk_rows)
-    arena = Arena(layout.home_bytes(len(data)), Device())
-    first = written(tmp_path, layout, data, arena=arena)
-    second = written(tmp_path, layout, data, arena=arena)
+    host_pool = HostPool(layout.home_bytes(len(data)), Device())
+    first = written(tmp_path, layout, data, host_pool=host_pool)
+    second = written(tmp_path, layout, data, host_pool=host_pool)
     assert (first.tier, second.tier) == ("ram", "disk")
     first.discard()
-    assert written(tmp_path, layout, data, arena=arena).tier == "ram"
+    assert written(tmp_path, layout, data, host_pool=host_pool).tier == "ram"
     second.discard()
 
 
@@ -214,8 +214,8 @@ def test_discarded_rows_give_their_host_memory_back(tmp_path):
 @pytest.mark.parametrize("tiers", [(0, 0), (0, 1 << 22), (1 << 22, 0), (1 << 22, 1 << 22)], ids=str)
 def test_another_process_adopts_rows_in_any_tier(tmp_path, layout, tiers):
     data = values(layout, 2 * layout.chunk_rows + 1)
-    arenas = [Arena(budget, Device()) if budget else None for budget in tiers]
-    described = written(tmp_path, layout, data, arena=arenas[0]).persist()
+    arenas = [HostPool(budget, Device()) if budget else None for budget in tiers]
+    described = written(tmp_path, layout, data, host_pool=arenas[0]).persist()
     rows = Rows.adopt(json.loads(json.dumps(described)), tmp_path, Device(), arenas[1])
     assert (rows.tier, rows.layout, rows.count) == ("ram" if tiers[1] else "disk", layout, len(data))
     rows.verify()
@@ -227,7 +227,7 @@ def test_another_process_adopts_rows_in_any_tier(tmp_path, layout, tiers):
 
 def test_rows_of_host_memory_that_find_the_disk_full_leave_no_file(tmp_path, monkeypatch):
     layout = LAYOUTS["fp32, padded"]
-    rows = written(tmp_path, layout, values(layout, 9), arena=Arena(1 << 20, Device()))
+    rows = written(tmp_path, layout, values(layout, 9), host_pool=HostPool(1 << 20, Device()))
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

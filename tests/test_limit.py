@@ -10,7 +10,7 @@ from seqpart.errors import DoesNotFit
 from seqpart.memory.device import Device
 from seqpart.memory.limit import enforced, measure_runtime, too_small, warm_up
 from seqpart.memory.sampler import Proof, Sampler
-from seqpart.memory.usage import Gauge, read_process
+from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.planning.hardware import seconds_of
 from seqpart.units import parse_size
 
@@ -18,7 +18,7 @@ MB = 10**6
 
 
 class Scripted:
-    """A gauge that shows the given figures one after the other, and the last one for ever."""
+    """A memory usage that shows the given figures one after the other, and the last one for ever."""
 
     source = "a script"
 
@@ -57,10 +57,10 @@ def test_each_sample_over_the_limit_is_a_violation_and_the_first_is_named():
 
 
 def test_the_thread_samples_until_it_is_stopped():
-    gauge = Scripted(1, 50, 2)
-    sampler = Sampler(gauge, limit=100, interval=0.001)
+    usage = Scripted(1, 50, 2)
+    sampler = Sampler(usage, limit=100, interval=0.001)
     sampler.start()
-    assert gauge.exhausted.wait(60), "the thread did not look"
+    assert usage.exhausted.wait(60), "the thread did not look"
     sampler.stop()
     assert not sampler._thread.is_alive()
     assert sampler.peak == 50
@@ -79,7 +79,7 @@ def test_a_limit_that_becomes_known_later_has_counted_from_the_start():
 
 def test_a_peak_that_is_shorter_than_a_look_is_seen_all_the_same():
     """At 405 MB a watcher outside saw 408.6 MB for one sample, and our own sampler 402, with "violations 0"."""
-    sampler = Sampler(Gauge(Device()), limit=1 << 62, interval=60)
+    sampler = Sampler(MemoryUsage(Device()), limit=1 << 62, interval=60)
     sampler.start()
     before = sampler.peak
     for nbytes in (90 << 20, 40 << 20):

@@ -14,7 +14,7 @@ from seqpart import SeqpartError, Trainer
 from seqpart.errors import StoreError
 from seqpart.memory.usage import read_process
 from seqpart.model.blocks import Block, as_chain, tensors_of
-from seqpart.model.live_modules import Given
+from seqpart.model.live_modules import LiveModules
 from seqpart.units import parse_size
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -47,7 +47,7 @@ def as_found(module):
 def test_tensors_come_back_with_their_bits_strides_and_names(tmp_path):
     module, others = Odd(), nn.Linear(3, 3)
     module.eval()
-    before, given = as_found(module), Given([Block(0, "0", module), Block(1, "1", others)], tmp_path)
+    before, given = as_found(module), LiveModules([Block(0, "0", module), Block(1, "1", others)], tmp_path)
     given.take()
     assert not any(tensor.numel() for tensor in [*tensors_of(module).values(), *others.parameters()])
     assert list(tmp_path.iterdir()) == [], "the file has no name"
@@ -62,7 +62,7 @@ def test_tensors_come_back_with_their_bits_strides_and_names(tmp_path):
 def test_what_shared_memory_shares_it_again_also_with_what_somebody_else_holds(tmp_path):
     module = Odd()
     held = module.filter.detach()
-    given = Given([Block(0, "0", module)], tmp_path)
+    given = LiveModules([Block(0, "0", module)], tmp_path)
     given.take()
     assert torch.equal(held, held.clone()) and held.numel() == 48, "other holders are left alone"
     given.give_back()
@@ -75,7 +75,7 @@ def test_what_shared_memory_shares_it_again_also_with_what_somebody_else_holds(t
 
 def test_the_memory_of_a_module_is_free_while_it_is_away_and_counted(tmp_path):
     module = nn.Linear(4096, 4096)
-    given = Given(as_chain([module]), tmp_path)
+    given = LiveModules(as_chain([module]), tmp_path)
     gc.collect()
     before = read_process().anon
     given.take()
@@ -89,7 +89,7 @@ def test_a_place_that_cannot_be_written_changes_nothing(tmp_path):
     module = nn.Linear(3, 3)
     before = module.weight.detach().clone()
     with pytest.raises(StoreError):
-        Given(as_chain([module]), tmp_path / "missing").take()
+        LiveModules(as_chain([module]), tmp_path / "missing").take()
     assert torch.equal(module.weight, before)
 
 

@@ -15,15 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from seqpart.errors import DiskFull
 from seqpart.files.direct import PAGE, aligned
-from seqpart.files.retained import Kept
+from seqpart.files.retained import RetainedFiles
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store
 
 
 def test_a_kept_file_stays_until_it_is_let_go(tmp_path):
-    kept = Kept(tmp_path)
+    kept = RetainedFiles(tmp_path)
     for name in ("a", "b", "c"):
         (tmp_path / name).write_text(name)
     kept.keep({"a", "b"})
@@ -38,7 +38,7 @@ def test_a_kept_file_stays_until_it_is_let_go(tmp_path):
 
 
 def test_what_a_killed_run_left_goes_and_what_is_kept_or_used_stays(tmp_path):
-    kept = Kept(tmp_path)
+    kept = RetainedFiles(tmp_path)
     for name in ("used.rows", "kept.rows", "left.rows", "notes.txt"):
         (tmp_path / name).write_text(name)
     kept.keep({"kept.rows"})
@@ -93,7 +93,7 @@ class Homes(RuleBasedStateMachine):
 
     def opened(self, folder, budget=None):
         budget = self.budget if budget is None else budget
-        return Store(folder, Device(), Arena(budget, Device()) if budget else None)
+        return Store(folder, Device(), HostPool(budget, Device()) if budget else None)
 
     def teardown(self):
         if hasattr(self, "store"):
@@ -252,7 +252,7 @@ def test_a_home_written_often_between_two_marks_has_three_files(store):
 
 
 def test_a_home_of_host_memory_cannot_go_back(tmp_path):
-    store = Store(tmp_path, Device(), Arena(1 << 20, Device()))
+    store = Store(tmp_path, Device(), HostPool(1 << 20, Device()))
     store.put("a", *flat_of(1))
     store.mark()
     assert store.can_roll_back
@@ -264,7 +264,7 @@ def test_a_home_of_host_memory_cannot_go_back(tmp_path):
 
 
 def test_a_home_of_host_memory_is_written_to_the_disk_only_when_it_changed(tmp_path):
-    store = Store(tmp_path, Device(), Arena(1 << 20, Device()))
+    store = Store(tmp_path, Device(), HostPool(1 << 20, Device()))
     for value in (1, 1, 2):
         if value != contents(store, ["a"]).get("a"):
             store.put("a", *flat_of(value))

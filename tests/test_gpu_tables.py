@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from seqpart.memory import gpu_tables as ballast
-from seqpart.memory.gpu_tables import _gpu_tables, _lay_down, _Mapping
+from seqpart.memory import gpu_tables
+from seqpart.memory.gpu_tables import _gpu_tables, _Mapping, _release
 from seqpart.memory.usage import read_process
 
 SIZE = 8 << 20
@@ -29,7 +29,7 @@ def memory():
 def test_memory_that_is_laid_down_says_the_same_and_is_written_to_as_before(memory):
     block, mapping = memory
     said, before = bytes(block), read_process()
-    assert _lay_down(LIBC, mapping)
+    assert _release(LIBC, mapping)
     now = read_process()
     assert before.anon - now.anon > SIZE * 0.9
     assert now.file - before.file < SIZE // 2, "the pages that were compared are still mapped"
@@ -44,19 +44,19 @@ def test_memory_that_is_laid_down_says_the_same_and_is_written_to_as_before(memo
 def test_memory_is_not_laid_down_in_a_file_system_that_is_memory(memory, monkeypatch):
     block, mapping = memory
     said = bytes(block)
-    monkeypatch.setattr(ballast, "_in_memory", lambda descriptor: True)
-    assert not _lay_down(LIBC, mapping)
+    monkeypatch.setattr(gpu_tables, "_in_memory", lambda descriptor: True)
+    assert not _release(LIBC, mapping)
     assert bytes(block) == said
 
 
 def test_a_file_system_that_is_memory_is_told_from_a_disk(tmp_path, monkeypatch):
     device = tmp_path.stat().st_dev
     mounts = tmp_path / "mountinfo"
-    monkeypatch.setattr(ballast, "_MOUNTS", mounts)
+    monkeypatch.setattr(gpu_tables, "_MOUNTS", mounts)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     for kind, expected in (("tmpfs", True), ("ext4", False)):
         mounts.write_text(f"24 1 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime shared:1 - {kind} none rw\n")
-        assert ballast._in_memory(descriptor) == expected
+        assert gpu_tables._in_memory(descriptor) == expected
     os.close(descriptor)
 
 

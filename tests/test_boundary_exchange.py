@@ -1,4 +1,4 @@
-"""What a relay holds comes back as it was: values, strides and type, however often its place is used again."""
+"""What a boundary exchange holds comes back as it was: values, strides and type, however often its place is used again."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from seqpart.errors import StoreError
 from seqpart.execution.boundary_exchange import InHost, OnDevice, OnDisk
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
-from seqpart.planning.problem import BUFFERS, relay_bytes
+from seqpart.planning.problem import BUFFERS, exchange_bytes
 
 LARGEST = 3 << 12
 ROOM = 1 << 20
@@ -31,7 +31,7 @@ def on_disk(folder):
     return OnDisk(folder / "relay.part", LARGEST, Device())
 
 
-relays = pytest.mark.parametrize("make", [on_device, in_host, on_disk])
+boundary_tiers = pytest.mark.parametrize("make", [on_device, in_host, on_disk])
 
 
 def dense(shape):
@@ -69,103 +69,103 @@ puts = st.tuples(st.just("put"), st.sampled_from(KEYS), st.sampled_from(sorted(F
 others = st.tuples(st.sampled_from(["get", "get", "take", "expect", "forget"]), st.sampled_from(KEYS))
 
 
-@relays
+@boundary_tiers
 @given(moves=st.lists(st.one_of(puts, others), max_size=60))
 def test_a_relay_is_a_dict_of_tensors(make, moves, tmp_path_factory):
-    relay, model, taken = make(tmp_path_factory.mktemp("relay")), {}, []
+    exchange, model, taken = make(tmp_path_factory.mktemp("exchange")), {}, []
     for number, (verb, key, *what) in enumerate(moves):
         if verb == "put":
             model[key] = tensor_of(*what, seed=number)
-            relay.put(key, model[key].clone() if what[0] == "row after row" else model[key])
+            exchange.put(key, model[key].clone() if what[0] == "row after row" else model[key])
         elif verb == "forget":
-            relay.forget(key)
+            exchange.forget(key)
             model.pop(key, None)
         elif key in model and verb == "take":
-            taken.append((relay.take(key), model.pop(key)))
+            taken.append((exchange.take(key), model.pop(key)))
         elif key in model:
-            found = relay.expect(key) if verb == "expect" else relay.get(key)
+            found = exchange.expect(key) if verb == "expect" else exchange.get(key)
             assert verb == "expect" or assert_same(found, model[key]) is None
     for found, expected in taken:  # they are the caller's: what came later did not touch them
         assert_same(found, expected)
     for key, expected in model.items():
-        assert_same(relay.get(key), expected)
-    relay.close()
+        assert_same(exchange.get(key), expected)
+    exchange.close()
 
 
-@relays
+@boundary_tiers
 @pytest.mark.parametrize("form", FORMS)
 def test_any_form_comes_back_twice_and_then_to_keep(form, make, tmp_path):
-    relay = make(tmp_path)
+    exchange = make(tmp_path)
     for dtype in DTYPES:
         expected = tensor_of(form, dtype, seed=1)
-        relay.put((1, 0), expected)
-        for found in (relay.get((1, 0)), relay.get((1, 0)), relay.take((1, 0))):
+        exchange.put((1, 0), expected)
+        for found in (exchange.get((1, 0)), exchange.get((1, 0)), exchange.take((1, 0))):
             assert_same(found, expected)
-    relay.close()
+    exchange.close()
 
 
-@relays
+@boundary_tiers
 def test_a_column_for_all_columns_comes_back(make, tmp_path):
-    relay = make(tmp_path)
+    exchange = make(tmp_path)
     expected = tensor_of("a part of rows", torch.float32, seed=1)[:, :1].expand(6, 3)
-    relay.put((1, 0), expected)
-    assert_same(relay.get((1, 0)), expected)
+    exchange.put((1, 0), expected)
+    assert_same(exchange.get((1, 0)), expected)
 
 
-@relays
+@boundary_tiers
 def test_what_is_put_carries_no_graph(make, tmp_path):
-    relay, x = make(tmp_path), torch.ones(3, requires_grad=True)
-    relay.put((1, 0), x * 2)
-    assert_same(relay.get((1, 0)), torch.full((3,), 2.0))
-    relay.close()
+    exchange, x = make(tmp_path), torch.ones(3, requires_grad=True)
+    exchange.put((1, 0), x * 2)
+    assert_same(exchange.get((1, 0)), torch.full((3,), 2.0))
+    exchange.close()
 
 
 def test_in_host_and_on_disk_what_is_put_may_change_afterwards(tmp_path):
-    for relay in (in_host(tmp_path), on_disk(tmp_path)):
+    for exchange in (in_host(tmp_path), on_disk(tmp_path)):
         x = torch.ones(4)
-        relay.put((1, 0), x)
+        exchange.put((1, 0), x)
         x.zero_()
-        assert_same(relay.take((1, 0)), torch.ones(4))
-        relay.close()
+        assert_same(exchange.take((1, 0)), torch.ones(4))
+        exchange.close()
 
 
 def test_on_device_a_small_part_does_not_keep_the_whole_alive():
-    relay, whole = OnDevice(), torch.arange(1 << 16)
+    exchange, whole = OnDevice(), torch.arange(1 << 16)
     for part in (whole[5:9], whole.view(256, 256)[:, 1]):
-        relay.put((1, 0), part)
-        _, kept = relay._held[1, 0]
+        exchange.put((1, 0), part)
+        _, kept = exchange._held[1, 0]
         assert kept.untyped_storage().nbytes() == part.nbytes
 
 
 def test_a_gradient_takes_the_place_of_its_activation(tmp_path):
-    relay = on_disk(tmp_path)
+    exchange = on_disk(tmp_path)
     for update in range(4):
         for key in KEYS:
-            relay.put(key, torch.full((8,), float(update)))
+            exchange.put(key, torch.full((8,), float(update)))
         for key in KEYS:
-            relay.put(key, relay.get(key) + 0.5)
+            exchange.put(key, exchange.get(key) + 0.5)
         for key in KEYS:
-            assert_same(relay.take(key), torch.full((8,), update + 0.5))
+            assert_same(exchange.take(key), torch.full((8,), update + 0.5))
     assert (tmp_path / "relay.part").stat().st_size == len(KEYS) << 12
-    relay.close()
+    exchange.close()
 
 
 def test_more_keys_than_buffers_wait_on_disk_and_come_back_in_any_order(tmp_path):
-    relay, count = on_disk(tmp_path), 4 * BUFFERS
+    exchange, count = on_disk(tmp_path), 4 * BUFFERS
     expected = {(1, m): torch.full((LARGEST // 4,), float(m)) for m in range(count)}
     for key, tensor in expected.items():
-        relay.put(key, tensor)
+        exchange.put(key, tensor)
     for m in (*range(count), *reversed(range(count)), *range(0, count, 5)):
-        relay.expect((1, (m + 1) % count))
-        assert_same(relay.get((1, m)), expected[1, m])
-    relay.close()
+        exchange.expect((1, (m + 1) % count))
+        assert_same(exchange.get((1, m)), expected[1, m])
+    exchange.close()
 
 
 def test_the_disk_relay_takes_the_memory_that_is_planned_and_leaves_no_file(tmp_path):
-    relay = on_disk(tmp_path)
-    assert sum(buffer.untyped_storage().nbytes() for buffer in relay._buffers) == relay_bytes(LARGEST)
-    relay.put((1, 0), torch.ones(3))
-    relay.close()
+    exchange = on_disk(tmp_path)
+    assert sum(buffer.untyped_storage().nbytes() for buffer in exchange._buffers) == exchange_bytes(LARGEST)
+    exchange.put((1, 0), torch.ones(3))
+    exchange.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,21 +173,21 @@ def test_a_place_that_grows_stays_within_the_room_for_a_whole_micro_batch():
     """An update may begin with its smallest micro-batch: the place was made for that one, and a second one for the next."""
     x = torch.arange(3000.0)
     room = round_up(x.nbytes)
-    relay = InHost(torch.zeros(room, dtype=torch.uint8), {1: room}, Device())
-    relay.put((1, 0), x[:500].clone())
-    relay.put((1, 0), x)
-    assert_same(relay.take((1, 0)), x)
+    exchange = InHost(torch.zeros(room, dtype=torch.uint8), {1: room}, Device())
+    exchange.put((1, 0), x[:500].clone())
+    exchange.put((1, 0), x)
+    assert_same(exchange.take((1, 0)), x)
 
 
 def test_a_write_that_failed_is_told_by_the_next_use_of_its_buffer(tmp_path, monkeypatch):
-    relay = on_disk(tmp_path)
+    exchange = on_disk(tmp_path)
 
     def fail(memory, offset):
         raise StoreError("the disk is gone")
 
-    monkeypatch.setattr(relay._file, "write_from", fail)
-    relay.put((1, 0), torch.ones(3))
+    monkeypatch.setattr(exchange._file, "write_from", fail)
+    exchange.put((1, 0), torch.ones(3))
     with pytest.raises(StoreError, match="the disk is gone"):
-        relay.take((1, 0))
+        exchange.take((1, 0))
     assert Path(tmp_path / "relay.part").exists()
-    relay.close()
+    exchange.close()

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.data.splits import as_split, count_classes, pour
+from seqpart.data.splits import as_split, count_classes, write_rows
 from seqpart.directory.run_directory import RunDirectory, new_name
 from seqpart.errors import DataError, OptionError, OutOfMemory
 from seqpart.files.direct import PAGE, DirectFile, probe_disk
@@ -62,7 +62,7 @@ def test_a_float64_that_float32_cannot_hold_is_not_finite():
     """Rows were checked before they became float32: 1e300 passed, was stored as infinity, and the loss was NaN."""
     split = as_split((torch.full((2, 1), 1e300, dtype=torch.float64), torch.tensor([0, 1])), "training")
     with pytest.raises(DataError, match="in row 0"):
-        pour(split, lambda rows: None)
+        write_rows(split, lambda rows: None)
 
 
 def test_a_label_in_the_millions_is_refused_before_anything_is_sized_by_it():

@@ -8,7 +8,7 @@ import pytest
 from seqpart.directory.leftovers import unknown
 from seqpart.directory.marker import locked
 from seqpart.errors import CorruptFile, DirectoryUnusable
-from seqpart.files.checksummed import sealed, unsealed
+from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.scratch import CHECKPOINT, PREVIOUS
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Killed, Stopping, ended, kill
@@ -33,8 +33,8 @@ def halfway(arm, name="stopped", **options):
 
 
 def edited(path, **changes):
-    body = unsealed("checkpoint", path.read_text())
-    path.write_text(sealed("checkpoint", body | changes))
+    body = checked_body("checkpoint", path.read_text())
+    path.write_text(with_checksum("checkpoint", body | changes))
 
 
 def link_tree(source, target):

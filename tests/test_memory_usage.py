@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from seqpart.memory.device import Device
-from seqpart.memory.usage import Gauge, Reading, _NvmlGauge, read_process, read_tree
+from seqpart.memory.usage import MemoryUsage, Reading, _NvmlUsage, read_process, read_tree
 
 SIZE = 64 << 20
 SLACK = 8 << 20
@@ -56,14 +56,14 @@ def test_shared_memory_is_seen_apart():
 
 
 def test_the_gauge_counts_anonymous_and_shared_memory_of_this_process():
-    gauge = Gauge(Device())
-    before = gauge.read()
+    usage = MemoryUsage(Device())
+    before = usage.read()
     held = torch.ones(SIZE, dtype=torch.uint8)
     with mmap.mmap(-1, SIZE) as shared:
         shared.write(bytes(SIZE))
-        assert abs(gauge.read() - before - 2 * SIZE) < SLACK
+        assert abs(usage.read() - before - 2 * SIZE) < SLACK
     del held
-    assert "RssAnon + RssShmem" in gauge.source
+    assert "RssAnon + RssShmem" in usage.source
 
 
 def test_a_child_s_memory_belongs_to_the_tree(child):
@@ -73,9 +73,9 @@ def test_a_child_s_memory_belongs_to_the_tree(child):
 
 
 def test_the_gauge_finds_a_child_within_a_few_looks(child):
-    gauge = Gauge(Device())
+    usage = MemoryUsage(Device())
     own = read_process().anon
-    assert max(gauge.read() for _ in range(30)) - own >= SIZE - SLACK
+    assert max(usage.read() for _ in range(30)) - own >= SIZE - SLACK
 
 
 def test_a_process_that_is_gone_holds_nothing():
@@ -115,18 +115,18 @@ def card(monkeypatch):
 
 def test_on_a_gpu_the_figure_is_the_driver_s_for_this_process(card):
     card.processes.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=2 << 30))
-    gauge = _NvmlGauge(0)
-    assert (gauge.source, gauge.read()) == ("NVML, this process", 2 << 30)
+    usage = _NvmlUsage(0)
+    assert (usage.source, usage.read()) == ("NVML, this process", 2 << 30)
 
 
 def test_without_a_figure_per_process_the_growth_of_the_card_stands_in_and_is_named(card):
     card.processes.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=None))
-    gauge = _NvmlGauge(0)
-    before = gauge.read()
+    usage = _NvmlUsage(0)
+    before = usage.read()
     card.used += 1 << 30
-    assert gauge.read() - before == 1 << 30
+    assert usage.read() - before == 1 << 30
     assert before >= 1 << 30, "what is reserved already is ours"
-    assert "no per-process figure here" in gauge.source
+    assert "no per-process figure here" in usage.source
 
 
 def test_without_a_driver_torch_s_own_count_stands_in_and_is_named(card, monkeypatch):
@@ -134,9 +134,9 @@ def test_without_a_driver_torch_s_own_count_stands_in_and_is_named(card, monkeyp
         raise OSError("no driver")
 
     monkeypatch.setattr(card, "nvmlInit", missing, raising=False)
-    gauge = _NvmlGauge(0)
-    assert gauge.read() == 1 << 30
-    assert "NVML: no driver; the context is not counted" in gauge.source
+    usage = _NvmlUsage(0)
+    assert usage.read() == 1 << 30
+    assert "NVML: no driver; the context is not counted" in usage.source
 
 
 def test_a_thread_that_looks_while_the_interpreter_ends_says_nothing():

@@ -11,7 +11,7 @@ from seqpart.directory.marker import MARKER
 from seqpart.directory.run_directory import RunDirectory, new_name
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
 from seqpart.files.atomic import write_text
-from seqpart.files.checksummed import sealed
+from seqpart.files.checksummed import with_checksum
 from seqpart.files.owned import Folder
 from seqpart.files.scratch import CHECKPOINT, PREVIOUS, clear_scratch
 
@@ -213,7 +213,7 @@ def test_no_two_runs_have_one_name():
 def save(directory, scratch=None, name=CHECKPOINT):
     """As much of a checkpoint as directories look at."""
     body = {"scratch": str(scratch.root.resolve()) if scratch else "."}
-    (directory.root / name).write_text(sealed("checkpoint", body))
+    (directory.root / name).write_text(with_checksum("checkpoint", body))
 
 
 def with_scratch(tmp_path, *, saved=True):

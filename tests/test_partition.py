@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from seqpart.errors import CorruptFile
-from seqpart.execution.partition import Placement, Resident
+from seqpart.execution.partition import Partition, Placement
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device, open_device
 from seqpart.model.blocks import as_chain, tensors_of
 from seqpart.model.costs import measure_chain
 from seqpart.model.optimizers import choose, gradient_layouts, slot_bytes, state_layouts
-from seqpart.offload.host_pool import Arena
+from seqpart.offload.host_pool import HostPool
 from seqpart.offload.store import Store
 
 SHAPE, SEED = (6,), 11
@@ -41,29 +41,29 @@ class Home:
     def __init__(self, folder, model, choice=CHOICES["adam"], *, shape=SHAPE, device=None, budget=0):
         folder.mkdir(exist_ok=True)
         self.device = device or Device()
-        arena = Arena(budget, self.device) if budget else None
-        self.chain, self.store = as_chain(model), Store(folder, self.device, arena)
+        host_pool = HostPool(budget, self.device) if budget else None
+        self.chain, self.store = as_chain(model), Store(folder, self.device, host_pool)
         self.costs = measure_chain(self.chain, shape, 4)
-        self.resident = Resident(0, self.chain, self.costs, self.store, self.device, optimizer=choice, seed=SEED)
+        self.partition = Partition(0, self.chain, self.costs, self.store, self.device, optimizer=choice, seed=SEED)
         self.slot = self.device.empty(slot_bytes(self.costs, choice, gradients=True))
         for block, cost in zip(self.chain, self.costs, strict=True):
-            flat = aligned(cost.layout.room)
+            flat = aligned(cost.layout.padded_nbytes)
             tensors = tensors_of(block.build(self.device, SEED))
             with torch.no_grad():
                 for name, view in cost.layout.views(flat).items():
                     view.copy_(tensors[name])
             self.store.put(block.home, cost.layout, flat)
-        self.resident.release()
+        self.partition.release()
 
     def load(self, *, to_update=True, learns=True):
         """A whole visit's beginning; the bytes that it read."""
         self.slot.fill_(0xAB)
-        self.resident.begin_load(Slot(self.slot, at_once), to_update=to_update)
-        return self.resident.finish_load(learns=learns)
+        self.partition.begin_load(Slot(self.slot, at_once), to_update=to_update)
+        return self.partition.finish_load(learns=learns)
 
     def drop(self, *, keep_state=True, gradients=False):
         """A whole visit's end; the bytes that it wrote."""
-        slot, free, written = self.resident.begin_drop(keep_state=keep_state, gradients=gradients)
+        slot, free, written = self.partition.begin_drop(keep_state=keep_state, gradients=gradients)
         free()
         assert slot.buffer is self.slot
         return written
@@ -73,7 +73,7 @@ class Home:
         found = {}
         for block in self.chain:
             layout = self.store.layout(block.home)
-            flat = aligned(layout.room)
+            flat = aligned(layout.padded_nbytes)
             self.store.get(block.home, flat)
             found |= {f"{block.name}.{name}": view for name, view in layout.views(flat).items()}
         return found
@@ -116,16 +116,16 @@ def train_visits(home, data, *, visit=1, micro_batches=1, clip=None):
     for first in range(0, len(data), visit):
         home.load()
         for m, (x, labels) in enumerate(data[first : first + visit], start=1):
-            loss_of(home.resident.forward(x, training=True, key=(first, m)), labels).backward()
+            loss_of(home.partition.forward(x, training=True, key=(first, m)), labels).backward()
             if m % micro_batches == 0:
-                update(home.resident, clip)
+                update(home.partition, clip)
         home.drop()
 
 
-def update(resident, clip=None):
+def update(partition, clip=None):
     """With the norm of this partition alone, as where each is trained by itself."""
-    norm = torch.linalg.vector_norm(torch.stack(resident.gradient_norms()))
-    resident.update(clip=None if clip is None else (clip, norm))
+    norm = torch.linalg.vector_norm(torch.stack(partition.gradient_norms()))
+    partition.update(clip=None if clip is None else (clip, norm))
 
 
 def assert_same(found, expected):
@@ -160,9 +160,9 @@ def test_micro_batches_and_clipping_are_those_of_a_plain_loop(tmp_path, clip):
 def test_each_gradient_s_norm_is_told(home):
     (x, labels), *_ = batches(1)
     home.load()
-    assert home.resident.gradient_norms() == []
-    loss_of(home.resident.forward(x, training=True, key=(0,)), labels).backward()
-    assert home.resident.gradient_norms() == [parameter.grad.norm() for parameter in home.resident.trainable]
+    assert home.partition.gradient_norms() == []
+    loss_of(home.partition.forward(x, training=True, key=(0,)), labels).backward()
+    assert home.partition.gradient_norms() == [parameter.grad.norm() for parameter in home.partition.trainable]
 
 
 def test_gradients_that_wait_at_home_for_their_norm_come_back_bit_for_bit(home, tmp_path):
@@ -171,12 +171,12 @@ def test_gradients_that_wait_at_home_for_their_norm_come_back_bit_for_bit(home, 
     for x, labels in batches(2):
         for visited in (home, stays):
             visited.load(to_update=visited is stays)
-            loss_of(visited.resident.forward(x, training=True, key=(0,)), labels).backward()
+            loss_of(visited.partition.forward(x, training=True, key=(0,)), labels).backward()
         home.drop(gradients=True)
         home.load()
-        assert home.resident.gradient_norms() == stays.resident.gradient_norms()
+        assert home.partition.gradient_norms() == stays.partition.gradient_norms()
         for visited in (home, stays):
-            update(visited.resident, 0.05)
+            update(visited.partition, 0.05)
             visited.drop()
         assert_same(home.tensors(), stays.tensors())
     stays.store.close()
@@ -189,8 +189,8 @@ def test_each_step_is_at_its_own_rate_whatever_the_last_one_was(tmp_path):
     for rate, batch in zip((1.0, 0.5, 2.0), data, strict=True):
         expected = train_plain(plain, choose("sgd", lr=0.05 * rate), [batch])
         home.load()
-        loss_of(home.resident.forward(batch[0], training=True, key=(0,)), batch[1]).backward()
-        home.resident.update(rate)
+        loss_of(home.partition.forward(batch[0], training=True, key=(0,)), batch[1]).backward()
+        home.partition.update(rate)
         home.drop()
     assert_same(home.tensors(), expected)
     home.store.close()
@@ -199,10 +199,10 @@ def test_each_step_is_at_its_own_rate_whatever_the_last_one_was(tmp_path):
 def test_an_update_frees_the_gradients(home):
     (x, labels), *_ = batches(1)
     home.load()
-    loss_of(home.resident.forward(x, training=True, key=(0,)), labels).backward()
-    assert all(parameter.grad is not None for parameter in home.resident.trainable)
-    home.resident.update()
-    assert all(parameter.grad is None for parameter in home.resident.trainable)
+    loss_of(home.partition.forward(x, training=True, key=(0,)), labels).backward()
+    assert all(parameter.grad is not None for parameter in home.partition.trainable)
+    home.partition.update()
+    assert all(parameter.grad is None for parameter in home.partition.trainable)
 
 
 def test_frozen_parameters_are_not_trained_and_have_no_state(home):
@@ -218,8 +218,8 @@ def test_state_that_is_not_kept_starts_again_at_zero(tmp_path):
     home = Home(tmp_path, model)
     for x, labels in batches(3):
         home.load()
-        loss_of(home.resident.forward(x, training=True, key=(0,)), labels).backward()
-        home.resident.update()
+        loss_of(home.partition.forward(x, training=True, key=(0,)), labels).backward()
+        home.partition.update()
         home.drop(keep_state=False)
     for batch in batches(3):
         expected = train_plain(plain, CHOICES["adam"], [batch])
@@ -231,12 +231,12 @@ def test_dropout_is_a_function_of_place_and_not_of_order(tmp_path):
     home = Home(tmp_path, nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Dropout(0.5)))
     x = torch.ones(4, 6)
     home.load(to_update=False)
-    first, other = (home.resident.forward(x, training=True, key=key) for key in ((1, 2, 3), (1, 2, 4)))
+    first, other = (home.partition.forward(x, training=True, key=key) for key in ((1, 2, 3), (1, 2, 4)))
     first, other = first.detach().clone(), other.detach().clone()
     home.drop(keep_state=False)
     home.load(to_update=False)
     torch.manual_seed(99)
-    assert torch.equal(home.resident.forward(x, training=True, key=(1, 2, 3)), first)
+    assert torch.equal(home.partition.forward(x, training=True, key=(1, 2, 3)), first)
     assert not torch.equal(first, other)
     # Two dropouts with one mask would keep half of the numbers, with a mask each a quarter.
     assert (first != 0).float().mean() < 0.4
@@ -245,45 +245,45 @@ def test_dropout_is_a_function_of_place_and_not_of_order(tmp_path):
 
 def test_without_training_dropout_and_statistics_rest(home):
     home.load(to_update=False)
-    mean = home.chain[1].husk.running_mean.clone()
-    home.resident.forward(torch.randn(4, 6), training=False, key=(0,))
-    assert torch.equal(home.chain[1].husk.running_mean, mean)
+    mean = home.chain[1].module.running_mean.clone()
+    home.partition.forward(torch.randn(4, 6), training=False, key=(0,))
+    assert torch.equal(home.chain[1].module.running_mean, mean)
 
 
 def test_weights_that_did_not_change_are_not_written(home):
     home.load(to_update=False)
-    home.resident.forward(torch.randn(4, 6), training=False, key=(0,))
+    home.partition.forward(torch.randn(4, 6), training=False, key=(0,))
     before = home.store.traffic.bytes_written
     assert home.drop() == 0
     assert home.store.traffic.bytes_written == before
     assert home.chain[0].state_home not in home.store
 
 
-def test_who_holds_the_weights_is_told_and_a_husk_holds_none(home):
-    assert home.resident.placement is Placement.AT_HOME
-    home.resident.begin_load(Slot(home.slot, at_once), to_update=True)
-    assert home.resident.placement is Placement.LOADING
-    home.resident.finish_load(learns=True)
-    assert home.resident.placement is Placement.RESIDENT
+def test_who_holds_the_weights_is_told_and_an_emptied_module_holds_none(home):
+    assert home.partition.placement is Placement.AT_HOME
+    home.partition.begin_load(Slot(home.slot, at_once), to_update=True)
+    assert home.partition.placement is Placement.LOADING
+    home.partition.finish_load(learns=True)
+    assert home.partition.placement is Placement.RESIDENT
     low = home.slot.data_ptr()
     for block in home.chain:
-        for tensor in tensors_of(block.husk).values():
+        for tensor in tensors_of(block.module).values():
             assert low <= tensor.data_ptr() < low + len(home.slot)
     home.drop()
-    assert home.resident.placement is Placement.AT_HOME
-    assert all(tensor.numel() == 0 for block in home.chain for tensor in tensors_of(block.husk).values())
+    assert home.partition.placement is Placement.AT_HOME
+    assert all(tensor.numel() == 0 for block in home.chain for tensor in tensors_of(block.module).values())
 
 
 def test_the_slot_is_filled_from_end_to_end_and_no_further(tmp_path):
     home = Home(tmp_path, network())
     home.load()
     states = state_layouts(home.costs, CHOICES["adam"])
-    rooms = [cost.layout.room for cost in home.costs]
-    assert slot_bytes(home.costs, None) == home.resident.needs(to_update=False, gradients=False) == sum(rooms)
-    rooms += [layout.room for layout in states]
-    assert slot_bytes(home.costs, CHOICES["adam"]) == home.resident.needs(to_update=True, gradients=False) == sum(rooms)
-    rooms += [layout.room for layout in gradient_layouts(home.costs)]
-    assert len(home.slot) == home.resident.needs(to_update=True, gradients=True) == sum(rooms)
+    rooms = [cost.layout.padded_nbytes for cost in home.costs]
+    assert slot_bytes(home.costs, None) == home.partition.needs(to_update=False, gradients=False) == sum(rooms)
+    rooms += [layout.padded_nbytes for layout in states]
+    assert slot_bytes(home.costs, CHOICES["adam"]) == home.partition.needs(to_update=True, gradients=False) == sum(rooms)
+    rooms += [layout.padded_nbytes for layout in gradient_layouts(home.costs)]
+    assert len(home.slot) == home.partition.needs(to_update=True, gradients=True) == sum(rooms)
     home.drop()
     home.store.close()
 
@@ -294,12 +294,12 @@ def test_a_load_that_fails_leaves_nothing_after_a_release_and_can_be_tried_again
     path.write_bytes(whole[:-1])
     with pytest.raises(CorruptFile, match="shorter"):
         home.load()
-    home.resident.release()
-    assert home.resident.placement is Placement.AT_HOME
-    assert all(tensor.numel() == 0 for block in home.chain for tensor in tensors_of(block.husk).values())
+    home.partition.release()
+    assert home.partition.placement is Placement.AT_HOME
+    assert all(tensor.numel() == 0 for block in home.chain for tensor in tensors_of(block.module).values())
     path.write_bytes(whole)
     home.load()
-    assert home.resident.placement is Placement.RESIDENT
+    assert home.partition.placement is Placement.RESIDENT
 
 
 def test_damaged_optimizer_state_is_named_and_not_trained_with(home):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqpart.files.direct import PAGE, round_up
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Arena, Extents, piece_sizes
+from seqpart.offload.host_pool import Extents, HostPool, piece_sizes
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 5 * PAGE)), max_size=60))
@@ -48,9 +48,9 @@ def test_pieces_never_exceed_the_budget(budget, powers):
 
 
 def test_buffers_are_page_aligned_flat_bytes_that_keep_apart():
-    arena = Arena(8 * PAGE, Device())
-    assert arena.size == 8 * PAGE
-    buffers = [arena.take(n) for n in (1, PAGE, PAGE + 1, 0)]
+    host_pool = HostPool(8 * PAGE, Device())
+    assert host_pool.size == 8 * PAGE
+    buffers = [host_pool.take(n) for n in (1, PAGE, PAGE + 1, 0)]
     for number, flat in enumerate(buffers):
         assert flat.data_ptr() % PAGE == 0
         assert flat.dtype is torch.uint8
@@ -60,19 +60,19 @@ def test_buffers_are_page_aligned_flat_bytes_that_keep_apart():
 
 
 def test_what_does_not_fit_is_refused_and_fits_after_a_give():
-    arena = Arena(2 * PAGE, Device())
-    first = arena.take(2 * PAGE)
-    assert arena.take(1) is None
-    arena.give(first)
-    assert arena.take(2 * PAGE) is not None
+    host_pool = HostPool(2 * PAGE, Device())
+    first = host_pool.take(2 * PAGE)
+    assert host_pool.take(1) is None
+    host_pool.give(first)
+    assert host_pool.take(2 * PAGE) is not None
 
 
 def test_no_budget_holds_nothing():
-    arena = Arena(PAGE - 1, Device())
-    assert arena.size == 0
-    assert arena.take(1) is None
+    host_pool = HostPool(PAGE - 1, Device())
+    assert host_pool.size == 0
+    assert host_pool.take(1) is None
 
 
 def test_giving_back_what_was_never_taken_fails():
     with pytest.raises(KeyError):
-        Arena(PAGE, Device()).give(torch.zeros(PAGE, dtype=torch.uint8))
+        HostPool(PAGE, Device()).give(torch.zeros(PAGE, dtype=torch.uint8))
