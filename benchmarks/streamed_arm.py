@@ -127,7 +127,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         **watch.used[WARM_UP - 1].per_update(watch.used[-1], len(ends) - 1),
         "peak": result.proof.peak, "predicted": plan.peak, "violations": result.proof.violations, "runtime": plan.runtime,
         "partitions": len(plan.partitions), "slots": plan.slots, "boundary_tier": plan.boundary_tier,
-        "keeps_graph_from": plan.keeps_graph_from,
+        "stays": sorted(plan.stays), "keeps": sorted(plan.keeps),
         "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,
         "verbs": {name: round(seconds / max(1, len(ends) - 1), 4) for name, seconds in watch.verbs.items()},
     }  # fmt: skip

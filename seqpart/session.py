@@ -263,7 +263,7 @@ class Session:
             stack.callback(self._reporter.end)
             self._sampler.label = lambda: str(executor.step)
             try:
-                executor.run(checked(steps_of(phases[: stage.end], position), stage.resources.slots))
+                executor.run(checked(steps_of(phases[: stage.end], position), stage.resources.at_once))
             except AllocationFailed as failure:
                 return (str(failure), executor), executor.position, executor.compute.rested
             except Diverged as error:
@@ -301,14 +301,16 @@ class Session:
         def rate(phase: Phase, done: int) -> float:
             return factor((phase.epoch - 1) * phase.updates + done, phase.epochs * phase.updates)
 
-        gradients = any(phase.clips and phase.streamed for phase, _ in counted(prepared.phases[: stage.end]))
-        capacities = sorted(partition.needs(to_update=True, gradients=gradients) for partition in partitions)
+        gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
+        stays, slots = stage.resources.stays, stage.resources.slots
+        own = {p: partitions[p].needs(to_update=True, gradients=False) for p in stays}
+        shared = sorted(part.needs(to_update=True, gradients=gradients) for part in partitions if part.number not in stays)
         hooks = Hooks(listen=self._listen, guard=self._guard, at_rest=self._at_rest)
         if self._before_update is not None:
             hooks.before_update = self._before_update
         return Executor(
             phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self._boundaries,
-            slots=Slots(capacities[-stage.resources.slots :], self._device), store=self._store, device=self._device,
+            slots=Slots(shared[-slots:], self._device, own), store=self._store, device=self._device,
             clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start,
         )  # fmt: skip
 

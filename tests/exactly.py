@@ -7,31 +7,40 @@ import torch
 from safetensors.torch import load_file
 
 import seqpart.planning.exact as exactplan
+import seqpart.planning.search as search
 from seqpart import Trainer
+from seqpart.costs.blocks import measure_chain
+from seqpart.costs.hardware import Speeds
 from seqpart.data.splits import Split
-from seqpart.model.costs import measure_chain
-from seqpart.planning.simulator import Resources, Speeds
+from seqpart.planning.simulator import Resources
 
 ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
 
 
 @dataclass(frozen=True)
 class How:
-    """One way to the same bits. `keeps` is the first partition that keeps its graphs: a share of all partitions."""
+    """One way to the same bits. `keeps` is the first partition that keeps its graphs: a share of all partitions. `stays` are
+    those that stay while others stream: a share from the first on, negative from the last on."""
 
     method: str = "streamed"
     slots: int = 1
     boundary_tier: str = "device"
     keeps: float | None = None
+    stays: float = 0
 
     def __str__(self):
         kept = "" if self.keeps is None else f", keeps from {self.keeps}"
-        return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}"
+        stays = "" if not self.stays else f", {self.stays} stay"
+        return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}{stays}"
 
 
 FULL = How(method="full")
 HOWS = [
     How(method="checkpointed"),
+    How(method="checkpointed", keeps=0.3),
+    How(stays=0.5),
+    How(slots=2, stays=-0.5, keeps=0),
+    How(stays=0.5, boundary_tier="disk"),
     How(),
     How(slots=2, keeps=0),
     How(slots=1, keeps=0.5),
@@ -124,10 +133,15 @@ class Trained:
         def only(problem, method, micro_batch, available):
             starts = problem.starts if method.cuts else (0,)
             parts = exactplan._parts(problem, micro_batch, starts)
-            keeps = None if how.keeps is None else int(how.keeps * (len(parts) - 1))
+            count = len(parts)
+            keeps = frozenset() if how.keeps is None else frozenset(range(int(how.keeps * (count - 1)), count - 1))
+            staying = round(abs(how.stays) * count)
+            # Borrowers read weights that are shared from their home: no plan lets their owners stay.
+            shared = search._sharing(problem, parts)
+            stays = frozenset(range(staying) if how.stays > 0 else range(count - staying, count)) - shared
             slots = len(parts) if method.stays else how.slots
             yield exactplan.predict(
-                problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=how.boundary_tier), keeps
+                problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=how.boundary_tier, stays=stays), keeps
             )
 
         self._patch.setattr(exactplan, "_variants", only)

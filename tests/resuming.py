@@ -17,13 +17,13 @@ from pathlib import Path
 
 from seqpart import Trainer  # before torch: seqpart sets what torch reads when it loads
 from seqpart import session as run
+from seqpart.costs.hardware import Speeds
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import Interrupted
 from seqpart.execution.executor import StepDone
 from seqpart.execution.partition import Partition
 from seqpart.files.direct import DirectFile
 from seqpart.planning.preparation import Preparation
-from seqpart.planning.simulator import Speeds
 from seqpart.report.reporter import Reporter
 from seqpart.train import main
 from tests.command import ENVIRONMENT

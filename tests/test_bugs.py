@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.costs.blocks import LiveBytes, measure_chain, measure_loss
+from seqpart.costs.hardware import measure_speeds
+from seqpart.costs.partition import slot_bytes
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, OutOfMemory, ScheduleError
 from seqpart.execution.partition import Partition
@@ -18,12 +21,10 @@ from seqpart.memory.device import Device, open_device
 from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import Reading
 from seqpart.model.blocks import as_chain
-from seqpart.model.costs import LiveBytes, measure_chain, measure_loss
-from seqpart.model.optimizers import choose, describe, slot_bytes
+from seqpart.model.optimizers import choose, describe
 from seqpart.offload.host_pool import Extents, HostPool
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store
-from seqpart.planning.hardware import measure_speeds
 from seqpart.schedule.steps import parse
 
 

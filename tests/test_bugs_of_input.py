@@ -11,13 +11,13 @@ from PIL import Image
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.costs.blocks import measure_chain
 from seqpart.data.splits import as_split, count_classes, write_rows
 from seqpart.directory.run_directory import RunDirectory, new_name
 from seqpart.errors import DataError, OptionError, OutOfMemory
 from seqpart.files.direct import PAGE, DirectFile, probe_disk
 from seqpart.interrupts import Interrupts
 from seqpart.model.blocks import as_chain
-from seqpart.model.costs import measure_chain
 from seqpart.settings import Settings
 from seqpart.zoo.datasets import load
 

@@ -52,7 +52,7 @@ def few(tmp_path_factory):
         pytest.param("640MB", ["--epochs", "1", "--depth", "40", "--batch-size", "256"], marks=pytest.mark.slow),
     ],
 )
-def test_seen_from_outside_the_limit_is_never_passed_and_the_peak_is_the_foretold_one(limit, arguments, few, tmp_path):
+def test_seen_from_outside_the_limit_is_never_passed_and_the_peak_is_the_predicted_one(limit, arguments, few, tmp_path):
     ran = Ran(tmp_path, ["--mem-limit", limit, *few, *arguments])
     assert ran.code == 0, ran.out + ran.err
     assert ran.watched.samples > 100
@@ -67,7 +67,7 @@ def test_seen_from_outside_the_limit_is_never_passed_and_the_peak_is_the_foretol
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU on this machine")
 @pytest.mark.parametrize("limit", ["1.5GB", "2GB"])
-def test_on_a_gpu_nvml_sees_the_limit_kept_and_the_peak_foretold(limit, tmp_path):
+def test_on_a_gpu_nvml_sees_the_limit_kept_and_the_peak_predicted(limit, tmp_path):
     ran = Ran(tmp_path, ["--device", "cuda", "--mem-limit", limit, "--epochs", "2"])
     assert ran.code == 0, ran.out + ran.err
     assert "(NVML, " in ran.out

@@ -7,8 +7,8 @@ import torch
 import torchvision
 
 from benchmarks import contract_grid, gpu_models, record
+from seqpart.costs.blocks import measure_chain
 from seqpart.model.blocks import as_chain
-from seqpart.model.costs import measure_chain
 
 
 def parameters(model):

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from seqpart.costs.blocks import LiveBytes, _watch_inference, _watch_training, measure_chain, measure_loss
 from seqpart.errors import DataError, ModelError
 from seqpart.model.blocks import as_chain, layout_of, tensors_of
-from seqpart.model.costs import LiveBytes, _watch_inference, _watch_training, measure_chain, measure_loss
 from seqpart.zoo import models
 
 BATCH = 6
@@ -57,8 +57,8 @@ def real_of(factory, shape, *, granule=1, dtype=torch.float32, autocast=None):
 
 
 MEASURED = (
-    "forward_peak", "saved", "saved_alone", "saved_sizes", "backward_peak", "again_peak", "input", "output", "output_shape",
-    "input_dtype", "output_dtype",
+    "forward_peak", "saved", "saved_alone", "saved_sizes", "backward_peak", "accumulate_peak", "input", "output",
+    "output_shape", "input_dtype", "output_dtype",
 )  # fmt: skip
 
 

@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 
+from seqpart.costs.hardware import seconds_of
 from seqpart.errors import DoesNotFit
 from seqpart.memory.device import Device
 from seqpart.memory.limit import enforced, measure_runtime, too_small, warm_up
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.memory.usage import MemoryUsage, read_process
-from seqpart.planning.hardware import seconds_of
 from seqpart.units import parse_size
 
 MB = 10**6
@@ -161,7 +161,7 @@ def test_the_proof_says_all_in_one_line():
 
 def test_the_shortest_of_several_timings_is_taken(monkeypatch):
     clock = iter([0.0, 5.0, 10.0, 12.0, 20.0, 29.0])
-    monkeypatch.setattr("seqpart.planning.hardware.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("seqpart.costs.hardware.time.perf_counter", lambda: next(clock))
     calls = []
     assert seconds_of(lambda: calls.append(1)) == 2.0
     assert len(calls) == 3

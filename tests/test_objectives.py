@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.costs.blocks import measure_loss
 from seqpart.errors import OptionError
 from seqpart.methods import labels as labels_room
 from seqpart.methods.labels import SyntheticLabels
 from seqpart.methods.method import Targets
 from seqpart.methods.objectives import OBJECTIVES
-from seqpart.model.costs import measure_loss
 from seqpart.model.losses import token_cross_entropy
 from seqpart.zoo.models import gpt
 from tests.test_same_as_plain import assert_equal, plain_modules, row_order, train_plainly

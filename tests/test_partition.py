@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from seqpart.costs.blocks import measure_chain
+from seqpart.costs.partition import gradient_layouts, slot_bytes, state_layouts
 from seqpart.errors import CorruptFile
 from seqpart.execution.partition import Partition, Placement
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device, open_device
 from seqpart.model.blocks import as_chain, tensors_of
-from seqpart.model.costs import measure_chain
-from seqpart.model.optimizers import choose, gradient_layouts, slot_bytes, state_layouts
+from seqpart.model.optimizers import choose
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.store import Store
 

@@ -77,7 +77,7 @@ def test_who_passes_the_limit_does_not_fit_and_is_shown_with_what_it_asks_for(fo
 
 
 @pytest.mark.slow
-def test_a_peak_seen_from_outside_is_the_one_that_was_foretold(found):
+def test_a_peak_seen_from_outside_is_the_one_that_was_predicted(found):
     for row in found[2]["table"]:
         if row["predicted"]:
             assert 0.99 * row["peak"] <= row["predicted"] <= 1.05 * row["peak"]

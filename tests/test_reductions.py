@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.costs.hardware import Speeds
 from seqpart.errors import DataError, OptionError
 from seqpart.model.reductions import Kind, reduction_of
-from seqpart.planning.simulator import Speeds
 from tests.exactly import numbers, tokens
 
 ROWS, BATCH = 24, 8

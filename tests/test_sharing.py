@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from seqpart import Trainer
+from seqpart.costs.hardware import Speeds
 from seqpart.errors import ModelError
-from seqpart.planning.simulator import Speeds
 
 ROWS = 16
 

@@ -12,13 +12,13 @@ from torch import nn
 
 import seqpart.planning.exact as exactplan
 from seqpart import Trainer
+from seqpart.costs.blocks import LiveBytes
+from seqpart.costs.hardware import Speeds
 from seqpart.execution.executor import Executor, StepDone
 from seqpart.execution.slots import Slots
 from seqpart.files.direct import PAGE
-from seqpart.model.costs import LiveBytes
-from seqpart.planning.exact import largest_boundary
-from seqpart.planning.problem import buffers_of, exchange_bytes
-from seqpart.planning.simulator import Resources, Simulator, Speeds
+from seqpart.planning.problem import buffers_of, exchange_bytes, largest_boundary
+from seqpart.planning.simulator import Resources, Simulator
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import PhaseKind, Position, Verb, checked, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
@@ -94,14 +94,16 @@ class Fit:
             self.prepared = self.preparation.planned()
         self.steps = watched(patch, lambda reporter: trainer.fit(train, test, reporter=reporter))
 
-    def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None):
+    def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None, stays=()):
         """One way to stream, instead of the fastest; candidates are kept, for the costs of a recovery."""
 
         def only(problem, method, micro_batch, available):
             starts = exactplan._cuts(problem, method, micro_batch)[0]
             parts = exactplan._parts(problem, micro_batch, starts)
-            resources = Resources(slots=len(parts) if method.stays else slots, boundary_tier=boundary_tier)
-            found = exactplan.predict(problem, method, micro_batch, parts, resources, keeps)
+            slots_now = len(parts) if method.stays else slots
+            resources = Resources(slots=slots_now, boundary_tier=boundary_tier, stays=frozenset(stays))
+            kept = frozenset() if keeps is None else frozenset(range(keeps, len(parts)))
+            found = exactplan.predict(problem, method, micro_batch, parts, resources, kept)
             self.candidates.append(found.candidate)
             yield found
 
@@ -113,7 +115,7 @@ class Fit:
         for number, stage in enumerate(prepared.stages):
             costs = prepared.partition_costs if not number else [cost for _, _, cost in self.candidates[-1].parts]
             resources = replace(stage.resources, at_host=prepared.at_host)
-            steps = checked(steps_of(prepared.phases[: stage.end], begin), resources.slots)
+            steps = checked(steps_of(prepared.phases[: stage.end], begin), resources.at_once)
             predicted_steps += Simulator(prepared.phases, costs, prepared.speeds, resources).run(steps)
             begin = Position(stage.end)
         return predicted_steps
@@ -145,9 +147,9 @@ def watched(patch, fit):
         with live:
             plain_run(self, steps)
 
-    def take(self, nbytes):
+    def take(self, p, nbytes):
         peak, idle = live.peak, {id(slot.buffer.untyped_storage()) for slot in self._idle}
-        slot = plain_take(self, nbytes)
+        slot = plain_take(self, p, nbytes)
         replaced = idle - {id(other.buffer.untyped_storage()) for other in (slot, *self._idle)}
         # The I/O thread that worked on a replaced buffer may let go of it a moment after it said that it was done.
         for _ in range(2000):
@@ -193,6 +195,10 @@ CASES = {
     "streamed statistics and frozen weights": {**STREAMED, "model": normalized, "way": {}},
     "streamed shared weights": {**STREAMED, **SLICED, "model": language, "way": {}},
     "checkpointed": {**STREAMED, "method": "checkpointed", "way": {}},
+    "checkpointed with kept graphs": {**STREAMED, "method": "checkpointed", "way": {"keeps": 1}},
+    "streamed, the first stays": {**STREAMED, **SLICED, "way": {"stays": [0]}},
+    "streamed, all but one stay, with kept graphs": {**STREAMED, "way": {"stays": [0, 2], "keeps": 0}},
+    "streamed and clipped, the last stays": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"stays": [2], "slots": 2}},
     "checkpointed in micro-batches, clipped": {
         **STREAMED, **SLICED, "method": "checkpointed", "clip_grad_norm": 1.0, "way": {},
     },
@@ -218,14 +224,14 @@ SLOW = [
 
 
 @pytest.fixture(scope="module", params=only_quick(CASES, CASES.keys() - SLOW))
-def fit(problem, tmp_path_factory):
+def fit(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        found = Fit(tmp_path_factory.mktemp("fit"), patch, **CASES[problem.param])
-    found.name = problem.param
+        found = Fit(tmp_path_factory.mktemp("fit"), patch, **CASES[request.param])
+    found.name = request.param
     return found
 
 
-def test_the_run_does_the_steps_and_moves_the_bytes_that_were_foretold(fit):
+def test_the_run_does_the_steps_and_moves_the_bytes_that_were_predicted(fit):
     predicted_steps = fit.predicted_steps()
     assert [seen.done.step for seen in fit.steps] == [predicted.step for predicted in predicted_steps]
     for seen, predicted in zip(fit.steps, predicted_steps, strict=True):
@@ -234,7 +240,7 @@ def test_the_run_does_the_steps_and_moves_the_bytes_that_were_foretold(fit):
         )
 
 
-def test_no_step_takes_more_live_bytes_than_was_foretold_and_the_peak_is_close(fit):
+def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(fit):
     # Not planned one by one: the optimizer's scalars and the sums of losses, a few hundred bytes, and the page before
     # a slot's buffer.
     slack = PAGE * (1 + max(stage.resources.slots for stage in fit.prepared.stages))

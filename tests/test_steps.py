@@ -113,14 +113,16 @@ def test_a_run_resumed_anywhere_does_exactly_the_steps_that_were_left(phases, da
 
 
 @st.composite
-def streamed_runs(draw):
+def streamed_runs(draw, *, some_stay=False):
     """Epochs of one streamed pass over several partitions, in one stage or two, and test rows through each of them."""
     count = draw(st.integers(2, 6))
     phase = Phase(
-        kind=PhaseKind.TRAIN, partition=0, through=count - 1, streamed=True, epoch=1, rows=draw(st.integers(1, 40)),
+        kind=PhaseKind.TRAIN, partition=0, through=count - 1, epoch=1,
+        streams=draw(st.frozensets(st.integers(0, count - 1), min_size=1)) if some_stay else frozenset(range(count)),
+        rows=draw(st.integers(1, 40)),
         batch=draw(st.integers(1, 25)), micro_batch=draw(st.integers(1, 12)), clips=draw(st.booleans()),
         frozen=draw(st.frozensets(st.integers(0, count - 1))),
-        keeps_graph_from=draw(st.none() | st.integers(0, count - 1)),
+        keeps=draw(st.frozensets(st.integers(0, count - 1))),
     )  # fmt: skip
     tests = [forward(PhaseKind.TEST, p) for p in range(count)]
     more = draw(st.sampled_from([[], [replace(phase, epoch=2)], [replace(phase, stage=1)]]))
@@ -143,11 +145,38 @@ def test_streamed_steps_keep_every_rule_with_one_partition_at_a_time(phases):
     assert parse(to_text(steps, phases)) == steps
 
 
-@given(streamed_runs())
+@given(streamed_runs(some_stay=True))
+def test_where_some_partitions_stay_one_more_is_loaded_at_a_time(phases):
+    stays = {p for phase in phases if phase.streams for p in phase.partitions} - max(
+        (phase.streams for phase in phases), key=len
+    )
+    steps = list(checked(steps_of(phases), slots=1 + len(stays)))
+    for number, phase in enumerate(phases):
+        if phase.streams:
+            dropped = {step.partition for step in steps if step.verb is Verb.DROP and step.phase == number}
+            ends = number + 1 == len(phases) or not phases[number + 1].streams or phases[number + 1].stage != phase.stage
+            assert ends or not dropped & stays, "they stay from phase to phase"
+
+
+@given(streamed_runs(some_stay=True))
+def test_partitions_that_stay_are_updated_behind_all_other_work_so_that_it_can_be_undone(phases):
+    for number, phase in enumerate(phases):
+        if not phase.streams:
+            continue
+        stayed = False
+        for step in (step for step in steps_of(phases) if step.phase == number):
+            if step.verb is Verb.UPDATE:
+                assert not stayed or step.partition not in phase.streams
+                stayed = step.partition not in phase.streams
+            elif step.verb is not Verb.DROP or not stayed:
+                stayed = False if step.verb in (Verb.FORWARD, Verb.BACKWARD) and step.micro_batch is not None else stayed
+
+
+@given(streamed_runs(some_stay=True))
 def test_all_micro_batches_of_a_partition_come_before_the_next_and_the_last_runs_forward_in_its_backward(phases):
     steps = list(steps_of(phases))
     for number, phase in enumerate(phases):
-        if not phase.streamed:
+        if not phase.streams:
             continue
         up = range(phase.last if phase.lowest <= phase.last else phase.last + 1)
         down = range(phase.last, phase.lowest - 1, -1)
@@ -159,27 +188,27 @@ def test_all_micro_batches_of_a_partition_come_before_the_next_and_the_last_runs
         assert [step for step in steps if step.phase == number and step.micro_batch is not None] == expected
 
 
-@given(streamed_runs())
+@given(streamed_runs(some_stay=True))
 def test_in_each_update_every_partition_makes_its_step_once_behind_its_own_work(phases):
     for number, phase in enumerate(phases):
         steps = [step for step in steps_of(phases) if step.phase == number and step.verb is not Verb.LOAD]
         updates = [step.partition for step in steps if step.verb is Verb.UPDATE]
-        if not phase.streamed:
+        if not phase.streams:
             assert updates == []
             continue
         count = len(phase.partitions)
         assert all(sorted(updates[i : i + count]) == [*phase.partitions] for i in range(0, len(updates), count))
         assert len(updates) == count * phase.updates
-        waiting = {p for p in phase.partitions if phase.clips and phase.trains(p) and p > phase.lowest}
+        waiting = {p for p in phase.streams if phase.clips and phase.trains(p) and p > phase.lowest}
         for before, step in pairwise(steps):
-            if step.verb is Verb.UPDATE and step.partition not in waiting:
+            if step.verb is Verb.UPDATE and step.partition in phase.streams - waiting:
                 assert before.partition == step.partition and before.micro_batch is not None
 
 
 @given(streamed_runs())
 def test_each_partition_comes_twice_an_update_at_most_and_once_more_for_the_norm_of_all(phases):
     for number, phase in enumerate(phases):
-        if phase.streamed:
+        if phase.streams:
             loads = [step.partition for step in steps_of(phases) if step.phase == number and step.verb is Verb.LOAD]
             for p in phase.partitions:
                 waits = phase.clips and phase.trains(p) and p > phase.lowest
@@ -197,13 +226,13 @@ def test_state_comes_where_the_step_is_made_and_gradients_go_home_where_it_is_no
         assert not drop.more or phases[drop.phase].clips
 
 
-@given(streamed_runs(), st.data())
+@given(streamed_runs(some_stay=True), st.data())
 def test_a_streamed_run_resumed_anywhere_does_exactly_the_work_that_was_left(phases, data):
-    index = data.draw(st.sampled_from([number for number, phase in enumerate(phases) if phase.streamed]))
+    index = data.draw(st.sampled_from([number for number, phase in enumerate(phases) if phase.streams]))
     position = Position(index, data.draw(st.integers(0, phases[index].updates - 1)))
     whole, left = (
         [step for step in steps if step.verb not in (Verb.LOAD, Verb.DROP)]
-        for steps in (list(steps_of(phases)), list(checked(steps_of(phases, position))))
+        for steps in (list(steps_of(phases)), list(checked(steps_of(phases, position), slots=6)))
     )
     assert left == whole[len(whole) - len(left) :]
     done = [step for step in whole[: len(whole) - len(left)] if step.phase == index and step.verb is Verb.UPDATE]
@@ -211,12 +240,12 @@ def test_a_streamed_run_resumed_anywhere_does_exactly_the_work_that_was_left(pha
 
 
 def test_kept_graphs_change_no_step():
-    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=3, rows=8, batch=4, micro_batch=2, streamed=True)
+    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=3, rows=8, batch=4, micro_batch=2, streams=frozenset(range(4)))
     steps = list(steps_of([phase]))
     for p in range(4):
-        kept = replace(phase, keeps_graph_from=p)
+        kept = replace(phase, keeps=frozenset({p}))
         assert list(steps_of([kept])) == steps
-        assert [kept.keeps_graph(q) for q in range(4)] == [p <= q < 3 for q in range(4)]
+        assert [kept.keeps_graph(q) for q in range(4)] == [q == p < 3 for q in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -229,11 +258,17 @@ def test_kept_graphs_change_no_step():
         ),
         ({"frozen": {0}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1"),
         ({"frozen": {2}}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 D0"),
+        ({"streams": {0, 1}}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 U2 D2 D0"),
+        ({"streams": {1}}, "L0+ F0.0 F0.1 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 L1+ B1.0 B1.1 U1 D1 B0.0 B0.1 U2 U0 D0 D2"),
+        (
+            {"streams": {1, 2}, "clips": True, "frozen": {0}},
+            "L0 F0.0 F0.1 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 D2+ L1+ B1.0 B1.1 U1 D1 L2+ U2 D2 U0 D0",
+        ),
         ({"frozen": {0, 1, 2}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 U1 D1 L2 F2.0 F2.1 U2 D2"),
     ],
 )
 def test_one_streamed_update_step_by_step(changes, text):
-    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=2, rows=4, batch=4, micro_batch=2, streamed=True)
+    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=2, rows=4, batch=4, micro_batch=2, streams=frozenset(range(3)))
     assert to_text(steps_of([replace(phase, **changes)])) == text
 
 

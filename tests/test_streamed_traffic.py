@@ -12,8 +12,9 @@ from torch import nn
 
 import seqpart.planning.exact as exactplan
 from seqpart import Trainer
+from seqpart.costs.hardware import Speeds
 from seqpart.execution.executor import StepDone
-from seqpart.planning.simulator import Resources, Speeds
+from seqpart.planning.simulator import Resources
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
 

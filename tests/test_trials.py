@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from seqpart import DoesNotFit, Trainer
-from seqpart.planning.simulator import Speeds
+from seqpart.costs.hardware import Speeds
 
 RUN = """
 import json, sys, torch
@@ -79,9 +79,9 @@ def plan_of(blocks, rows=None):
 
 
 def test_blocks_of_one_kind_are_run_once(seen):
-    """Two micro-batches and one without a graph, whether one factory makes them or each its own."""
+    """Three micro-batches, of which two are timed, and one without a graph, whether one factory makes them or each its own."""
     plan_of([*[functools.partial(Seen, 16) for _ in range(20)], lambda: nn.Linear(16, 4)])
-    assert seen == [32, 32, 32]
+    assert seen == [32, 32, 32, 32]
 
 
 def test_planning_leaves_a_model_and_all_random_states_as_they_were(seen):
@@ -105,7 +105,7 @@ def test_a_block_that_does_not_fit_alone_is_never_run(seen):
                 functools.partial(Seen, 40_000, nn.LayerNorm), lambda: nn.Linear(40_000, 4),
             ]
         )  # fmt: skip
-    assert seen == [1, 1, 1], "the small one of the two, at the smallest micro-batch: for the limit that is named"
+    assert seen == [1, 1, 1, 1], "the small one of the two, at the smallest micro-batch: for the limit that is named"
 
 
 def test_a_block_that_finds_no_memory_is_run_with_fewer_rows(seen, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_block_that_finds_no_memory_is_run_with_fewer_rows(seen, monkeypatch):
 
     monkeypatch.setattr(Seen, "refuses", staticmethod(refuse))
     plan = plan_of([functools.partial(Seen, 16), lambda: nn.Linear(16, 4)])
-    assert seen == [32, 16, 8, 8, 8]
+    assert seen == [32, 16, 8, 8, 8, 8]
     assert not any("could not be run" in reason for reason in plan.reasons)
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from seqpart.costs.hardware import Speeds
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.execution.compute import Compute
 from seqpart.memory.device import Device
-from seqpart.planning.simulator import Speeds
 from seqpart.train import console
 from seqpart.verify.digests import Digests, Key
 from seqpart.verify.verification import verify

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
+from seqpart.costs.blocks import BlockCost
 from seqpart.files.direct import REQUEST, DirectFile, aligned, bytes_of, explained, round_up
 from seqpart.files.owned import remove
 from seqpart.model.blocks import Block, tensors_of
-from seqpart.model.costs import BlockCost
 from seqpart.offload.layout import Layout, TensorSpec, encode_header
 from seqpart.offload.store import Store
 

@@ -21,11 +21,11 @@ from typing import Protocol, Self
 
 import torch
 
+from seqpart.costs.partition import PartitionCost
 from seqpart.files.direct import DirectFile, aligned, bytes_of, round_up
 from seqpart.files.owned import remove
 from seqpart.memory.device import Device
 from seqpart.planning.problem import BUFFERS, boundary_bytes, boundary_places, largest_boundary
-from seqpart.planning.simulator import PartitionCost
 
 _LINE = 64
 """Bytes to which new memory is aligned at least."""

@@ -115,9 +115,10 @@ class Compute:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         partition = self.loaded[p]
-        if not phase.streamed and self._starts_update(step):
+        stays = p not in phase.streams
+        if stays and self._starts_update(step):
             partition.begin_update()
-        if p >= phase.lowest:
+        if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else the pass is not done again
             partition.remember_buffers()
         x, arrival = self._entering(step, x)
         with partition.packing() if phase.keeps_graph(p) else nullcontext():
@@ -142,6 +143,8 @@ class Compute:
             partition.part_gradients(None)
             self._done_with(batch)
             return batch.x.nbytes, 0
+        if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
+            partition.begin_update()  # it runs forward here only
         partition.restore_buffers()
         with partition.apart() as tied:
             arrived = self._back_propagate(step).gradient

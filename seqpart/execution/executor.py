@@ -149,11 +149,11 @@ class Executor:
     # --- coming and going -----------------------------------------------------------------------------------------
 
     def _begin_next(self, ahead: Lookahead) -> None:
-        while self._slots.count > 1 and self._slots.has_free(0):
+        while self._slots.count > 1 and self._slots.any_free:
             step = ahead.next_load(set(self._coming))
             if step is None or step.partition in self._loaded or step.partition in self._coming:
                 return
-            if not self._slots.has_free(self._needs(step)):
+            if not self._slots.has_free(step.partition, self._needs(step)):
                 return
             here = {*self._loaded, *self._coming}
             if any(lender.number in here for lender in self._partitions[step.partition].lenders):
@@ -162,12 +162,12 @@ class Executor:
 
     def _begin(self, step: Step) -> None:
         partition = self._partitions[step.partition]
-        partition.begin_load(self._slots.take(self._needs(step)), to_update=step.more)
+        partition.begin_load(self._slots.take(step.partition, self._needs(step)), to_update=step.more)
         self._coming[step.partition] = partition
 
     def _needs(self, step: Step) -> int:
-        phase = self._phases[step.phase]
-        return self._partitions[step.partition].needs(to_update=step.more, gradients=phase.clips and phase.streamed)
+        phase, p = self._phases[step.phase], step.partition
+        return self._partitions[p].needs(to_update=step.more, gradients=phase.clips and p in phase.streams)
 
     def _load(self, step: Step) -> tuple[int, int]:
         if step.partition not in self._coming:
@@ -179,7 +179,7 @@ class Executor:
         p = step.partition
         stage = self._phases[step.phase].stage
         again = trains_again(self._phases, self.position, p, stage, stepped=p in self._updated)
-        streams = again and self._phases[step.phase].streamed
+        streams = again and p in self._phases[step.phase].streams
         slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams)
         self._slots.give(slot, free)
         del self._loaded[p]
@@ -212,7 +212,7 @@ class Executor:
         phase, partition = self._phases[step.phase], self._loaded[step.partition]
         if self._device.kind == "cpu":  # nothing has to wait for the number there
             self.compute.refuse_divergence(step.phase, self.position.updates + 1)
-        if not self._updated and phase.streamed:  # what the last update left is all at home, or on its way
+        if not self._updated and phase.streams:  # what the last update left is all at home, or on its way
             self._wait_for_homes()
             self._store.mark()
         self._hooks.before_update(partition, step)
@@ -243,8 +243,8 @@ class Executor:
         self.compute.abandon()
         for p in list(self._coming):
             self._coming.pop(p).release()
-        if self._updated and phase.streamed:
-            self._undo_update(text)
+        if self._updated and phase.streams:
+            self._undo_update(phase.streams, text)
         for partition in self._partitions:
             partition.abandon_update()
         self._device.release_cached()
@@ -254,11 +254,13 @@ class Executor:
             self._slots.give(slot, free)
         self._loaded.clear()
 
-    def _undo_update(self, text: str) -> None:
-        """Some partitions have made the step already: back to the versions of before."""
+    def _undo_update(self, streams: frozenset[int], text: str) -> None:
+        """Some partitions that stream have made the step already: back to the versions of before. Those that stay have not."""
         for partition in self._partitions:
             partition.transfer.settle()
-        self._release_all()
+        for p in streams:
+            self._partitions[p].release()
+            self._loaded.pop(p, None)
         if not self._store.rollback():
             raise OutOfMemory(
                 f"memory ran out in {self.step} in the middle of an update, and the homes in host memory cannot be taken back: "

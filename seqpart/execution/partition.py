@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqpart.costs.blocks import BlockCost, written_input
+from seqpart.costs.partition import gradient_layouts, slot_bytes, state_layouts
 from seqpart.execution.boundary_exchange import clone_as_it_lies
 from seqpart.execution.saved_tensors import Arrival, packing
 from seqpart.execution.slots import Slot, Wait
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied, attach, detach
-from seqpart.model.costs import BlockCost, written_input
-from seqpart.model.optimizers import Optimizer, gradient_layouts, slot_bytes, state_layouts
+from seqpart.model.optimizers import Optimizer
 from seqpart.offload.store import Store, Transfer
 
 _Copy = tuple[Block, str, torch.Tensor]

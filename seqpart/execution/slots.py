@@ -2,13 +2,14 @@
 
     one slot     the buffer is reused, and made anew when a larger partition comes
     two slots    one partition computes while the previous one goes home out of the other buffer and the next one comes
+    its own      of a partition that stays: nobody else is ever in it
 
 A slot never outgrows its capacity, so a partition may have to wait for a large one although a small one is idle. A buffer
 that was given back may still be on its way home: who takes it gets the wait along with it, and may wait in a thread of
 its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,8 @@ class Slot:
     buffer: torch.Tensor
     free: Wait
     capacity: int = 0
+    owner: int | None = None
+    """The partition that has it alone; None: all that come and go use it in turn."""
 
 
 def at_once() -> None:
@@ -32,20 +35,37 @@ def at_once() -> None:
 
 
 class Slots:
-    """One buffer of at most so many bytes for each of `capacities`; they are this object's memory, and last as long as it."""
+    """One buffer of at most so many bytes for each of `capacities`, and one for each partition in `own` (number to bytes).
 
-    def __init__(self, capacities: Sequence[int], device: Device) -> None:
-        self.count, self._device = len(capacities), device
-        self._idle = [Slot(torch.empty(0, dtype=torch.uint8), at_once, capacity) for capacity in sorted(capacities)]
+    They are this object's memory, and last as long as it.
+    """
 
-    def has_free(self, nbytes: int) -> bool:
-        return any(slot.capacity >= nbytes for slot in self._idle)
+    def __init__(self, capacities: Sequence[int], device: Device, own: Mapping[int, int] | None = None) -> None:
+        self.count, self._device, self._owners = len(capacities), device, frozenset(own or ())
+        """Of those that partitions use in turn."""
+        every = [(capacity, None) for capacity in capacities] + [(capacity, p) for p, capacity in (own or {}).items()]
+        self._idle = [
+            Slot(torch.empty(0, dtype=torch.uint8), at_once, capacity, owner)
+            for capacity, owner in sorted(every, key=lambda pair: pair[0])
+        ]
 
-    def take(self, nbytes: int) -> Slot:
-        """A buffer of at least `nbytes`. There must be room."""
-        assert self.has_free(nbytes), "more or larger partitions are loaded than the plan has slots for"
-        ready = [slot for slot in self._idle if len(slot.buffer) >= nbytes]
-        best = min(ready or [slot for slot in self._idle if slot.capacity >= nbytes], key=lambda slot: slot.capacity)
+    @property
+    def any_free(self) -> bool:
+        return bool(self._idle)
+
+    def _free_for(self, p: int, nbytes: int) -> list[Slot]:
+        owner = p if p in self._owners else None
+        return [slot for slot in self._idle if slot.owner == owner and slot.capacity >= nbytes]
+
+    def has_free(self, p: int, nbytes: int) -> bool:
+        return bool(self._free_for(p, nbytes))
+
+    def take(self, p: int, nbytes: int) -> Slot:
+        """A buffer of at least `nbytes` for partition `p`. There must be a free one."""
+        free = self._free_for(p, nbytes)
+        assert free, "more or larger partitions are loaded than the plan has slots for"
+        ready = [slot for slot in free if len(slot.buffer) >= nbytes]
+        best = min(ready or free, key=lambda slot: slot.capacity)
         self._idle.remove(best)
         if not ready:
             best.free()

@@ -17,11 +17,12 @@ from seqpart.schedule.steps import Phase, PhaseKind
 def whole_network(work: Workload, *, streamed: bool) -> Phase:
     """One pass of updates through all partitions, as epoch 0."""
     first, last = work.partitions[0], len(work.partitions) - 1
+    streams = frozenset(range(last + 1)) - work.stays if streamed and last > 0 else frozenset[int]()
     return Phase(
         kind=PhaseKind.TRAIN, partition=0, through=last if last else None, rows=work.train_rows, batch=first.batch_size,
-        micro_batch=first.micro_batch, shuffle=work.shuffle, streamed=streamed and last > 0, clips=work.clips,
+        micro_batch=first.micro_batch, shuffle=work.shuffle, streams=streams, clips=work.clips,
         frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
-        keeps_graph_from=work.keeps_graph_from,
+        keeps=work.keeps,
     )  # fmt: skip
 
 

@@ -62,8 +62,10 @@ class Workload:
     shuffle: bool
     partitions: tuple[PartitionTraining, ...]
     clips: bool = False
-    keeps_graph_from: int | None = None
-    """In a whole-network pass: partitions from this one on keep their graphs."""
+    stays: frozenset[int] = frozenset()
+    """In a streamed pass: partitions that stay on the device all the same."""
+    keeps: frozenset[int] = frozenset()
+    """In a whole-network pass: partitions that keep their graphs."""
     recovery: Recovery | None = None
     synthetic_inputs: bool = False
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""

@@ -5,7 +5,7 @@ and a layout like weights do, so it must be known ahead: one step on six numbers
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from seqpart.errors import OptionError
-from seqpart.model.costs import BlockCost
 from seqpart.offload.layout import Layout, TensorSpec
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -168,23 +167,3 @@ def _state_tensor(name: str, key: str, value: object) -> StateTensor:
     if value.count_nonzero().item() and (like_parameter or key != "step"):
         raise OptionError(f"optimizer {name}: its state {key!r} does not start at zero. Use adam, adamw or sgd.")
     return StateTensor(key, like_parameter)
-
-
-def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
-    """Layout of every block's optimizer state; empty ones without an optimizer."""
-    if optimizer is None:
-        return [Layout(()) for _ in costs]
-    return [
-        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}) for cost in costs
-    ]
-
-
-def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
-    """Layout of every block's gradients, for those that wait at home for their norm."""
-    return [cost.gradient_layout for cost in costs]
-
-
-def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
-    """Bytes of the slot for a partition of these blocks."""
-    layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
-    return sum(layout.padded_nbytes for layout in layouts + (gradient_layouts(costs) if gradients else []))

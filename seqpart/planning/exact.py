@@ -1,57 +1,35 @@
 """Which exact plan fits and is the fastest: simulated, one candidate after the other.
 
-A candidate is a method, a cut, the slots, the place where boundaries wait, and from where on graphs are kept. All exact
-methods give the same bits, so only memory and time decide; `auto` decides between the methods as well.
+A candidate is a method, a cut, the slots, the place where boundaries wait, which partitions stay on the device and which keep
+their graphs. All exact methods give the same bits, so only memory and time decide; `auto` decides between the methods as well.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 
+from seqpart.costs.partition import PartitionCost
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import left_of, limit_for, margin_of, refused
-from seqpart.methods.exact import whole_network
-from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
+from seqpart.memory.limit import left_of, margin_of, refused
+from seqpart.methods.method import Method
 from seqpart.planning.cut import Piece, best_cut
 from seqpart.planning.problem import (
     Candidate,
+    Parts,
     Problem,
     boundary_bytes,
-    buffers_of,
     costs_from,
-    exchange_bytes,
     fewest_rows,
-    largest_boundary,
     measurable,
     micro_batches,
     refuse_given,
     starts_of,
     too_many,
 )
-from seqpart.planning.simulator import PartitionCost, PredictedStep, Resources, simulate
-from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, Verb
+from seqpart.planning.search import Prediction, never_fits, predict, spent
+from seqpart.planning.simulator import Resources
 from seqpart.units import format_size
 
-WALKED_UPDATES = 3
-EFFICIENT_ROWS = 32
-"""Smaller micro-batches are tried only where nothing else fits."""
 _SPEEDS_ERR = 0.25
 """By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """A candidate with its peak of the whole process or device, and seconds for one update."""
-
-    method: Method
-    candidate: Candidate
-    peak: int
-    seconds: float
-
-    @property
-    def fits_in(self) -> int:
-        """The least limit under which it runs."""
-        return limit_for(self.peak)
 
 
 def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, Candidate, tuple[str, ...]]:
@@ -89,93 +67,23 @@ def _variants(problem: Problem, method: Method, micro_batch: int, available: int
     for starts in _cuts(problem, method, micro_batch):
         parts = _parts(problem, micro_batch, starts)
         for slots in (len(parts),) if method.stays else (2, 1):
-            if slots > len(parts):
-                continue
-            for boundary_tier in problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]:
-                if (
-                    boundary_tier == "host"
-                    and boundary_bytes([p[2] for p in parts], problem.batch_size, micro_batch) > problem.host_room
-                ):
-                    boundary_tier = "disk"
-                prediction = predict(
-                    problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=boundary_tier), None
-                )
-                yield prediction
-                if prediction.peak <= available and boundary_tier == "device" and not method.stays:
-                    yield _with_graphs(problem, prediction, available)
+            if slots <= len(parts) and not (available and never_fits(problem, method, parts, slots, available)):
+                yield from _with_slots(problem, method, micro_batch, parts, slots, available)
 
 
-def _with_graphs(problem: Problem, prediction: Prediction, available: int) -> Prediction:
-    """Keep as many graphs as there is room for: those of the last partitions, which backward needs first."""
-    candidate = prediction.candidate
-    none, some = len(candidate.parts) - 1, 0
-    best = prediction
-    while some < none:
-        middle = (some + none) // 2
-        tried = predict(problem, prediction.method, candidate.micro_batch, candidate.parts, candidate.resources, middle)
-        if tried.peak <= available:
-            best, none = tried, middle
-        else:
-            some = middle + 1
-    return best
-
-
-def predict(
-    problem: Problem, method: Method, micro_batch: int, parts: tuple[tuple[int, int, PartitionCost], ...], resources: Resources,
-    keeps_graph_from: int | None,
-) -> Prediction:  # fmt: skip
-    resources = replace(
-        resources, label_row=problem.label_row, borrows=not method.stays,
-        gradients_room=problem.clips and len(parts) > 1 and not method.stays,
-    )  # fmt: skip
-    candidate = Candidate(micro_batch, parts, resources, keeps_graph_from)
-    phases = _phases(problem, method, candidate)
-    costs = [part[2] for part in parts]
-    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
-    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    updates = [predicted.ends for predicted in predicted_steps if predicted.step.verb is Verb.UPDATE]
-    per_update = len(parts)
-    seconds = (updates[-1] - updates[per_update - 1]) / max(1, len(updates) // per_update - 1) or updates[-1]
-    return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
-
-
-def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
-    batch = problem.batch_size
-    training = tuple(
-        PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
-        for _, _, cost in candidate.parts
-    )
-    rows = min(problem.train_rows, (WALKED_UPDATES - 1) * batch + (problem.train_rows % batch or batch))
-    work = Workload(
-        train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
-        clips=problem.clips, keeps_graph_from=candidate.keeps_graph_from,
-    )  # fmt: skip
-    train = replace(whole_network(work, streamed=not method.stays), epoch=1)
-    return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
-
-
-def peaks_by_partition(
-    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
-) -> list[int]:
-    """Of the whole process or device, while each partition works."""
-    peaks = [0] * len(candidate.parts)
-    for predicted in predicted_steps:
-        p = predicted.step.partition
-        peaks[p] = max(peaks[p], predicted.peak + _buffers(problem, candidate, phases, predicted))
-    return [problem.peak(peak) for peak in peaks]
-
-
-def _buffers(problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted: PredictedStep) -> int:
-    """Host buffers of rows and of boundaries on disk, where they count against the limit."""
-    if not problem.host_counts:
-        return 0
-    phase = phases[predicted.step.phase]
-    first, last, _ = candidate.parts[phase.partition]
-    reading, writing = buffers_of(problem, first, last, phase.micro_batch)
-    if phase.through is None:
-        return reading + writing
-    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
-    return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)
+def _with_slots(
+    problem: Problem, method: Method, micro_batch: int, parts: Parts, slots: int, available: int
+) -> Iterator[Prediction]:
+    """Boundaries wait in the fastest place with which it fits; what memory is left then is spent."""
+    for tier in problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]:
+        if tier == "host" and boundary_bytes([p[2] for p in parts], problem.batch_size, micro_batch) > problem.host_room:
+            tier = "disk"
+        plain = predict(problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=tier))
+        yield plain
+        if plain.peak <= available:
+            if len(parts) > 1:
+                yield from spent(problem, plain, available)
+            return
 
 
 def _parts(problem: Problem, micro_batch: int, starts: Sequence[int]) -> tuple[tuple[int, int, PartitionCost], ...]:
@@ -281,11 +189,23 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
             else f", {slots} slot(s): "
             + ("the next comes and the last goes while one computes" if slots > 1 else "there is no room for a second")
         )
-        kept = count - 1 - candidate.keeps_graph_from if candidate.keeps_graph_from is not None else 0
         yield f"{count} partitions{asked}{two}"
-        tier = candidate.resources.boundary_tier
+        if candidate.resources.stays:
+            yield f"{_ranges(candidate.resources.stays)} stay on the device: there is memory for them"
+        kept, tier = len(candidate.keeps), candidate.resources.boundary_tier
         others = ", computed again for the others" if kept + 1 < count else ""
         yield f"activations kept for {kept + 1} of {count} partitions{others}; boundaries wait on {tier}"
     if candidate.micro_batch < problem.batch_size:
         asked = "as asked" if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`partitions 0-3, 7`"""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "partitions " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

@@ -11,6 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
+from seqpart.costs.hardware import existing, measure_speeds
+from seqpart.costs.inplace import refuse_lost_gradients
+from seqpart.costs.partition import LossCost
+from seqpart.costs.trials import Trials
 from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, count_classes, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
@@ -20,16 +25,11 @@ from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
 from seqpart.model.blocks import as_chain
-from seqpart.model.costs import BlockCost, measure_chain, measure_loss
-from seqpart.model.inplace import refuse_lost_gradients
 from seqpart.model.live_modules import LiveModules
 from seqpart.model.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
-from seqpart.model.trials import Trials
-from seqpart.planning.hardware import existing, measure_speeds
 from seqpart.planning.plan import Plan
-from seqpart.planning.simulator import LossCost
 from seqpart.settings import Settings, at_least_one, listed, per_partition
 from seqpart.units import format_limit, format_size, parse_size
 

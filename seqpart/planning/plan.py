@@ -4,7 +4,7 @@ A plan is a frozen value of ints. It can be printed, saved as JSON, compared and
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
 from seqpart.errors import OptionError
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 FORMAT = 3
 _RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
-"""Fields of format 2, which checkpoints of 0.2.0 hold."""
+"""Fields of format 2, which checkpoints of 0.2.0 hold. It had kept graphs from one partition on, and none that stayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,10 @@ class PartitionPlan:
     peak: int
     """Of the whole process (CPU) or device (CUDA), runtime included."""
     tier: str
+    stays: bool = False
+    """On the device from the beginning of a phase to its end, while others come and go."""
+    keeps_graph: bool = False
+    """For backward, instead of computing its activations again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +67,20 @@ class Plan:
     """Partitions that may be on the device at once."""
     boundary_tier: str
     """Where boundaries wait within an update: device, host or disk."""
-    keeps_graph_from: int | None
-    """Partitions from this one on keep activations for backward instead of computing them again."""
     live_bytes: int = 0
     """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 
     @property
     def peak(self) -> int:
         return max(part.peak for part in self.partitions)
+
+    @property
+    def stays(self) -> frozenset[int]:
+        return frozenset(p for p, part in enumerate(self.partitions) if part.stays)
+
+    @property
+    def keeps(self) -> frozenset[int]:
+        return frozenset(p for p, part in enumerate(self.partitions) if part.keeps_graph)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -88,6 +98,8 @@ class Plan:
             parts = tuple(_typed(PartitionPlan, part) for part in found.pop("partitions"))
             found["reasons"] = tuple(found["reasons"])
             if version == 2:
+                since = found.pop("keeps_graph_from")
+                parts = tuple(replace(part, keeps_graph=since is not None and since <= p) for p, part in enumerate(parts))
                 found = {_RENAMED.get(name, name): value for name, value in found.items()}
             elif version != FORMAT:
                 raise ValueError(f"format {version}")
@@ -104,8 +116,8 @@ class Plan:
 def _typed(kind: type[T], values: dict[str, Any]) -> T:
     """A dataclass from JSON. Raises ValueError for a number or text of another type, TypeError for other fields."""
     for known in fields(kind):  # type: ignore[arg-type]
-        value = values.get(known.name)
-        if known.type in (int, str) and type(value) is not known.type:
+        value = values.get(known.name, known.default)
+        if known.type in (int, str, bool) and type(value) is not known.type:
             raise ValueError(f"{known.name} is {value!r}")
     return kind(**values)
 
@@ -122,7 +134,7 @@ def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
             "activations": format_size(part.activations),
             "boundary row": format_size(part.boundary_row),
             "micro-batch": str(part.micro_batch),
-            "home": part.tier,
+            "weights are": "on the device" if part.stays else part.tier,
             "peak": format_size(part.peak),
         }
         for number, part in enumerate(plan.partitions)

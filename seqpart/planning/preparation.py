@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import seqpart.planning.problem as planning
+from seqpart.costs.blocks import BlockCost
+from seqpart.costs.hardware import Speeds, existing
+from seqpart.costs.partition import PartitionCost, growing, state_layouts
 from seqpart.data.row_file import RowLayout
 from seqpart.errors import DiskFull, DoesNotFit, OptionError
 from seqpart.files.direct import round_up
@@ -13,17 +16,16 @@ from seqpart.memory.limit import margin_of, refused
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
 from seqpart.model.blocks import Chain
-from seqpart.model.costs import BlockCost
 from seqpart.model.losses import label_dtype
-from seqpart.model.optimizers import Optimizer, state_layouts
+from seqpart.model.optimizers import Optimizer
 from seqpart.offload.host_pool import first_piece, piece_sizes
-from seqpart.planning.exact import Prediction, choose_exact, fastest_of, peaks_by_partition
-from seqpart.planning.hardware import existing
+from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
 from seqpart.planning.plan import PartitionPlan, Plan
 from seqpart.planning.problem import Candidate, Problem, boundary_bytes
+from seqpart.planning.search import Prediction, peaks_by_partition
 from seqpart.planning.sil import choose_cut
-from seqpart.planning.simulator import PartitionCost, Resources, Speeds, growing, simulate
+from seqpart.planning.simulator import Resources, simulate
 from seqpart.schedule.phases import Phases
 from seqpart.settings import OF_SIL, at_least_one
 from seqpart.units import format_size, parse_size
@@ -96,7 +98,8 @@ class Preparation(Inputs):
             host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
             batch_size=batch, the_batch=self.the_batch, micro_batch=micro_batch or self.settings.micro_batch_size,
             starts=starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
-            cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count, live_bytes=self.live_bytes,
+            cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
+            may_stay=self.settings.method == "auto", live_bytes=self.live_bytes,
         )  # fmt: skip
 
     def planned(self) -> Prepared:
@@ -270,7 +273,7 @@ class Preparation(Inputs):
         kept = recovery.candidate if recovery is not None else candidate
         return Workload(
             train_rows=self.train.count, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
-            clips=self.settings.clip_grad_norm is not None, keeps_graph_from=kept.keeps_graph_from, recovery=stage,
+            clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps, recovery=stage,
             test_every=self.settings.test_every, synthetic_inputs=self.settings.sil_inputs == "synthetic",
         )  # fmt: skip
 
@@ -338,7 +341,7 @@ class Preparation(Inputs):
             peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
         else:
             peaks = self._peaks_one_by_one(problem, candidate, training, costs)
-        parts = []
+        used, parts = recovery.candidate if recovery is not None else candidate, []
         for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
             reading, writing = planning.buffers_of(replace(problem, batch_size=part.batch_size), first, last, part.micro_batch)
             parts.append(
@@ -347,20 +350,19 @@ class Preparation(Inputs):
                     slot=cost.slot, gradients=cost.gradients,
                     activations=cost.saved, buffers=reading + writing,
                     boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
+                    stays=p in used.resources.stays, keeps_graph=p in used.keeps,
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
                 )
             )  # fmt: skip
         if recovery is not None:
             seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
-        used = recovery.candidate if recovery is not None else candidate
         return Plan(
             method=method.name, device=self.device.name, limit=self.limit, margin=margin_of(self.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=self._disk_bytes(costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.resources.slots, boundary_tier=used.resources.boundary_tier, keeps_graph_from=used.keeps_graph_from,
-            live_bytes=self.live_bytes,
+            slots=used.resources.slots, boundary_tier=used.resources.boundary_tier, live_bytes=self.live_bytes,
         )  # fmt: skip
 
     def _peaks_one_by_one(

@@ -4,6 +4,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from seqpart.costs.blocks import BlockCost
+from seqpart.costs.hardware import Speeds
+from seqpart.costs.partition import LossCost, PartitionCost, growing
 from seqpart.data.boundary_cache import writer_bytes
 from seqpart.data.reader import reader_bytes
 from seqpart.data.row_file import RowLayout
@@ -11,9 +14,8 @@ from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.model.blocks import Chain
-from seqpart.model.costs import BlockCost
 from seqpart.offload.layout import Layout
-from seqpart.planning.simulator import LossCost, PartitionCost, Resources, Speeds, growing
+from seqpart.planning.simulator import Resources
 from seqpart.units import format_size
 
 
@@ -57,6 +59,8 @@ class Problem:
     """Whether a partition may end with a block."""
     train_rows: int
     test_rows: int
+    may_stay: bool = False
+    """Whether some partitions may stay on the device while others stream."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
     known: dict[tuple[int, int, bool], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
@@ -68,6 +72,8 @@ class Problem:
         return self.runtime + max(self.growth + work, warm_up, self.live_bytes + self.growth if self.live_bytes else 0)
 
 
+Parts = tuple[tuple[int, int, PartitionCost], ...]
+"""(first block, last block (not included), cost) of every partition."""
 ALONE = Resources()
 """One slot, boundaries on the device."""
 
@@ -77,9 +83,9 @@ class Candidate:
     """A cut at one micro-batch: first block, last block and cost of every partition; and how they are run."""
 
     micro_batch: int
-    parts: tuple[tuple[int, int, PartitionCost], ...]
+    parts: Parts
     resources: Resources = ALONE
-    keeps_graph_from: int | None = None
+    keeps: frozenset[int] = frozenset()
 
 
 def measurable(problem: Problem, micro_batch: int) -> bool:

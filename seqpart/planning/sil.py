@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from seqpart.costs.partition import PartitionCost
 from seqpart.errors import DoesNotFit
 from seqpart.memory.limit import left_of, limit_for, margin_of, refused
 from seqpart.planning.cut import Piece, best_cut
@@ -17,7 +18,6 @@ from seqpart.planning.problem import (
     starts_of,
     too_many,
 )
-from seqpart.planning.simulator import PartitionCost
 from seqpart.units import format_size
 
 SMALLEST_EASY_MICRO_BATCH = 32

@@ -89,12 +89,12 @@ class Phase:
     shuffle: bool = False
     frozen: frozenset[int] = frozenset()
     """Partitions that take part and do not learn."""
-    streamed: bool = False
-    """Whether partitions come to the device one after the other; otherwise all of them stay there."""
+    streams: frozenset[int] = frozenset()
+    """Partitions that come to the device one after the other, twice in each update; the others stay there."""
     clips: bool = False
     """Whether updates wait for the gradients' norm over all partitions."""
-    keeps_graph_from: int | None = None
-    """Partitions from this one on keep the graph of FORWARD for BACKWARD, instead of running forward again."""
+    keeps: frozenset[int] = frozenset()
+    """Partitions that keep the graph of FORWARD for BACKWARD, instead of running forward again."""
     stage: int = 0
     """Optimizer state lives as long as a stage: recovery begins a new one."""
 
@@ -119,7 +119,8 @@ class Phase:
         return self.kind is PhaseKind.TRAIN and p in self.partitions and p not in self.frozen
 
     def keeps_graph(self, p: int) -> bool:
-        return self.keeps_graph_from is not None and self.keeps_graph_from <= p < self.last
+        """The last partition runs forward in its BACKWARD: it has nothing to keep."""
+        return p in self.keeps and p < self.last
 
     @property
     def updates(self) -> int:
@@ -186,7 +187,7 @@ def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]
     for index in range(start.phase, len(phases)):
         phase = phases[index]
         first_update = start.updates if index == start.phase else 0
-        if phase.streamed:
+        if phase.streams:
             for update in range(first_update, phase.updates):
                 yield from _streamed(phase, index, loaded, update)
         else:
@@ -215,25 +216,34 @@ def _staying(phase: Phase, index: int, loaded: _Loaded, first_update: int) -> It
 
 
 def _streamed(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
-    """One update, one partition at a time, all micro-batches of it before the next.
+    """One update, one partition after the other, all micro-batches of it before the next.
 
-    The first partition stays for the next update's forward pass: so each is loaded twice at most, and saved once.
+    The first partition stays for the next update's forward pass: so each is loaded twice at most, and saved once. Partitions
+    that stay are updated behind all work: until then the update can be undone, for the others from their homes.
     """
     micro_batches = [m for m, _ in phase.spans_of(update)]
     first, last, lowest = phase.partition, phase.last, phase.lowest
-    for p in [p for p in loaded if p != first]:
+    for p in [p for p in loaded if p != first and (p in phase.streams or p not in phase.partitions)]:
         yield from loaded.send(p, max(index - 1, 0))
+    waiting, staying = [], []
     for p in range(first, last + (lowest > last)):
-        yield from loaded.bring(p, phase, index, to_update=False)
+        streams = p in phase.streams
+        yield from loaded.bring(p, phase, index, to_update=not streams and phase.trains(p))
         yield from (Step(Verb.FORWARD, p, m, index) for m in micro_batches)
+        if not streams:
+            staying += [p] if p < lowest else []
+            continue
         if p < lowest:
             yield Step(Verb.UPDATE, p, phase=index)
         yield from loaded.send(p, index)
-    waiting = []
     for p in range(last, lowest - 1, -1):
-        waits = phase.clips and p > lowest and phase.trains(p)
+        streams = p in phase.streams
+        waits = streams and phase.clips and p > lowest and phase.trains(p)
         yield from loaded.bring(p, phase, index, to_update=phase.trains(p) and not waits)
         yield from (Step(Verb.BACKWARD, p, m, index) for m in micro_batches)
+        if not streams:
+            staying.append(p)
+            continue
         if waits:
             waiting.append(p)
         else:
@@ -244,6 +254,7 @@ def _streamed(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterato
         yield from loaded.bring(p, phase, index, to_update=True)
         yield Step(Verb.UPDATE, p, phase=index)
         yield from loaded.send(p, index)
+    yield from (Step(Verb.UPDATE, p, phase=index) for p in staying)
 
 
 def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:

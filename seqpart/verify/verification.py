@@ -287,7 +287,7 @@ def _reference(limited: Variant, trainer: Trainer, train: object) -> Variant:
 def _announced(limited: Variant, other: Variant, steps: int) -> str:
     plan = limited.prepared.plan
     count, micro_batch = len(plan.partitions), plan.partitions[0].micro_batch
-    kept = count - 1 - plan.keeps_graph_from if plan.keeps_graph_from is not None else 0
+    kept = len(plan.keeps)
     return (
         f"verify: {steps} update(s) of {limited.method} under {format_size(limited.limit)} ({count} partitions, micro-batch "
         f"{micro_batch}, {plan.slots} slot(s), boundaries on {plan.boundary_tier}, activations of {kept + 1} kept), then with "

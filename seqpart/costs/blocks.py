@@ -48,7 +48,7 @@ class BlockCost:
     saved_alone: int
     """The same without the output, unless autograd saved that too."""
     saved_sizes: tuple[int, ...]
-    """Each storage among `saved`. See [Note: the heap] in planning/simulator.py."""
+    """Each storage among `saved`. See [Note: the heap] in costs/partition.py."""
     backward_peak: int
     """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
     accumulate_peak: int
@@ -66,6 +66,9 @@ class BlockCost:
     output_dtype: torch.dtype
     flops: int
     """Floating point operations of one forward pass."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    """Of a real run with as many rows; 0 where there was none."""
     borrows: "tuple[BlockCost, ...]" = ()
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from seqpart.costs.blocks import BlockCost, cast, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, with_tensors
-from seqpart.model.costs import BlockCost, cast, quiet_log, quiet_random
 
 
 def refuse_lost_gradients(

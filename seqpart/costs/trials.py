@@ -7,6 +7,7 @@ In this process and not in a child: a child would hold the imported libraries, 3
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,37 +19,44 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
+from seqpart.costs.blocks import BlockCost
 from seqpart.memory.device import Device
 from seqpart.memory.usage import HighWater
 from seqpart.model.blocks import Block, run_fake, tensors_of, with_tensors
-from seqpart.model.costs import BlockCost
 
 Kind = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Excess:
-    """Bytes by which a block's real run passed what was counted for it."""
+    """Bytes by which a block's real run passed what was counted for it, and the seconds that it took."""
 
     forward: int = 0
     saved: int = 0
     backward: int = 0
     inference: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
-    def on(self, cost: BlockCost) -> BlockCost:
+    def on(self, cost: BlockCost, share: float) -> BlockCost:
+        """share: of the rows that were run, those that `cost` is for."""
         return replace(
             cost, forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
             saved_alone=cost.saved_alone + self.saved, backward_peak=cost.backward_peak + self.backward,
             accumulate_peak=cost.accumulate_peak + self.backward, inference_peak=cost.inference_peak + self.inference,
+            forward_seconds=self.forward_seconds * share, backward_seconds=self.backward_seconds * share,
         )  # fmt: skip
 
     def times(self, factor: int) -> "Excess":
         return Excess(
             forward=factor * self.forward, saved=factor * self.saved, backward=factor * self.backward,
-            inference=factor * self.inference,
+            inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
+            backward_seconds=factor * self.backward_seconds,
         )  # fmt: skip
 
 
+_SHORT = 0.05
+"""Seconds of a run that is timed twice."""
 CostsAt = Callable[[int], Sequence[BlockCost]]
 """Costs as they are counted on fake tensors, at a number of rows."""
 
@@ -74,7 +82,8 @@ class Trials:
             known = self._found.get(self._kind(number, cost), {}) if self._found else {}
             nearest = min((count for count in known if count >= rows), default=None)
             excess = Excess() if nearest is None else known[nearest]
-            now[id(cost)] = excess.on(replace(cost, borrows=tuple(now[id(owner)] for owner in cost.borrows)))
+            share = 1.0 if nearest is None else rows / nearest
+            now[id(cost)] = excess.on(replace(cost, borrows=tuple(now[id(owner)] for owner in cost.borrows)), share)
             found.append(now[id(cost)])
         return tuple(found)
 
@@ -129,7 +138,10 @@ class Trials:
         with with_tensors(module, tensors):
             module.train()
             self._train(module, tensors, x)
-            forward, saved, backward = self._train(module, tensors, x)
+            forward, saved, backward, *seconds = self._train(module, tensors, x)
+            if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
+                *_, again_forward, again_backward = self._train(module, tensors, x)
+                seconds = [min(seconds[0], again_forward), min(seconds[1], again_backward)]
             module.eval()
             with torch.no_grad():
                 held = self._meter.restart()
@@ -138,6 +150,7 @@ class Trials:
         return Excess(
             forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
             backward=max(0, backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
+            forward_seconds=seconds[0], backward_seconds=seconds[1],
         )  # fmt: skip
 
     def _rows(self, number: int, rows: int) -> torch.Tensor:
@@ -148,22 +161,30 @@ class Trials:
             return torch.zeros(shape, dtype=kind, device=self._device.torch)
         return torch.randn(shape, device=self._device.torch).to(kind)
 
-    def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[int, int, int]:
-        """(peak of forward, bytes saved, peak of backward), as costs.py watches them on fake tensors."""
+    def _train(
+        self, module: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
+    ) -> tuple[int, int, int, float, float]:
+        """(peak of forward, bytes saved, peak of backward), as costs/blocks.py watches them; the seconds of both."""
         leaf = x.requires_grad_(x.is_floating_point())
         entering = leaf.clone()  # inside a chain a block's input is no leaf
-        held = self._meter.restart()
+        held, began = self._meter.restart(), self._now()
         y = self._forward(module, tensors, entering)
+        forward_seconds = self._now() - began
         forward, saved = self._most() - held, self._meter.now() - held
         if not y.requires_grad:
-            return forward, saved, 0
+            return forward, saved, 0, forward_seconds, 0.0
         edge, gradient = get_gradient_edge(y), torch.ones_like(y)
         del y
-        held = self._meter.restart()
+        held, began = self._meter.restart(), self._now()
         torch.autograd.backward(edge, grad_tensors=gradient)
+        backward_seconds = self._now() - began
         backward = self._most() - held
         leaf.grad = None
-        return forward, saved, backward
+        return forward, saved, backward, forward_seconds, backward_seconds
+
+    def _now(self) -> float:
+        self._device.wait(self._device.mark())
+        return time.perf_counter()
 
     def _most(self) -> int:
         most = self._meter.peak()

@@ -2,14 +2,36 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from seqpart.costs.partition import PartitionCost
 from seqpart.files.direct import probe_disk
 from seqpart.memory.device import Device
 from seqpart.model.optimizers import Optimizer
-from seqpart.planning.simulator import Speeds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """What this machine does per second, measured at start."""
+
+    flops: float
+    optimizer: float
+    """Parameters updated."""
+    read: float
+    write: float
+
+    def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
+        """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows."""
+        timed = forward * cost.forward_seconds + backward * cost.backward_seconds
+        counted = (forward + 2 * backward) * cost.row_flops / self.flops
+        return timed * (rows + _HALF_RATE_ROWS) / (cost.rows + _HALF_RATE_ROWS) + counted * (rows + _HALF_RATE_ROWS)
+
+
+_HALF_RATE_ROWS = 12
+"""Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
 
 
 def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Speeds:

@@ -1,0 +1,148 @@
+"""What a partition costs: its slot, and the bytes of its work, from the costs of its blocks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from seqpart.costs.blocks import BlockCost, written_input
+from seqpart.model.optimizers import Optimizer
+from seqpart.offload.layout import Layout
+
+LossCost = Callable[[BlockCost], tuple[int, int]]
+"""(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionCost:
+    """Bytes and operations of one partition for one micro-batch. The peaks are beyond the slot."""
+
+    weights: int
+    borrowed: int
+    """Weights of blocks in other partitions that come along, because a parameter of theirs is used here too."""
+    tied: int
+    """Bytes of those parameters, whose gradients go to the partition that owns them."""
+    state: int
+    slot: int
+    """Weights and optimizer state as they lie in the slot, page by page."""
+    waiting: int
+    """Gradients as they lie in the slot, while they wait for their norm."""
+    gradients: int
+    saved: int
+    """What autograd keeps between forward and backward, the output included."""
+    kept: int
+    """What a kept graph holds beyond the boundaries on its two sides."""
+    forward_peak: int
+    """Most bytes of a forward pass with a graph."""
+    train_peak: int
+    """Most bytes of one forward and backward, gradients among them."""
+    accumulate_peak: int
+    """The same when gradients of an earlier micro-batch are there already."""
+    inference_peak: int
+    update_peak: int
+    """Most bytes during the optimizer step, gradients among them."""
+    buffers: int
+    input: int
+    output: int
+    """Boundaries of one micro-batch."""
+    input_row: int
+    output_row: int
+    row_flops: int
+    """Of one row's forward pass, of the blocks that were not timed."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    """Of the blocks that were run for real, with `rows` rows."""
+    rows: int = 1
+    """Of the micro-batch that all this is for."""
+    parameters: int
+    """Trainable ones, counted."""
+    trainable: bool
+
+    def slot_bytes(self, gradients: bool) -> int:
+        """Bytes of its slot, with or without `gradients` that wait."""
+        return self.slot + (self.waiting if gradients else 0)
+
+
+# [Note: the heap] A large tensor is a mapping of its own and leaves the process when it dies. A small one (`heap_below`
+# bytes: what the C library does not map) lies on the heap, and when backward frees it a gradient that was allocated
+# behind it keeps the heap from shrinking. So what autograd saved in small tensors counts until the partition is
+# dropped. Whether a tensor is small depends on the rows: the last micro-batch of an epoch may have fewer, hence `shares`.
+
+
+def growing(
+    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True, heap_below: int = 0,
+    shares: Sequence[float] = (1.0,),
+) -> Iterator[PartitionCost]:  # fmt: skip
+    """Costs of the partitions blocks[:1], blocks[:2], ...: one block more each time, in constant time.
+
+    `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
+    """
+    heaps = [0] * len(shares)
+    slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
+    alive = forward = backward = again = inference = largest = 0
+    first, trainable, seconds = blocks[0], False, (0.0, 0.0)
+    seen: list[BlockCost] = []
+    borrowed: list[BlockCost] = []
+    tied = 0
+    for block, layout in zip(blocks, states, strict=True):
+        weights, state = weights + block.weights, state + layout.nbytes
+        slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
+        seen.append(block)
+        for owner in block.borrows:
+            if not any(owner is other for other in seen + borrowed):
+                borrowed.append(owner)
+                slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
+        forward = max(forward, alive + block.forward_peak)
+        # The gradient that the successor hands over is as large as the output. Everything behind this block has
+        # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`.
+        start = alive + block.saved_alone + block.output
+        backward = max(backward + block.gradients, start + block.backward_peak)
+        again = max(again, start + block.accumulate_peak)
+        kept = alive + block.saved_alone
+        alive += block.saved
+        for index, share in enumerate(shares):
+            sizes = (int(size * share) for size in block.saved_sizes)
+            heaps[index] += sum(size for size in sizes if size < heap_below)
+        heap = max(heaps)
+        gradients += block.gradients
+        buffers += block.buffers
+        inference = max(inference, block.inference_peak + (block.input if block is not first else 0))
+        flops += 0 if block.forward_seconds else block.flops
+        seconds = seconds[0] + block.forward_seconds, seconds[1] + block.backward_seconds
+        trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
+        parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
+        largest = max([largest, *(spec.nbytes for spec in trained)])
+        trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
+        loss_peak, targets = loss_of(block)
+        copied = first.input if written_input(seen) else 0
+        own = first.input + copied + targets
+        rows = max(1, first.input // max(1, first.input_row))
+        yield PartitionCost(
+            weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, state=state,
+            slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers,
+            forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
+            train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
+            accumulate_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
+            inference_peak=own + heap + max(inference, block.output + loss_peak),
+            update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
+            input_row=first.input_row, output_row=block.output // rows, row_flops=flops // rows,
+            parameters=parameters, trainable=trainable, forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
+        )  # fmt: skip
+
+
+def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
+    """Layout of every block's optimizer state; empty ones without an optimizer."""
+    if optimizer is None:
+        return [Layout(()) for _ in costs]
+    return [
+        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}) for cost in costs
+    ]
+
+
+def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
+    """Layout of every block's gradients, for those that wait at home for their norm."""
+    return [cost.gradient_layout for cost in costs]
+
+
+def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
+    """Bytes of the slot for a partition of these blocks."""
+    layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
+    return sum(layout.padded_nbytes for layout in layouts + (gradient_layouts(costs) if gradients else []))

@@ -1,0 +1,178 @@
+"""What a cut costs in memory and time by the simulator, and how memory that is left is spent on time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from seqpart.memory.limit import limit_for
+from seqpart.methods.exact import whole_network
+from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
+from seqpart.planning.problem import Candidate, Parts, Problem, buffers_of, exchange_bytes, largest_boundary
+from seqpart.planning.simulator import PredictedStep, Resources, simulate
+from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.steps import Phase, Verb
+
+WALKED_UPDATES = 3
+
+_REPAIRS = 8
+"""Options that are tried one by one behind the first that does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A candidate with its peak of the whole process or device, and seconds for one update."""
+
+    method: Method
+    candidate: Candidate
+    peak: int
+    seconds: float
+
+    @property
+    def fits_in(self) -> int:
+        """The least limit under which it runs."""
+        return limit_for(self.peak)
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One partition that might stay, or keep its graphs: what it takes, and seconds of each kind that it saves an update."""
+
+    partition: int
+    stays: bool
+    nbytes: int
+    compute: float
+    transfer: float
+
+
+def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Prediction]:
+    """Memory that is left, spent on partitions that stay and on kept graphs: a knapsack, priced at two rates of exchange.
+
+    The time of an update is the larger of computing and of transfers, in part behind each other, so what a second of transfers
+    is worth is not known beforehand: at one price it is nearly hidden, at the other it is worth as much as computing.
+    """
+    options = _options(problem, plain)
+    for price in (0.1, 1.0):
+        worth = sorted(options, key=lambda o: -(o.compute + price * o.transfer) / max(1, o.nbytes))
+        yield _filled(problem, plain, worth, available)
+
+
+def _options(problem: Problem, plain: Prediction) -> list[_Option]:
+    candidate, speeds = plain.candidate, problem.speeds
+    micro_batches = -(-problem.batch_size // candidate.micro_batch)
+    shared = _sharing(problem, candidate.parts)
+    found = []
+    for p, (_, _, cost) in enumerate(candidate.parts):
+        if candidate.resources.boundary_tier == "device" and p < len(candidate.parts) - 1:
+            seconds = micro_batches * speeds.computing(cost, candidate.micro_batch, forward=1, backward=0)
+            at_once = 1 if plain.method.stays else micro_batches
+            found.append(_Option(p, False, cost.kept * at_once, seconds, 0.0))
+        if problem.may_stay and not plain.method.stays and p not in shared:
+            read, written = 2 * cost.weights + cost.state, cost.weights + cost.state
+            transfer = read / speeds.read + written / speeds.write
+            found.append(_Option(p, True, cost.slot + cost.gradients, 0.0, transfer))
+    return found
+
+
+def _sharing(problem: Problem, parts: Parts) -> set[int]:
+    """Partitions that share weights with others: who borrows them reads them from their home, which must be up to date."""
+    of_block = {number: p for p, (first, last, _) in enumerate(parts) for number in range(first, last)}
+    pairs = [(of_block[b.number], of_block[tie.owner.number]) for b in problem.chain for tie in b.tied]
+    return {p for pair in pairs if pair[0] != pair[1] for p in pair}
+
+
+def _filled(problem: Problem, plain: Prediction, options: Sequence[_Option], available: int) -> Prediction:
+    """As many of `options`, in their order, as fit; then what else fits behind the first that does not."""
+
+    def with_all(chosen: Sequence[_Option]) -> Prediction:
+        candidate = plain.candidate
+        stays = frozenset(option.partition for option in chosen if option.stays)
+        keeps = frozenset(option.partition for option in chosen if not option.stays)
+        streaming = max(1, len(candidate.parts) - len(stays))
+        resources = replace(candidate.resources, stays=stays, slots=min(candidate.resources.slots, streaming))
+        return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps)
+
+    best, fits, fails = plain, 0, len(options) + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        tried = with_all(options[:middle])
+        if tried.peak <= available and _streams(tried):
+            best, fits = tried, middle
+        else:
+            fails = middle
+    chosen = list(options[:fits])
+    for option in options[fails : fails + _REPAIRS]:
+        tried = with_all([*chosen, option])
+        if tried.peak <= available and _streams(tried) and tried.seconds <= best.seconds:
+            best, chosen = tried, [*chosen, option]
+    return best
+
+
+def _streams(prediction: Prediction) -> bool:
+    """Whether some partition still comes and goes, where the method says so: else it is another method."""
+    return prediction.method.stays or len(prediction.candidate.resources.stays) < len(prediction.candidate.parts)
+
+
+def never_fits(problem: Problem, method: Method, parts: Parts, slots: int, available: int) -> bool:
+    """Whether what is on the device whatever the micro-batch is too much already: then nothing needs to be simulated."""
+    if method.stays:
+        held = sum(cost.slot + (cost.gradients if cost.trainable else 0) for _, _, cost in parts)
+    else:
+        held = sum(sorted((cost.slot for _, _, cost in parts), reverse=True)[:slots])
+    return problem.peak(held) > available
+
+
+def predict(
+    problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources,
+    keeps: frozenset[int] = frozenset(),
+) -> Prediction:  # fmt: skip
+    resources = replace(
+        resources, label_row=problem.label_row, borrows=not method.stays,
+        gradients_room=problem.clips and len(parts) > 1 and not method.stays,
+    )  # fmt: skip
+    candidate = Candidate(micro_batch, parts, resources, keeps)
+    phases = _phases(problem, method, candidate)
+    costs = [part[2] for part in parts]
+    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
+    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
+    updates = [predicted.ends for predicted in predicted_steps if predicted.step.verb is Verb.UPDATE]
+    per_update = len(parts)
+    seconds = (updates[-1] - updates[per_update - 1]) / max(1, len(updates) // per_update - 1) or updates[-1]
+    return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
+
+
+def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
+    batch = problem.batch_size
+    training = tuple(
+        PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
+        for _, _, cost in candidate.parts
+    )
+    rows = min(problem.train_rows, (WALKED_UPDATES - 1) * batch + (problem.train_rows % batch or batch))
+    work = Workload(
+        train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
+        clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps,
+    )  # fmt: skip
+    train = replace(whole_network(work, streamed=not method.stays), epoch=1)
+    return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
+
+
+def peaks_by_partition(
+    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
+) -> list[int]:
+    """Of the whole process or device, while each partition works."""
+    peaks = [0] * len(candidate.parts)
+    buffers = [_buffers(problem, candidate, phase) for phase in phases]
+    for predicted in predicted_steps:
+        p = predicted.step.partition
+        peaks[p] = max(peaks[p], predicted.peak + buffers[predicted.step.phase])
+    return [problem.peak(peak) for peak in peaks]
+
+
+def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
+    """Host buffers of rows and of boundaries on disk, where they count against the limit."""
+    if not problem.host_counts:
+        return 0
+    first, last, _ = candidate.parts[phase.partition]
+    reading, writing = buffers_of(problem, first, last, phase.micro_batch)
+    if phase.through is None:
+        return reading + writing
+    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
+    return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)
