@@ -116,7 +116,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.partitions:
             options["partitions"] = arguments.partitions
         result = Trainer(
-            network(arguments.width, arguments.depth), mem_limit=arguments.limit, method="streamed", epochs=1,
+            network(arguments.width, arguments.depth), mem_limit=arguments.limit, method=arguments.method, epochs=1,
             batch_size=arguments.batch, lr=1e-4, shuffle="no", output_dir=Path(folder) / "run", save_every="never",
             **options,
         ).fit((x, y), (x[:256], y[:256]), reporter=watch)  # fmt: skip
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--limit", default="2GB")
     parser.add_argument("--partitions", type=int)
+    parser.add_argument("--method", default="streamed")
     parser.add_argument("--any-micro-batch", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--verbose", action="store_true")

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from seqpart.offload.store import Store
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared, Stage, refuse_small_disk
 from seqpart.report.reporter import EVENTS, Reporter
+from seqpart.result import Result
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, checked, steps_of
@@ -49,22 +50,6 @@ PLAN = "plan.json"
 JOB = "job.json"
 
 BeforeUpdate = Callable[[Partition, Step], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """What a run left. `accuracy` is None for a regression."""
-
-    weights: Path
-    """A safetensors file with the model's own parameter names."""
-    test_loss: float
-    accuracy: float | None
-    train_losses: tuple[float, ...]
-    """Mean loss of every training pass, in order."""
-    proof: Proof
-    plan: Plan
-    seconds: float
-    final_micro_batch: int
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from seqpart.model.optimizers import Build, describe
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
-from seqpart.session import BeforeUpdate, Result, Session, told
+from seqpart.result import Result
+from seqpart.session import BeforeUpdate, Session, told
 from seqpart.settings import Settings
 
 __all__ = ["Result", "Trainer"]

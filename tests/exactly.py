@@ -137,7 +137,7 @@ class Trained:
             keeps = frozenset() if how.keeps is None else frozenset(range(int(how.keeps * (count - 1)), count - 1))
             staying = round(abs(how.stays) * count)
             # Borrowers read weights that are shared from their home: no plan lets their owners stay.
-            shared = search._sharing(problem, parts)
+            shared = search.sharing(problem, parts)
             stays = frozenset(range(staying) if how.stays > 0 else range(count - staying, count)) - shared
             slots = len(parts) if method.stays else how.slots
             yield exactplan.predict(

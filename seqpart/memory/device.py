@@ -55,6 +55,9 @@ class Device:
     growth = 12 << 20
     """Allowed for packing buffers inside matrix kernels, small objects and the allocator's own; benchmarks/prediction.py."""
 
+    contention = 0.15
+    """Seconds that the computation loses to a second of transfers behind it: they share the memory and the processor."""
+
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
 
@@ -145,6 +148,7 @@ class Device:
 
 class CudaDevice(Device):
     kind = "cuda"
+    contention = 0.0
     host_tier = "pinned"
     granule = 512
     heap_below = 0

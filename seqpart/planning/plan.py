@@ -124,6 +124,7 @@ def _typed(kind: type[T], values: dict[str, Any]) -> T:
 
 def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
     """One dict of printable cells for each partition."""
+    choices = bool(plan.stays or plan.keeps) and len(plan.partitions) > 1
     return [
         {
             "partition": str(number),
@@ -134,7 +135,12 @@ def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
             "activations": format_size(part.activations),
             "boundary row": format_size(part.boundary_row),
             "micro-batch": str(part.micro_batch),
-            "weights are": "on the device" if part.stays else part.tier,
+            "home": part.tier,
+            **(
+                {"device": "stays" if part.stays else "in turn", "graph": "kept" if part.keeps_graph else "again"}
+                if choices
+                else {}
+            ),
             "peak": format_size(part.peak),
         }
         for number, part in enumerate(plan.partitions)

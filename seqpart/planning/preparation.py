@@ -99,6 +99,7 @@ class Preparation(Inputs):
             batch_size=batch, the_batch=self.the_batch, micro_batch=micro_batch or self.settings.micro_batch_size,
             starts=starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
             cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
+            contention=self.device.contention, saved=self._reuse,
             may_stay=self.settings.method == "auto", live_bytes=self.live_bytes,
         )  # fmt: skip
 
@@ -350,7 +351,7 @@ class Preparation(Inputs):
                     slot=cost.slot, gradients=cost.gradients,
                     activations=cost.saved, buffers=reading + writing,
                     boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
-                    stays=p in used.resources.stays, keeps_graph=p in used.keeps,
+                    stays=method.stays or p in used.resources.stays, keeps_graph=p in used.keeps,
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
                 )
             )  # fmt: skip

@@ -15,6 +15,7 @@ from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.model.blocks import Chain
 from seqpart.offload.layout import Layout
+from seqpart.planning.plan import Plan
 from seqpart.planning.simulator import Resources
 from seqpart.units import format_size
 
@@ -59,6 +60,10 @@ class Problem:
     """Whether a partition may end with a block."""
     train_rows: int
     test_rows: int
+    saved: Plan | None = None
+    """Whose answers are to be taken again, if they fit."""
+    contention: float = 0.0
+    """Seconds that the computation loses to a second of transfers behind it."""
     may_stay: bool = False
     """Whether some partitions may stay on the device while others stream."""
     live_bytes: int = 0

@@ -1,6 +1,7 @@
 """What a cut costs in memory and time by the simulator, and how memory that is left is spent on time."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpart.memory.limit import limit_for
@@ -13,8 +14,8 @@ from seqpart.schedule.steps import Phase, Verb
 
 WALKED_UPDATES = 3
 
-_REPAIRS = 8
-"""Options that are tried one by one behind the first that does not fit."""
+_REPAIRS = 3000
+"""Partitions that are simulated, once each, to make a plan a little better."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Predi
 def _options(problem: Problem, plain: Prediction) -> list[_Option]:
     candidate, speeds = plain.candidate, problem.speeds
     micro_batches = -(-problem.batch_size // candidate.micro_batch)
-    shared = _sharing(problem, candidate.parts)
+    shared = sharing(problem, candidate.parts)
     found = []
     for p, (_, _, cost) in enumerate(candidate.parts):
         if candidate.resources.boundary_tier == "device" and p < len(candidate.parts) - 1:
@@ -72,7 +73,7 @@ def _options(problem: Problem, plain: Prediction) -> list[_Option]:
     return found
 
 
-def _sharing(problem: Problem, parts: Parts) -> set[int]:
+def sharing(problem: Problem, parts: Parts) -> set[int]:
     """Partitions that share weights with others: who borrows them reads them from their home, which must be up to date."""
     of_block = {number: p for p, (first, last, _) in enumerate(parts) for number in range(first, last)}
     pairs = [(of_block[b.number], of_block[tie.owner.number]) for b in problem.chain for tie in b.tied]
@@ -80,30 +81,63 @@ def _sharing(problem: Problem, parts: Parts) -> set[int]:
 
 
 def _filled(problem: Problem, plain: Prediction, options: Sequence[_Option], available: int) -> Prediction:
-    """As many of `options`, in their order, as fit; then what else fits behind the first that does not."""
-
-    def with_all(chosen: Sequence[_Option]) -> Prediction:
-        candidate = plain.candidate
-        stays = frozenset(option.partition for option in chosen if option.stays)
-        keeps = frozenset(option.partition for option in chosen if not option.stays)
-        streaming = max(1, len(candidate.parts) - len(stays))
-        resources = replace(candidate.resources, stays=stays, slots=min(candidate.resources.slots, streaming))
-        return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps)
-
+    """As many of `options`, in their order, as fit."""
     best, fits, fails = plain, 0, len(options) + 1
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        tried = with_all(options[:middle])
+        tried = _with(problem, plain, options[:middle])
         if tried.peak <= available and _streams(tried):
             best, fits = tried, middle
         else:
             fails = middle
-    chosen = list(options[:fits])
-    for option in options[fails : fails + _REPAIRS]:
-        tried = with_all([*chosen, option])
-        if tried.peak <= available and _streams(tried) and tried.seconds <= best.seconds:
-            best, chosen = tried, [*chosen, option]
     return best
+
+
+def _with(problem: Problem, plain: Prediction, chosen: Iterable[_Option]) -> Prediction:
+    candidate = plain.candidate
+    stays = frozenset(option.partition for option in chosen if option.stays)
+    keeps = frozenset(option.partition for option in chosen if not option.stays)
+    streaming = max(1, len(candidate.parts) - len(stays))
+    slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots, streaming)
+    resources = replace(candidate.resources, stays=stays, slots=slots)
+    return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps)
+
+
+def refined(problem: Problem, best: Prediction, available: int) -> Prediction:
+    """`best` with one option more, or one or two in the place of another, as long as that makes it faster and fits.
+
+    In so many simulations that their time does not grow with the number of partitions.
+    """
+    left = _REPAIRS // len(best.candidate.parts)
+    options = _options(problem, best)
+    better = True
+    while better and left > 0:
+        better = False
+        stays, keeps = best.candidate.resources.stays, best.candidate.keeps
+        chosen = [option for option in options if option.partition in (stays if option.stays else keeps)]
+        for out, come in _moves(chosen, [option for option in options if option not in chosen]):
+            if left <= 0:
+                break
+            left -= 1
+            tried = _with(problem, best, [option for option in (*chosen, *come) if option not in out])
+            if tried.peak <= available and _streams(tried) and tried.seconds < best.seconds:
+                best, better = tried, True
+                break
+    return best
+
+
+Options = tuple[_Option, ...]
+
+
+def _moves(chosen: Sequence[_Option], others: Sequence[_Option]) -> Iterator[tuple[Options, Options]]:
+    """(what goes, what comes), the most promising first."""
+    others = sorted(others, key=lambda option: -(option.compute + option.transfer))
+    chosen = sorted(chosen, key=lambda option: option.compute + option.transfer)
+    yield from (((), (option,)) for option in others)
+    yield from (((out,), (option,)) for option in others for out in chosen)
+    yield from (((), pair) for pair in itertools.combinations(others, 2))
+    yield from (((out,), pair) for pair in itertools.combinations(others, 2) for out in chosen)
+    yield from ((pair, (option,)) for pair in itertools.combinations(chosen, 2) for option in others)
 
 
 def _streams(prediction: Prediction) -> bool:
@@ -133,10 +167,18 @@ def predict(
     costs = [part[2] for part in parts]
     walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    updates = [predicted.ends for predicted in predicted_steps if predicted.step.verb is Verb.UPDATE]
-    per_update = len(parts)
-    seconds = (updates[-1] - updates[per_update - 1]) / max(1, len(updates) // per_update - 1) or updates[-1]
+    seconds = _seconds(predicted_steps, len(parts), problem.contention)
     return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
+
+
+def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: float) -> float:
+    """Of one update, where a second of transfers behind the computation takes `contention` seconds of it."""
+    updates = [number for number, predicted in enumerate(predicted_steps) if predicted.step.verb is Verb.UPDATE]
+    first, last = (updates[count - 1], updates[-1]) if len(updates) > count else (-1, updates[-1])
+    steady = predicted_steps[first + 1 : last + 1]
+    moved = sum(predicted.seconds for predicted in steady if predicted.step.verb in (Verb.LOAD, Verb.DROP))
+    began = predicted_steps[first].ends if first >= 0 else 0.0
+    return (predicted_steps[last].ends - began + contention * moved) / max(1, len(updates) // count - 1)
 
 
 def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from seqpart.units import format_seconds, format_size
 
-_LEAVE_OUT = ("home", "boundary row", "optimizer", "gradients", "micro-batch", "activations", "weights")
+_LEAVE_OUT = ("home", "graph", "boundary row", "optimizer", "gradients", "micro-batch", "activations", "weights")
 """Columns of the plan that a narrow terminal does without, the least important first."""
 _BETWEEN = 3
 """Characters between two columns of the table, and at its edges together."""
