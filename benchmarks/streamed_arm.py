@@ -1,7 +1,7 @@
 """One arm of benchmarks/streamed_speed.py in a process of its own: prints one JSON line.
 
-plain     a plain PyTorch loop with PyTorch's own settings and all memory
-streamed  seqpart, --method streamed
+plain     a plain PyTorch loop with PyTorch's own settings and all memory; with --segments torch's checkpoint_sequential in it
+streamed  seqpart, by --method
 compute   the same steps without loads and saves: what the computation alone takes
 io        the same loads and saves without computation: what the disk alone takes
 """
@@ -33,10 +33,11 @@ def rows(count: int) -> tuple[Any, Any]:
     return (table[:, :64] / 16).to(torch.float32), table[:, 64].to(torch.int64)
 
 
-def plain(width: int, depth: int, batch: int, updates: int) -> dict[str, Any]:
+def plain(width: int, depth: int, batch: int, updates: int, segments: int | None = None) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
     from sklearn.datasets import load_digits
+    from torch.utils.checkpoint import checkpoint_sequential
 
     from benchmarks.streamed_networks import network
 
@@ -51,7 +52,8 @@ def plain(width: int, depth: int, batch: int, updates: int) -> dict[str, Any]:
             used = Used()
         began = time.perf_counter()
         picked = torch.arange(number * batch, (number + 1) * batch) % len(x)
-        F.cross_entropy(model(x[picked]), y[picked]).backward()
+        output = model(x[picked]) if not segments else checkpoint_sequential(model, segments, x[picked], use_reentrant=False)
+        F.cross_entropy(output, y[picked]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         took.append(time.perf_counter() - began)
@@ -125,7 +127,8 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": [after - before for before, after in itertools.pairwise(ends)],
         **watch.used[WARM_UP - 1].per_update(watch.used[-1], len(ends) - 1),
-        "peak": result.proof.peak, "predicted": plan.peak, "violations": result.proof.violations, "runtime": plan.runtime,
+        "peak": result.proof.peak, "predicted": plan.peak, "predicted seconds": plan.seconds, "method": plan.method,
+        "violations": result.proof.violations, "runtime": plan.runtime,
         "partitions": len(plan.partitions), "slots": plan.slots, "boundary_tier": plan.boundary_tier,
         "stays": sorted(plan.stays), "keeps": sorted(plan.keeps),
         "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,
@@ -189,13 +192,14 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--limit", default="2GB")
     parser.add_argument("--partitions", type=int)
+    parser.add_argument("--segments", type=int)
     parser.add_argument("--method", default="streamed")
     parser.add_argument("--any-micro-batch", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     if arguments.arm == "plain":
-        found = plain(arguments.width, arguments.depth, arguments.batch, arguments.updates)
+        found = plain(arguments.width, arguments.depth, arguments.batch, arguments.updates, arguments.segments)
     else:
         found = streamed(arguments)
     found["median"] = median(found["seconds"])

@@ -6,6 +6,7 @@ Trainer(model, mem_limit="2GB", method="sil").fit(train, test)
 
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 # Read by the libraries when they load, so set before torch: a spinning OpenMP thread starves the I/O threads, and
 # huge pages win back what prompt return of memory costs (seqpart/device.py, settle).
@@ -28,8 +29,11 @@ from seqpart.errors import (
     StoreError,
     VerifyMismatch,
 )
-from seqpart.settings import Settings
-from seqpart.trainer import Result, Trainer
+
+if TYPE_CHECKING:
+    from seqpart.result import Result
+    from seqpart.settings import Settings
+    from seqpart.trainer import Trainer
 
 __all__ = [
     "BadInput",
@@ -43,3 +47,17 @@ __all__ = [
     "Trainer",
     "VerifyMismatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
+    if name in ("Result", "Settings", "Trainer"):
+        from seqpart import result, settings, trainer
+
+        globals().update(Result=result.Result, Settings=settings.Settings, Trainer=trainer.Trainer)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

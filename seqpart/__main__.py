@@ -1,5 +1,22 @@
-"""`python -m seqpart` is the console script `seqpart`."""
+"""The console script `seqpart`, also `python -m seqpart`: says how it is used without loading torch."""
 
-from seqpart.train import console
+import sys
 
-console()
+COMMANDS = ("train", "plan", "verify", "doctor")
+
+
+def console() -> None:
+    """`seqpart train`, `seqpart plan` (a dry run), `seqpart verify`, `seqpart doctor`. Leaves with the exit code."""
+    command, *arguments = sys.argv[1:] or [""]
+    if command in COMMANDS:
+        from seqpart.train import run_command
+
+        sys.exit(run_command(command, arguments))
+    asked = command in ("-h", "--help")
+    usage = f"usage: seqpart {{{','.join(COMMANDS)}}} [options]; seqpart train --help shows them"
+    print(usage, file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)
+
+
+if __name__ == "__main__":
+    console()

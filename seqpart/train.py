@@ -1,4 +1,4 @@
-"""The command: `python -m seqpart.train --mem-limit 2GB`, and the console script `seqpart` (train, plan, verify, doctor)."""
+"""The command: `python -m seqpart.train --mem-limit 2GB`."""
 
 import atexit
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 from seqpart.cli.arguments import kept_options, options_of
 from seqpart.cli.doctor import doctor
 from seqpart.cli.job import Job, opened
-from seqpart.errors import BadInput, Interrupted, OptionError, SeqpartError
+from seqpart.errors import Interrupted, OptionError, SeqpartError
 from seqpart.files.atomic import write_text
 from seqpart.files.text import read_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
@@ -40,22 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def console() -> None:
-    """The console script: `seqpart train`, `seqpart plan` (a dry run), `seqpart verify`, `seqpart doctor`."""
-    command, *arguments = sys.argv[1:] or [""]
+def run_command(command: str, arguments: list[str]) -> int:
+    """One of the console script's: train, plan (a dry run), verify, doctor. Returns the exit code."""
     if command == "train":
         sys.argv[1:] = arguments
-        sys.exit(main())
+        return main()
     if command == "plan":
-        sys.exit(main([*arguments, "--dry-run"]))
-    if command == "verify":
-        sys.exit(_guarded(lambda: verified(arguments), debug="--debug" in arguments))
-    if command == "doctor":
-        sys.exit(_guarded(lambda: doctor(arguments), debug=False))
-    asked = command in ("-h", "--help")
-    usage = "usage: seqpart {train,plan,verify,doctor} [options]; seqpart train --help shows them"
-    print(usage, file=sys.stdout if asked else sys.stderr)
-    sys.exit(0 if asked else BadInput.exit_code)
+        return main([*arguments, "--dry-run"])
+    work = {"verify": verified, "doctor": doctor}[command]
+    return _guarded(lambda: work(arguments), debug=command == "verify" and "--debug" in arguments)
 
 
 def _guarded(work: Callable[[], None], *, debug: bool) -> int:

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Build, describe
+from seqpart.planning.inputs import limit_of
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
@@ -63,9 +65,12 @@ class Trainer:
             self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)
         elif optimizer is not None:
             options["optimizer"] = optimizer
-        self.settings = Settings.of(**options)
+        settings = Settings.of(**options)
         self.model, self._loss, self._quiet = model, loss, quiet
-        self.device = open_device(self.settings.device)
+        self.device = open_device(settings.device)
+        if settings.mem_limit.strip().lower() == "auto":  # what is free is looked at once: it changes all the time
+            settings = replace(settings, mem_limit=str(limit_of(settings, self.device)))
+        self.settings = settings
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None

@@ -13,9 +13,10 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
+from seqpart.__main__ import console
 from seqpart.planning.plan import Plan
 from seqpart.settings import Settings
-from seqpart.train import Job, console, main
+from seqpart.train import Job, main
 from tests.command import SMALL, Ran, call, files, refused, run
 
 FLAGS = {

@@ -9,7 +9,7 @@ from torch import nn
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.partition import gradient_layouts, slot_bytes, state_layouts
 from seqpart.errors import CorruptFile
-from seqpart.execution.partition import Partition, Placement
+from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device, open_device
@@ -260,18 +260,14 @@ def test_weights_that_did_not_change_are_not_written(home):
     assert home.chain[0].state_home not in home.store
 
 
-def test_who_holds_the_weights_is_told_and_an_emptied_module_holds_none(home):
-    assert home.partition.placement is Placement.AT_HOME
+def test_a_loaded_module_lies_in_the_slot_and_an_emptied_one_holds_nothing(home):
     home.partition.begin_load(Slot(home.slot, at_once), to_update=True)
-    assert home.partition.placement is Placement.LOADING
     home.partition.finish_load(learns=True)
-    assert home.partition.placement is Placement.RESIDENT
     low = home.slot.data_ptr()
     for block in home.chain:
         for tensor in tensors_of(block.module).values():
             assert low <= tensor.data_ptr() < low + len(home.slot)
     home.drop()
-    assert home.partition.placement is Placement.AT_HOME
     assert all(tensor.numel() == 0 for block in home.chain for tensor in tensors_of(block.module).values())
 
 
@@ -296,11 +292,9 @@ def test_a_load_that_fails_leaves_nothing_after_a_release_and_can_be_tried_again
     with pytest.raises(CorruptFile, match="shorter"):
         home.load()
     home.partition.release()
-    assert home.partition.placement is Placement.AT_HOME
     assert all(tensor.numel() == 0 for block in home.chain for tensor in tensors_of(block.module).values())
     path.write_bytes(whole)
     home.load()
-    assert home.partition.placement is Placement.RESIDENT
 
 
 def test_damaged_optimizer_state_is_named_and_not_trained_with(home):

@@ -9,7 +9,6 @@ from typing import Any
 from seqpart.data.splits import Split, as_split, count_classes, count_tokens
 from seqpart.errors import OptionError
 from seqpart.files.text import short
-from seqpart.memory.device import Device
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
@@ -83,7 +82,8 @@ def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, T
     if alone:
         trainer.count_from_start()
     train, test = data_of(job)
-    trainer.model, depth = model_of(job, trainer.device, train, test, reporter)
+    limit = limit_of(trainer.settings, trainer.device)
+    trainer.model, depth = model_of(job, limit, train, test, reporter)
     return dataclasses.replace(job, depth=depth), trainer, train, test
 
 
@@ -95,8 +95,8 @@ def data_of(job: Job) -> tuple[Split, Split]:
     return as_split(train, "training"), as_split(test, "test")
 
 
-def model_of(job: Job, device: Device, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
-    """The model, and its depth where that is ours to choose. Raises OptionError or ModelError."""
+def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
+    """The model, and its depth where that is ours to choose: for `limit` bytes. Raises OptionError or ModelError."""
     classes = count_classes(train, test)
     if job.heads is not None and job.model != "gpt":
         raise OptionError(f"--heads goes with --model gpt; found --model {job.model}.")
@@ -118,7 +118,6 @@ def model_of(job: Job, device: Device, train: Split, test: Split, reporter: Repo
         raise OptionError(f"--model mlp takes quantities, and the rows of --data {job.data} are tokens. Take --model gpt.")
     inputs, depth = prod(train.shape), job.depth
     if depth is None:
-        limit = limit_of(job, device)
         depth = models.depth_for(limit, inputs, max(classes, 1), width)
         _refuse_too_deep(
             depth, f" Its state would be twice the limit of {format_size(limit)}: give a --depth, or a larger --width."

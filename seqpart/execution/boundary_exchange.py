@@ -44,8 +44,6 @@ class BoundaryExchange(Protocol):
     def take(self, key: Key) -> torch.Tensor:
         """The same for the last time, in memory that is the caller's to keep: gradients may become those of weights."""
 
-    def expect(self, key: Key) -> None: ...
-
     def forget(self, key: Key) -> None: ...
 
     def close(self) -> None: ...
@@ -135,9 +133,6 @@ class OnDevice:
         form, kept = self._held.pop(key)
         return form.again(kept)
 
-    def expect(self, key: Key) -> None:
-        """It is here already."""
-
     def forget(self, key: Key) -> None:
         self._held.pop(key, None)
 
@@ -203,9 +198,6 @@ class InHost:
         kept = place.on(self._flat[place.offset :])
         return place.form.again(self._device.own(kept) if own else self._device.upload(kept))
 
-    def expect(self, key: Key) -> None:
-        """Copies on the compute stream need no head start."""
-
     def forget(self, key: Key) -> None:
         """Its range is used again in the next update."""
 
@@ -250,7 +242,7 @@ class OnDisk:
         return place.form.again(kept)
 
     def _buffer_with(self, key: Key) -> torch.Tensor:
-        self.expect(key)
+        self._begin_read(key)
         number = self._number_of(key)
         assert number is not None
         self._touch(number)
@@ -258,7 +250,7 @@ class OnDisk:
             self._settle(number)
         return self._buffers[number]
 
-    def expect(self, key: Key) -> None:
+    def _begin_read(self, key: Key) -> None:
         """Start to read it, if it is not in a buffer."""
         if self._number_of(key) is not None:
             return

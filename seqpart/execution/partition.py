@@ -9,7 +9,6 @@ then gradients that wait for their norm. Parameters and state are views of it, s
 write out of it. Both go on in the store's threads while another partition computes.
 """
 
-import enum
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -31,13 +30,6 @@ _Copy = tuple[Block, str, torch.Tensor]
 """(block, name, value) of a buffer."""
 
 
-class Placement(enum.Enum):
-    AT_HOME = "at home"
-    LOADING = "loading"
-    RESIDENT = "resident"
-    SAVING = "saving"
-
-
 class Partition:
     """Partition `number`: some blocks of the chain, moved in and out of slots that the executor owns."""
 
@@ -45,7 +37,7 @@ class Partition:
         self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
         *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
     ) -> None:  # fmt: skip
-        self.number, self.blocks, self.placement = number, blocks, Placement.AT_HOME
+        self.number, self.blocks = number, blocks
         self._costs, self._store, self._device = costs, store, device
         self._writes_input = written_input(costs)
         self._choice, self._seed, self._autocast = optimizer, seed, autocast
@@ -94,7 +86,7 @@ class Partition:
 
     def begin_load(self, slot: Slot, *, to_update: bool) -> None:
         """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`."""
-        self.placement, self._slot, self._to_update = Placement.LOADING, slot, to_update
+        self._slot, self._to_update = slot, to_update
         self._regions, offset = [], 0
         own, borrowed = [cost.layout for cost in self._costs], [cost.layout for cost in self._borrowed.values()]
         for layouts in own, borrowed, self._states if to_update else [], self._gradients:
@@ -129,7 +121,6 @@ class Partition:
         if self._to_update:
             self._build_optimizer()
             self._fetch_gradients()
-        self.placement = Placement.RESIDENT
         return self.transfer.nbytes
 
     def learn(self, learns: bool) -> None:
@@ -316,7 +307,6 @@ class Partition:
         Without `keep_state` the optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
         """
         assert self._slot is not None
-        self.placement = Placement.SAVING
         if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
             self._evolved = [buffer.clone() for block in self.blocks for buffer in block.module.buffers()]
         if self._before:
@@ -376,7 +366,6 @@ class Partition:
         self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
         self._changed = False
-        self.placement = Placement.AT_HOME
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""

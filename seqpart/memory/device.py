@@ -1,4 +1,4 @@
-"""CPU and CUDA behind the same calls. `if cuda` stands in this file and nowhere else.
+"""CPU and CUDA behind the same calls: what computes asks for memory, copies and events here, whatever the device is.
 
 On CPU the device is this process's own anonymous memory: uploads are no copies, events are None. On CUDA uploads go
 from pinned memory on the current stream, and an event says when the host buffer may be reused.

@@ -34,6 +34,7 @@ from seqpart.cli.job import Job, data_of, model_of
 from seqpart.model.losses import default_loss, label_dtype
 from seqpart.model.optimizers import choose
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
 from seqpart.data.row_file import RowLayout
 from seqpart.execution.metrics import Metrics
@@ -66,7 +67,7 @@ class Program:
         self._train = Rows(train, place / "train.rows", self.device)
         self._test = Rows(test, place / "test.rows", self.device)
         self._loss = default_loss(train.labels, count_classes(train, test))
-        model, _ = model_of(job, device, train, test, Reporter(quiet=True))
+        model, _ = model_of(job, limit_of(job, device), train, test, Reporter(quiet=True))
         self.blocks = nn.ModuleList(block.build(Device(), job.seed) for block in as_chain(model)).to(self.device)
         rate = float(job.lr)
         chosen = choose(job.optimizer, lr=rate, weight_decay=job.weight_decay, momentum=job.momentum)
