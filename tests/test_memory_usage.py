@@ -143,9 +143,9 @@ def test_a_thread_that_looks_while_the_interpreter_ends_says_nothing():
     """The open file was closed under it: an early refusal had the traceback of a thread behind its message."""
     program = (
         "import atexit, time; atexit.register(time.sleep, 0.3)\n"  # runs after what is registered later
-        "from seqpart.memory.device import Device; from seqpart.memory.usage import Gauge\n"
+        "from seqpart.memory.device import Device; from seqpart.memory.usage import MemoryUsage\n"
         "from seqpart.memory.sampler import Sampler\n"
-        "Sampler(Gauge(Device()), limit=1 << 62).start()"
+        "Sampler(MemoryUsage(Device()), limit=1 << 62).start()"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

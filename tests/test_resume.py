@@ -10,7 +10,7 @@ from torch import nn
 
 import seqpart.planning.exact as exactplan
 from seqpart import session as run
-from seqpart.errors import DoesNotFit, Interrupted, OptionError
+from seqpart.errors import DoesNotFit, Interrupted, OptionError, OutOfMemory
 from seqpart.execution.executor import Executor
 from seqpart.files.scratch import has_checkpoint
 from seqpart.offload.store import Store
@@ -47,6 +47,8 @@ CASES = {
     "one slot, statistics, clipped": (statistics, (12,), How(), SGD | CLIP | {"partitions": "0,2,4"}),
     "two slots, boundaries on disk, dropout": (dropping, (12,), How(slots=2, boundary_tier="disk"), SGD | COSINE),
     "tied, graphs kept, clipped": (tied, None, How(slots=2, keeps=0), ADAM | CLIP),
+    "half stay, statistics, clipped": (statistics, (12,), How(stays=0.5), ADAM | CLIP | {"partitions": "0,2,4"}),
+    "the last stay, graphs kept, dropout": (dropping, (12,), How(slots=2, stays=-0.5, keeps=0), SGD | {"test_every": 1}),
     "partly frozen, bf16": (functools.partial(partly_frozen, {2, 3}), (12,), How(keeps=0.5), ADAM | NARROW),
     "in host memory, attention, bf16": (attentive, (4, 12), How(slots=2, boundary_tier="host"), ADAMW | NARROW | LINEAR),
     "sil, recovery, dropout": (dropping, (12,), SIL, ADAM | {"partitions": "0,2,4", "recovery_epochs": 1}),
@@ -84,6 +86,7 @@ def stopped_after(arm, steps, *, how=kill, **options):
 QUICK = [
     "one slot, statistics, clipped",
     "two slots, boundaries on disk, dropout",
+    "half stay, statistics, clipped",
     "tied, graphs kept, clipped",
     "in host memory, attention, bf16",
     "sil, recovery, tested between epochs",
@@ -299,6 +302,26 @@ def test_an_update_that_memory_ends_half_way_is_taken_back_from_the_disk_and_mad
     before, half_way = results
     assert ended(half_way) == ended(before)
     assert half_way.final_micro_batch == 1
+
+
+@pytest.mark.parametrize(("stays", "done"), [(0.34, 2), (-0.34, 1)], ids=["the first stays", "the last stays"])
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_partitions_that_stay_are_what_they_were_when_memory_ends_an_update_half_way(arms, monkeypatch, stays, done, tier):
+    """Others are taken back from their homes, which those that stay have not written for many updates."""
+    options = {"ram_limit": "50MB"} if tier == "host" else {}
+    arm = arms(statistics, (12,), How(slots=2, stays=stays), partitions="0,2,4", momentum=0.9, micro_batch_size=4, **options)
+    results = []
+    for verb, updated in ((Verb.FORWARD, 0), (Verb.BACKWARD, done)):
+        with monkeypatch.context() as patched:
+            failed = fail_once(patched, verb, 0, 3)
+            if tier == "host" and updated:
+                with pytest.raises(OutOfMemory, match="homes in host memory cannot be taken back"):
+                    arm.fit(verb.name, save_every="never")
+                return
+            results.append(arm.fit(verb.name, save_every="never"))
+            assert failed == [updated], "partitions that had made their step"
+    assert ended(results[0]) == ended(results[1])
+    assert results[0].final_micro_batch == 2
 
 
 def test_a_run_that_is_stopped_after_memory_ran_out_goes_on_with_the_smaller_micro_batch(arm, monkeypatch):

@@ -61,7 +61,7 @@ def fastest_of(problem: Problem, method: Method, available: int) -> Prediction |
             if prediction.peak <= available and (best is None or prediction.seconds < best.seconds):
                 best = prediction
         if best is not None:
-            return refined(problem, best, available) if len(best.candidate.parts) > 1 else best
+            return best
     return None
 
 
@@ -79,11 +79,18 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
 
 
 def _variants(problem: Problem, method: Method, micro_batch: int, available: int) -> Iterator[Prediction]:
+    best: Prediction | None = None
     for starts in _cuts(problem, method, micro_batch):
         parts = _parts(problem, micro_batch, starts)
         for slots in (len(parts),) if method.stays else (2, 1):
-            if slots <= len(parts) and not (available and never_fits(problem, method, parts, slots, available)):
-                yield from _with_slots(problem, method, micro_batch, parts, slots, available)
+            if slots > len(parts) or (available and never_fits(problem, method, parts, slots, available)):
+                continue
+            for prediction in _with_slots(problem, method, micro_batch, parts, slots, available):
+                if prediction.peak <= available and (best is None or prediction.seconds < best.seconds):
+                    best = prediction
+                yield prediction
+    if best is not None and len(best.candidate.parts) > 1:
+        yield refined(problem, best, available)
 
 
 def _with_slots(
