@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 
@@ -22,6 +22,46 @@ MOST = 10**9
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+Numbers = int | float | str | Sequence[int] | Sequence[float]
+"""One value, or one for each partition."""
+
+
+class Options(TypedDict, total=False):
+    """Fields of Settings as Python callers give them, but for `optimizer`, which may be a function too."""
+
+    mem_limit: str | int | float
+    method: Literal["sil", "streamed", "checkpointed", "full", "auto"]
+    device: str
+    ram_limit: str | int | float | None
+    offload_dir: str | Path | None
+    output_dir: str | Path | None
+    overwrite: bool
+    epochs: Numbers
+    batch_size: Numbers
+    micro_batch_size: int | None
+    lr: Numbers
+    weight_decay: float
+    momentum: float
+    clip_grad_norm: float | None
+    lr_schedule: Literal["constant", "linear", "cosine"]
+    warmup_updates: int
+    dtype: Literal["fp32", "bf16"]
+    recovery_epochs: int
+    recover: Literal["left", "all"] | None
+    recovery_batch_size: int | None
+    recovery_lr: float | None
+    test_every: int | None
+    save_every: str | int
+    partitions: int | str | Sequence[int]
+    objective: Literal["orthogonal", "prototype", "mse"] | None
+    kappa: float | None
+    prototype_scale: Numbers | None
+    sil_inputs: Literal["cached", "synthetic"] | None
+    shuffle: bool | Literal["auto", "yes", "no"]
+    cache_dtype: Literal["fp32", "bf16"] | None
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -24,7 +24,7 @@ from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
 from seqpart.result import Result
 from seqpart.session import BeforeUpdate, Session, told
-from seqpart.settings import Settings
+from seqpart.settings import Options, Settings
 
 __all__ = ["Result", "Trainer"]
 
@@ -47,6 +47,7 @@ class Trainer:
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
         any of these ways needs `micro_batch_size` = `batch_size`.
     optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
+    settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` is required. A list gives each partition its own value.
 
     Raises OptionError or ModelError for what cannot be honoured.
@@ -54,18 +55,21 @@ class Trainer:
 
     def __init__(
         self, model: object, loss: LossFunction | None = None, optimizer: str | Build | None = None,
-        *, quiet: bool = False, **options: Any,
+        *, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         refuse_poor_surroundings(torch.get_num_threads() - 1)
+        given: dict[str, Any] = {**options}
         self._optimizer = None
         if callable(optimizer):
-            clash = sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(options))
+            clash = sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(given))
             if clash:
                 raise OptionError(f"{', '.join(clash)}: the optimizer function sets these itself; leave them out here.")
             self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)
         elif optimizer is not None:
-            options["optimizer"] = optimizer
-        settings = Settings.of(**options)
+            given["optimizer"] = optimizer
+        if settings is not None and given:
+            raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
+        settings = settings or Settings.of(**given)
         self.model, self._loss, self._quiet = model, loss, quiet
         self.device = open_device(settings.device)
         if settings.mem_limit.strip().lower() == "auto":  # what is free is looked at once: it changes all the time

@@ -2,12 +2,15 @@
 
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+from torch import nn
 
+from seqpart import Trainer
 from seqpart.errors import OptionError
-from seqpart.settings import Settings, at_least_one, listed, per_partition
+from seqpart.settings import Options, Settings, at_least_one, listed, per_partition
 
 
 def test_a_limit_is_all_that_must_be_given():
@@ -165,3 +168,28 @@ def test_every_setting_has_a_type_that_a_python_caller_can_give():
     given = {"str": "auto", "Path": "x", "bool": True, "int": 1, "float": 1.0}
     for field in fields(Settings):
         assert any(kind in str(field.type) for kind in given), field.name
+
+
+def test_what_an_editor_completes_are_the_settings():
+    """Trainer took **options: Any, so that no editor and no type checker knew a name or a type of them."""
+    assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer"}
+    for name in ("method", "lr_schedule", "objective", "sil_inputs"):
+        for value in _choices(Options.__annotations__[name]):
+            Settings.of(mem_limit="2GB", **({"method": "sil"} | {name: value}))
+
+
+def _choices(kind):
+    return [value for part in (kind, *get_args(kind)) if get_origin(part) is Literal for value in get_args(part)]
+
+
+def test_settings_come_whole_or_field_by_field():
+    model = [lambda: nn.Linear(2, 2)]
+    assert Trainer(model, settings=Settings(mem_limit="2GB", epochs="7")).settings.epochs == "7"
+    with pytest.raises(OptionError, match="leave epochs out, or settings"):
+        Trainer(model, settings=Settings(mem_limit="2GB"), epochs=3)
+
+
+def test_what_is_free_is_looked_at_once():
+    """--mem-limit auto sized the model by one figure and planned by another."""
+    trainer = Trainer([lambda: nn.Linear(2, 2)], mem_limit="auto")
+    assert int(trainer.settings.mem_limit) > 1 << 20

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_classes, count_tokens, refuse_mismatch, write_rows
 from seqpart.errors import DataError
@@ -340,3 +340,9 @@ def test_labels_are_those_of_the_items_where_targets_says_otherwise():
     """A wrapper that changes labels and hands on the `targets` of what it wraps trained on labels that no item has."""
     items = Items([(x, 1 - int(y) % 2) for x, y in zip(X, Y, strict=True)], targets=Y.tolist())
     assert as_split(items, "training").labels.tolist() == [1, 0, 1, 1, 0, 1]
+
+
+def test_a_data_loader_is_refused_with_what_to_give_instead():
+    loader = DataLoader(TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(DataError, match=r"Give its data set \(loader.dataset\)"):
+        as_split(loader, "training")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import DataLoader
 
 from seqpart.errors import DataError
 from seqpart.model.losses import IGNORED
@@ -60,6 +61,11 @@ def as_split(data: object, name: str) -> Split:
         split = _from_pair(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         split = _from_items(data, name)
+    elif isinstance(data, DataLoader):
+        raise DataError(
+            f"{name} data: a DataLoader makes batches, which the plan does here. Give its data set (loader.dataset), and "
+            "batch_size, micro_batch_size and shuffle as options; a data set with augmentation is refused, since rows are kept."
+        )
     else:
         raise DataError(
             f"{name} data: expected a pair (x, y) of tensors or arrays, or a data set with len() and [i]; "
