@@ -13,6 +13,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.errors import DiskFull, DoesNotFit, OptionError
 from seqpart.files.direct import round_up
 from seqpart.memory.limit import margin_of, refused
+from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
 from seqpart.model.blocks import Chain
@@ -141,6 +142,7 @@ class Preparation(Inputs):
                 f"{' or '.join(names)}, {now}. Make a new one with --plan-out."
             )
         self.refuse_cuts("--plan", reuse.starts)
+        self.methods = methods_named(reuse.method)  # `auto` takes the one of the plan
         return self.prepare(micro_batch=max(part.micro_batch for part in reuse.partitions), starts=reuse.starts)
 
     def prepare(self, *, micro_batch: int | None = None, starts: tuple[int, ...] | None = None) -> Prepared:

@@ -289,9 +289,9 @@ def _announced(limited: Variant, other: Variant, steps: int) -> str:
     count, micro_batch = len(plan.partitions), plan.partitions[0].micro_batch
     kept, stays = len(plan.keeps), f", of which {len(plan.stays)} stay" if plan.stays else ""
     return (
-        f"verify: {steps} update(s) of {limited.method} under {format_size(limited.limit)} ({count} partitions{stays}, micro-batch "
-        f"{micro_batch}, {plan.slots} slot(s), boundaries on {plan.boundary_tier}, activations of {kept + 1} kept), then with "
-        f"a wrong replay, then of {other.method} under {format_size(other.limit)}"
+        f"verify: {steps} update(s) of {limited.method} under {format_size(limited.limit)} ({count} partitions{stays}, "
+        f"micro-batch {micro_batch}, {plan.slots} slot(s), boundaries on {plan.boundary_tier}, {kept + 1} graphs kept), then "
+        f"with a wrong replay, then of {other.method} under {format_size(other.limit)}"
     )
 
 
