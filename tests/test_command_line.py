@@ -161,6 +161,21 @@ def test_a_saved_plan_gives_the_same_cut_again(here, capsys):
     assert Plan.from_json((here / "out" / "plan.json").read_text(), "plan.json").starts == first.starts
 
 
+def test_a_saved_plan_gives_the_same_answers_for_every_partition_again(here, capsys):
+    """It gave the cut alone: which partitions stay and keep their graphs was chosen anew, by other measured speeds."""
+    asked = ["--width", "512", "--depth", "20", "--method", "auto", "--batch-size", "64", "--dry-run"]
+    refusal = call(capsys, *asked, "--mem-limit", "250MB")
+    smallest = re.search(r"smallest limit that fits: ([0-9]+)MB", refusal.err)
+    assert refusal.code == 3 and smallest, refusal.err
+    asked += ["--mem-limit", f"{int(smallest[1]) + 35}MB"]
+    assert call(capsys, *asked, "--plan-out", "a.json").code == 0
+    again = call(capsys, *asked, "--plan", "a.json", "--plan-out", "b.json")
+    first, second = (Plan.from_json((here / name).read_text(), name) for name in ("a.json", "b.json"))
+    assert first.stays and len(first.stays) < len(first.partitions), "some stay, and some stream"
+    assert (second.stays, second.keeps, second.slots, second.method) == (first.stays, first.keeps, first.slots, first.method)
+    assert "stay on the device" in again.out
+
+
 def test_the_plan_of_a_run_can_be_used_again(here, capsys):
     assert call(capsys, *SMALL, "--epochs", "1", "--partitions", "0,3", "--output-dir", "out").code == 0
     ran = call(capsys, *SMALL, "--dry-run", "--plan", "out/plan.json")
