@@ -12,7 +12,8 @@ from seqpart.planning.simulator import PredictedStep, Resources, simulate
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, Verb
 
-WALKED_UPDATES = 3
+WALKED_UPDATES = 2
+"""The second is one of many: its beginning waits for what the first has left."""
 
 _REPAIRS = 3000
 """Partitions that are simulated, once each, to make a plan a little better."""
@@ -187,7 +188,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
         PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
         for _, _, cost in candidate.parts
     )
-    rows = min(problem.train_rows, (WALKED_UPDATES - 1) * batch + (problem.train_rows % batch or batch))
+    rows = min(problem.train_rows, WALKED_UPDATES * batch)
     work = Workload(
         train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps,

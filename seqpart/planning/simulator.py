@@ -77,19 +77,23 @@ class Simulator:
         self._with_state: set[int] = set()
         self._position, self._stepped = Position(), set[int]()
         self._clock = _Clock(resources)
+        self._last_trained = {
+            (phase.stage, p): number for number, phase in enumerate(phases) for p in phase.partitions if phase.trains(p)
+        }
+        self._do = {
+            Verb.LOAD: self._load,
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+            Verb.UPDATE: self._update,
+            Verb.DROP: self._drop,
+        }
 
     def run(self, steps: Iterable[Step]) -> Iterator[PredictedStep]:
         for step in steps:
             yield self.take(step)
 
     def take(self, step: Step) -> PredictedStep:
-        work = {
-            Verb.LOAD: self._load,
-            Verb.FORWARD: self._forward,
-            Verb.BACKWARD: self._backward,
-            Verb.UPDATE: self._update,
-            Verb.DROP: self._drop,
-        }[step.verb]
+        work = self._do[step.verb]
         if self._position.phase != step.phase and step.verb is not Verb.DROP:
             self._position = Position(step.phase)
         before = self._now
@@ -125,7 +129,8 @@ class Simulator:
     def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, written = step.partition, 0
         stage = self._phases[step.phase].stage
-        again = trains_again(self._phases, self._position, p, stage, stepped=p in self._stepped)
+        later = self._last_trained.get((stage, p), -1) > self._position.phase
+        again = trains_again(self._phases, self._position, p, stage, stepped=p in self._stepped, later=later)
         if p in self._changed:
             written = part.weights + (part.state if again and p in self._with_state else 0)
             self._changed.discard(p)

@@ -134,11 +134,18 @@ def counted(phases: Sequence[Phase]) -> Iterator[tuple[Phase, int]]:
     return phases.counted() if isinstance(phases, Phases) else ((phase, 1) for phase in phases)
 
 
-def trains_again(phases: Sequence[Phase], at: Position, p: int, stage: int, *, stepped: bool) -> bool:
-    """Whether the optimizer state of `p` in `stage` will be used after `at`. `stepped`: its update there is done already."""
+def trains_again(
+    phases: Sequence[Phase], at: Position, p: int, stage: int, *, stepped: bool, later: bool | None = None
+) -> bool:  # fmt: skip
+    """Whether the optimizer state of `p` in `stage` will be used after `at`. `stepped`: its update there is done already.
+
+    later: whether it is in a phase behind that one, where the caller knows.
+    """
     if at.phase >= len(phases):
         return False
     now = phases[at.phase]
     if now.stage == stage and now.trains(p) and at.updates + stepped < now.updates:
         return True
+    if later is not None:
+        return later
     return any(phase.stage == stage and phase.trains(p) for phase, _ in counted(phases[at.phase + 1 :]))
