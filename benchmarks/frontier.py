@@ -29,6 +29,8 @@ LIMITS = {
 }
 SEGMENTS = (4, 8)
 UPDATES = {"S-256": 11, "S-32": 15, "L-256": 7}
+FOLDER = Path("runs")
+"""Where the homes lie while a run lasts: a real disk."""
 PICTURE = Path(__file__).parents[1] / "docs" / "frontier.png"
 
 
@@ -38,7 +40,7 @@ def arm(part: str, *options: object) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     if options[0] != "plain":
         environment["GOMP_SPINCOUNT"] = "0"
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         words = ["--width", WIDTHS[network], "--depth", DEPTH, "--batch", batch, "--updates", UPDATES[part], "--folder", folder]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.streamed_arm", *map(str, options), *map(str, words)],
@@ -112,6 +114,7 @@ def main() -> None:
     if unknown := set(arguments.parts) - LIMITS.keys():
         parser.error(f"unknown parts {', '.join(unknown)}: expected some of {', '.join(LIMITS)}")
     result = load("frontier")
+    FOLDER.mkdir(exist_ok=True)
     for part in [] if arguments.picture else arguments.parts or ["S-256", "S-32"]:
         result[part] = measured(part, arguments.rounds)
         print(table(part, result[part]))

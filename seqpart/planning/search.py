@@ -1,7 +1,7 @@
 """What a cut costs in memory and time by the simulator, and how memory that is left is spent on time."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpart.memory.limit import limit_for
@@ -94,7 +94,7 @@ def _filled(problem: Problem, plain: Prediction, options: Sequence[_Option], ava
     return best
 
 
-def _with(problem: Problem, plain: Prediction, chosen: Iterable[_Option]) -> Prediction:
+def _with(problem: Problem, plain: Prediction, chosen: Sequence[_Option]) -> Prediction:
     candidate = plain.candidate
     stays = frozenset(option.partition for option in chosen if option.stays)
     keeps = frozenset(option.partition for option in chosen if not option.stays)
