@@ -47,4 +47,5 @@ def test_another_file_is_no_plan(change):
 def test_the_table_says_what_stays_and_what_is_kept_where_there_is_a_choice():
     said = [(row["device"], row["graph"]) for row in as_text_rows(PLAN)]
     assert said == [("in turn", "again"), ("stays", "again"), ("in turn", "kept")]
+    assert as_text_rows(replace(PLAN, partitions=(replace(PART, keeps_graph=True), PLAN.partitions[1])))[1]["graph"] == "kept"
     assert "device" not in as_text_rows(replace(PLAN, partitions=(PART,)))[0]

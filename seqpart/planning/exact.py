@@ -215,7 +215,7 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
         if problem.saved is not None and problem.saved.keeps != candidate.keeps:
             yield "which partitions stay and keep their graphs was chosen anew: as the plan says it does not fit"
         if candidate.resources.stays:
-            yield f"{_ranges(candidate.resources.stays)} stay on the device: there is memory for them"
+            yield f"{_named(candidate.resources.stays)} on the device: there is memory for that"
         kept, tier = len(candidate.keeps), candidate.resources.boundary_tier
         others = ", computed again for the others" if kept + 1 < count else ""
         yield f"activations kept for {kept + 1} of {count} partitions{others}; boundaries wait on {tier}"
@@ -224,12 +224,13 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """`partitions 0-3, 7`"""
+def _named(numbers: Iterable[int]) -> str:
+    """`partitions 0-3, 7 stay`"""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return "partitions " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    said = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return f"partition {said} stays" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"partitions {said} stay"

@@ -136,12 +136,15 @@ def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
             "boundary row": format_size(part.boundary_row),
             "micro-batch": str(part.micro_batch),
             "home": part.tier,
-            **(
-                {"device": "stays" if part.stays else "in turn", "graph": "kept" if part.keeps_graph else "again"}
-                if choices
-                else {}
-            ),
+            **(_choices(plan, number) if choices else {}),
             "peak": format_size(part.peak),
         }
         for number, part in enumerate(plan.partitions)
     ]
+
+
+def _choices(plan: Plan, number: int) -> dict[str, str]:
+    """The last partition runs forward in its backward: its graph is there."""
+    part, last = plan.partitions[number], len(plan.partitions) - 1
+    kept = part.keeps_graph or number == last
+    return {"device": "stays" if part.stays else "in turn", "graph": "kept" if kept else "again"}
