@@ -59,4 +59,4 @@ def test_each_branch_of_the_tree_has_its_exit_code():
 
 def test_the_installed_package_brings_the_command_and_its_types():
     found = importlib.metadata.distribution("seqpart")
-    assert [entry.value for entry in found.entry_points if entry.name == "seqpart"] == ["seqpart.train:console"]
+    assert [entry.value for entry in found.entry_points if entry.name == "seqpart"] == ["seqpart.__main__:console"]
