@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from seqpart.__main__ import console
 from seqpart.costs.hardware import Speeds
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.execution.compute import Compute
 from seqpart.memory.device import Device
-from seqpart.__main__ import console
 from seqpart.verify.digests import Digests, Key
 from seqpart.verify.verification import verify
 from seqpart.zoo.models import gpt, mlp
