@@ -79,18 +79,21 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
 
 
 def _variants(problem: Problem, method: Method, micro_batch: int, available: int) -> Iterator[Prediction]:
-    best: Prediction | None = None
+    best: dict[int, Prediction] = {}
     for starts in _cuts(problem, method, micro_batch):
         parts = _parts(problem, micro_batch, starts)
         for slots in (len(parts),) if method.stays else (2, 1):
             if slots > len(parts) or (available and never_fits(problem, method, parts, slots, available)):
                 continue
             for prediction in _with_slots(problem, method, micro_batch, parts, slots, available):
-                if prediction.peak <= available and (best is None or prediction.seconds < best.seconds):
-                    best = prediction
+                known = best.get(slots)
+                if prediction.peak <= available and (known is None or prediction.seconds < known.seconds):
+                    best[slots] = prediction
                 yield prediction
-    if best is not None and len(best.candidate.parts) > 1:
-        yield refined(problem, best, available)
+    # A second slot takes memory that a partition which stays may be worth more of: each is made better for itself.
+    for prediction in best.values() if not method.stays else sorted(best.values(), key=lambda found: found.seconds)[:1]:
+        if len(prediction.candidate.parts) > 1:
+            yield refined(problem, prediction, available)
 
 
 def _with_slots(
