@@ -2,6 +2,8 @@
 
 import sys
 
+from seqpart.errors import BadInput
+
 COMMANDS = ("train", "plan", "verify", "doctor")
 
 
@@ -15,7 +17,7 @@ def console() -> None:
     asked = command in ("-h", "--help")
     usage = f"usage: seqpart {{{','.join(COMMANDS)}}} [options]; seqpart train --help shows them"
     print(usage, file=sys.stdout if asked else sys.stderr)
-    sys.exit(0 if asked else 2)
+    sys.exit(0 if asked else BadInput.exit_code)
 
 
 if __name__ == "__main__":

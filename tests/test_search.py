@@ -35,18 +35,16 @@ def block(weights, saved, output, flops):
     )  # fmt: skip
 
 
-def problem_of(blocks, limit, *, micro_batch, starts, speeds, contention=0.15, may_stay=True, epochs_rows=32):
+def problem_of(blocks, limit, *, micro_batch, starts, speeds):
     rows = RowLayout((blocks[0].input_row // 4,), torch.float32)
-    adam = [TensorSpec(name=name, shape=(2 * blocks[0].weights // 4,), dtype=torch.float32) for name in ("m",)]
     states = [Layout.of([TensorSpec(name="m", shape=(2 * cost.weights // 4,), dtype=torch.float32)]) for cost in blocks]
-    assert adam
     return Problem(
         chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], device="a test", host_counts=False,
         limit=limit, runtime=0, growth=0, costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
         loss_of=lambda _: lambda _: (0, 0), fused=True, heap_below=0, batch_size=16, the_batch=16, micro_batch=micro_batch,
         starts=starts, count=None, speeds=speeds, clips=False, boundary_tiers=("device",), host_room=0, label_row=0,
-        input_row=rows, cache_row=lambda _: rows, cuts_behind=lambda _: True, train_rows=epochs_rows, test_rows=8,
-        contention=contention, may_stay=may_stay,
+        input_row=rows, cache_row=lambda _: rows, cuts_behind=lambda _: True, train_rows=32, test_rows=8,
+        contention=0.15, may_stay=True,
     )  # fmt: skip
 
 

@@ -132,7 +132,8 @@ class Trials:
                 return Excess()
 
     def _once(self, number: int, rows: int) -> Excess:
-        """Two micro-batches, the first to warm up; the second adds to gradients that exist. Then one without a graph."""
+        """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
+        Then one without a graph."""
         module, tensors = _real(self._chain[number], self._device)
         cost, x = self._costs_at(rows)[number], self._rows(number, rows)
         with with_tensors(module, tensors):

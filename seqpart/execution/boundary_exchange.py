@@ -214,7 +214,6 @@ class OnDisk:
         self._buffers = [aligned(largest) for _ in range(BUFFERS)]
         self._holds: dict[int, Key] = {}
         self._work: list[Future[object] | None] = [None] * BUFFERS
-        self._reading: set[int] = set()
         self._recent = list(range(BUFFERS))
         """Buffers, the longest unused first."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-boundaries")
@@ -242,22 +241,14 @@ class OnDisk:
         return place.form.again(kept)
 
     def _buffer_with(self, key: Key) -> torch.Tensor:
-        self._begin_read(key)
+        """While it is being written the bytes in the buffer are whole; what is in none is read, behind all that is written."""
         number = self._number_of(key)
-        assert number is not None
+        if number is None:
+            number, place = self._claim(key), self._places[key]
+            memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
+            self._pool.submit(self._file.read_into, memory, place.offset).result()
         self._touch(number)
-        if number in self._reading:  # while it is being written the bytes in the buffer are whole
-            self._settle(number)
         return self._buffers[number]
-
-    def _begin_read(self, key: Key) -> None:
-        """Start to read it, if it is not in a buffer."""
-        if self._number_of(key) is not None:
-            return
-        number, place = self._claim(key), self._places[key]
-        memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
-        self._work[number] = self._pool.submit(self._file.read_into, memory, place.offset)
-        self._reading.add(number)
 
     def forget(self, key: Key) -> None:
         number = self._number_of(key)
@@ -288,7 +279,6 @@ class OnDisk:
     def _settle(self, number: int) -> None:
         """The buffer's last transfer is over; raises what it raised."""
         work, self._work[number] = self._work[number], None
-        self._reading.discard(number)
         if work is not None:
             work.result()
 

@@ -86,12 +86,13 @@ def _variants(problem: Problem, method: Method, micro_batch: int, available: int
             if slots > len(parts) or (available and never_fits(problem, method, parts, slots, available)):
                 continue
             for prediction in _with_slots(problem, method, micro_batch, parts, slots, available):
-                known = best.get(slots)
+                # A second slot takes memory that a partition which stays may be worth more of: each is made better for itself.
+                rivals = 0 if method.stays else slots
+                known = best.get(rivals)
                 if prediction.peak <= available and (known is None or prediction.seconds < known.seconds):
-                    best[slots] = prediction
+                    best[rivals] = prediction
                 yield prediction
-    # A second slot takes memory that a partition which stays may be worth more of: each is made better for itself.
-    for prediction in best.values() if not method.stays else sorted(best.values(), key=lambda found: found.seconds)[:1]:
+    for prediction in best.values():
         if len(prediction.candidate.parts) > 1:
             yield refined(problem, prediction, available)
 

@@ -52,9 +52,11 @@ def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Predi
     is worth is not known beforehand: at one price it is nearly hidden, at the other it is worth as much as computing.
     """
     options = _options(problem, plain)
-    for price in (0.1, 1.0):
-        worth = sorted(options, key=lambda o: -(o.compute + price * o.transfer) / max(1, o.nbytes))
-        yield _filled(problem, plain, worth, available)
+    orders = (
+        tuple(sorted(options, key=lambda o: -(o.compute + price * o.transfer) / max(1, o.nbytes))) for price in (0.1, 1.0)
+    )
+    for order in dict.fromkeys(orders):  # of graphs alone both are one
+        yield _filled(problem, plain, order, available)
 
 
 def _options(problem: Problem, plain: Prediction) -> list[_Option]:
@@ -127,10 +129,10 @@ def refined(problem: Problem, best: Prediction, available: int) -> Prediction:
     return best
 
 
-Options = tuple[_Option, ...]
+_Chosen = tuple[_Option, ...]
 
 
-def _moves(chosen: Sequence[_Option], others: Sequence[_Option]) -> Iterator[tuple[Options, Options]]:
+def _moves(chosen: Sequence[_Option], others: Sequence[_Option]) -> Iterator[tuple[_Chosen, _Chosen]]:
     """(what goes, what comes), the most promising first."""
     others = sorted(others, key=lambda option: -(option.compute + option.transfer))
     chosen = sorted(chosen, key=lambda option: option.compute + option.transfer)
