@@ -10,16 +10,12 @@ Results: benchmarks/results/frontier-*.json
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.record import load, save
+from benchmarks.streamed_arm import run_arm
 from benchmarks.streamed_networks import DEPTH, WIDTHS
 
 LIMITS = {
@@ -34,32 +30,16 @@ FOLDER = Path("runs")
 PICTURE = Path(__file__).parents[1] / "docs" / "frontier.png"
 
 
-def arm(part: str, *options: object) -> dict[str, Any]:
-    """What one arm printed. Raises RuntimeError with its last lines where it failed."""
-    network, batch = part.split("-")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
-    if options[0] != "plain":
-        environment["GOMP_SPINCOUNT"] = "0"
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        words = ["--width", WIDTHS[network], "--depth", DEPTH, "--batch", batch, "--updates", UPDATES[part], "--folder", folder]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.streamed_arm", *map(str, options), *map(str, words)],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError("\n".join(done.stderr.splitlines()[-6:]))
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def measured(part: str, rounds: int) -> dict[str, Any]:
     arms: dict[str, tuple[object, ...]] = {"plain": ("plain",)}
     arms |= {f"checkpoint_sequential, {count} segments": ("plain", "--segments", count) for count in SEGMENTS}
     arms |= {limit: ("streamed", "--method", "auto", "--limit", limit) for limit in LIMITS[part]}
+    network, batch = part.split("-")
+    common = ["--width", WIDTHS[network], "--depth", DEPTH, "--batch", batch, "--updates", UPDATES[part]]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for number in range(rounds):
         for name in arms if number % 2 == 0 else reversed(arms):
-            run = arm(part, *arms[name])
+            run = run_arm(str(arms[name][0]), *arms[name][1:], *common, folder=FOLDER)
             runs[name].append(run)
             print(f"  {part} round {number + 1}: {name:32} {run['median']:7.3f} s, {run['peak'] / 1e9:.3f} GB", flush=True)
     return {name: _summary(found, runs["plain"]) for name, found in runs.items()}
@@ -67,12 +47,8 @@ def measured(part: str, rounds: int) -> dict[str, Any]:
 
 def _summary(found: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
     ratio = median(one["median"] / base["median"] for one, base in zip(found, plain, strict=True))
-    point = {
-        "to plain": round(ratio, 3),
-        "seconds": median(one["median"] for one in found),
-        "peak": max(r["peak"] for r in found),
-    }
-    return {**point, "runs": found}
+    seconds, peak = median(one["median"] for one in found), max(one["peak"] for one in found)
+    return {"to plain": round(ratio, 3), "seconds": seconds, "peak": peak, "runs": found}
 
 
 def table(part: str, points: dict[str, Any]) -> str:

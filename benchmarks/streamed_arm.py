@@ -1,4 +1,4 @@
-"""One arm of benchmarks/streamed_speed.py in a process of its own: prints one JSON line.
+"""One arm of benchmarks/streamed_speed.py and benchmarks/frontier.py in a process of its own: prints one JSON line.
 
 plain     a plain PyTorch loop with PyTorch's own settings and all memory; with --segments torch's checkpoint_sequential in it
 streamed  seqpart, by --method
@@ -9,7 +9,9 @@ io        the same loads and saves without computation: what the disk alone take
 import argparse
 import itertools
 import json
+import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -181,6 +183,26 @@ def idle(arm: str) -> None:
         self._changed = True
 
     Partition.update = update  # type: ignore[method-assign]
+
+
+def run_arm(name: str, *options: object, folder: Path) -> dict[str, Any]:
+    """What the arm `name` printed in a process of its own, with its homes under `folder`.
+
+    Raises RuntimeError with its last lines where it failed.
+    """
+    # PyTorch's own settings for the plain loop; waiting threads sleep where the disk shares the processor with them.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    if name != "plain":
+        environment["GOMP_SPINCOUNT"] = "0"
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.streamed_arm", name, *map(str, options), "--folder", place],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError("\n".join(done.stderr.splitlines()[-12:]))
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:

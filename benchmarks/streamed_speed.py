@@ -13,17 +13,13 @@ medians over all updates of all rounds, and ratios of arms of the same round. Re
 """
 
 import argparse
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.record import load, save
+from benchmarks.streamed_arm import run_arm
 from benchmarks.streamed_networks import BATCH, DEPTH, WIDTHS
 
 PARTS = ("S", "L", "disk", "smallest", "depth")
@@ -35,23 +31,9 @@ DEPTHS, DEPTH_WIDTH, DEPTH_LIMIT = (4, 8, 16, 32, 64), 1024, "420MB"
 
 
 def arm(name: str, *options: object) -> dict[str, Any]:
-    """What one arm printed. Raises RuntimeError with its last lines where it failed."""
-    # PyTorch's own settings for the plain loop; waiting threads sleep where the disk shares the processor with them.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
-    if name != "plain":
-        environment |= SETTINGS
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.streamed_arm", name, *map(str, options), "--folder", folder],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError("\n".join(done.stderr.splitlines()[-12:]))
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_arm(name, *options, folder=FOLDER)
 
 
-SETTINGS = {"GOMP_SPINCOUNT": "0"}
 FOLDER = Path()
 
 
