@@ -233,8 +233,10 @@ def test_a_wrong_replay_is_noticed_whatever_is_replayed(model, data, partitions)
 
 @pytest.mark.slow
 def test_a_wrong_replay_is_noticed_where_no_graph_is_kept(monkeypatch):
-    monkeypatch.setattr("seqpart.planning.exact._with_graphs", lambda _, prediction, __: prediction)
-    assert check(*MODELS["mlp"], partitions=3).plan.keeps_graph_from is None
+    monkeypatch.setattr("seqpart.planning.exact.spent", lambda *_: ())
+    monkeypatch.setattr("seqpart.planning.exact.refined", lambda _, prediction, __: prediction)
+    report = check(*MODELS["mlp"], partitions=3)
+    assert report.caught and not report.plan.keeps
 
 
 def test_a_check_that_does_not_notice_a_wrong_replay_says_that_it_is_blind(monkeypatch):
