@@ -8,6 +8,7 @@ safetensors reader can open the file.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -44,7 +45,7 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Tensors without holes, widest elements first, so that each lies at a multiple of its element size."""
 
@@ -62,8 +63,9 @@ class Layout:
             offset += spec.nbytes
         return cls(tuple(placed))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
+        """Asked for by every partition that a plan considers."""
         return sum(spec.nbytes for spec in self.specs)
 
     @property

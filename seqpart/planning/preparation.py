@@ -340,10 +340,7 @@ class Preparation(Inputs):
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=at_host)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
-        if self.exact:
-            peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
-        else:
-            peaks = self._peaks_one_by_one(problem, candidate, training, costs)
+        peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
         used, parts = recovery.candidate if recovery is not None else candidate, []
         for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
             reading, writing = planning.buffers_of(replace(problem, batch_size=part.batch_size), first, last, part.micro_batch)
@@ -367,16 +364,6 @@ class Preparation(Inputs):
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, boundary_tier=used.resources.boundary_tier, live_bytes=self.live_bytes,
         )  # fmt: skip
-
-    def _peaks_one_by_one(
-        self, problem: Problem, candidate: Candidate, training: Sequence[PartitionTraining], costs: Sequence[PartitionCost]
-    ) -> list[int]:
-        peaks, slot = [], 0
-        for (first, last, _), part, cost in zip(candidate.parts, training, costs, strict=True):
-            slot = max(slot, cost.slot)  # made once, for the largest so far
-            own = replace(problem, batch_size=part.batch_size)
-            peaks.append(planning.peak_of(own, replace(cost, slot=slot), first, last, part.micro_batch))
-        return peaks
 
     def _disk_bytes(self, costs: Sequence[PartitionCost], cache_layouts: Sequence[RowLayout]) -> int:
         """Homes in as many versions as checkpoints ask for, rows, and the result."""

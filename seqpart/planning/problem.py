@@ -77,8 +77,9 @@ class Problem:
         return self.runtime + max(self.growth + work, warm_up, self.live_bytes + self.growth if self.live_bytes else 0)
 
 
-Parts = tuple[tuple[int, int, PartitionCost], ...]
-"""(first block, last block (not included), cost) of every partition."""
+Part = tuple[int, int, PartitionCost]
+"""(first block, last block (not included), cost) of a partition."""
+Parts = tuple[Part, ...]
 ALONE = Resources()
 """One slot, boundaries on the device."""
 
@@ -166,14 +167,6 @@ def costs_from(problem: Problem, micro_batch: int, first: int, *, counted: bool 
         )  # fmt: skip
         problem.known[key] = {last: cost for last, cost in enumerate(grown, start=first + 1) if last in ends}
     return problem.known[key]
-
-
-def peak_of(problem: Problem, cost: PartitionCost, first: int, last: int, micro_batch: int) -> int:
-    """Predicted peak of the process or device while this partition is on the device."""
-    reading, writing = buffers_of(problem, first, last, micro_batch)
-    train = max(cost.train_peak, cost.accumulate_peak if micro_batch < problem.batch_size else 0, cost.update_peak)
-    work = max(train + reading if cost.trainable else 0, cost.inference_peak + reading + writing)
-    return problem.peak(cost.slot + work)
 
 
 def buffers_of(problem: Problem, first: int, last: int, micro_batch: int) -> tuple[int, int]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from seqpart.memory.limit import limit_for
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
-from seqpart.planning.problem import Candidate, Parts, Problem, buffers_of, exchange_bytes, largest_boundary
+from seqpart.methods.sil import sil_phases
+from seqpart.planning.problem import Candidate, Part, Parts, Problem, buffers_of, exchange_bytes, largest_boundary
 from seqpart.planning.simulator import PredictedStep, Resources, simulate
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, Verb
+from seqpart.schedule.steps import Phase, PhaseKind, Verb
 
 WALKED_UPDATES = 2
 """The second is one of many: its beginning waits for what the first has left."""
@@ -199,6 +200,20 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
 
 
+def peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
+    """Of the process or device while `sil` trains this partition and makes the next one's rows with it."""
+    batch = problem.batch_size
+    one = PartitionTraining(epochs=1, batch_size=batch, micro_batch=min(micro_batch, batch), trainable=part[2].trainable)
+    rows = min(problem.train_rows, WALKED_UPDATES * batch)
+    work = Workload(
+        train_rows=rows, test_rows=min(problem.test_rows, micro_batch), shuffle=False,
+        partitions=(one,) if part[1] == len(problem.chain) else (one, one),
+    )  # fmt: skip
+    phases = Phases(sil_phases(work).stretches[:1])  # of an inner partition with what makes rows of its outputs
+    walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
+    return max(peaks_by_partition(problem, Candidate(micro_batch, (part,)), walked, predicted_steps))
+
+
 def peaks_by_partition(
     problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
 ) -> list[int]:
@@ -218,6 +233,6 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     first, last, _ = candidate.parts[phase.partition]
     reading, writing = buffers_of(problem, first, last, phase.micro_batch)
     if phase.through is None:
-        return reading + writing
+        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
     largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
     return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)

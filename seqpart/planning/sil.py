@@ -1,5 +1,6 @@
 """The plan of `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few; or why none does."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from seqpart.costs.partition import PartitionCost
@@ -13,11 +14,11 @@ from seqpart.planning.problem import (
     fewest_rows,
     measurable,
     micro_batches,
-    peak_of,
     refuse_given,
     starts_of,
     too_many,
 )
+from seqpart.planning.search import peak_alone
 from seqpart.units import format_size
 
 SMALLEST_EASY_MICRO_BATCH = 32
@@ -49,29 +50,31 @@ def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Can
     else:
         pieces = [piece for first in starts_of(problem) for piece in _pieces(problem, micro_batch, first, available)]
     count = len(problem.starts) if problem.starts is not None else problem.count
-    chosen = best_cut(pieces, chain, count)
-    if chosen is None:
-        return None
-    return Candidate(micro_batch, tuple((p.first, p.last, _cost_of(problem, micro_batch, p)) for p in chosen))
+    while (chosen := best_cut(pieces, chain, count)) is not None:
+        parts = {p: (p.first, p.last, costs_from(problem, micro_batch, p.first)[p.last]) for p in chosen}
+        too_large = [p for p, part in parts.items() if peak_alone(problem, part, micro_batch) > available]
+        if not too_large:
+            return Candidate(micro_batch, tuple(parts.values()))
+        pieces = [piece for piece in pieces if piece not in too_large]
+    return None
 
 
 def _fits_whole(problem: Problem, micro_batch: int, available: int) -> bool:
     *_, (last, cost) = costs_from(problem, micro_batch, 0).items()
-    return peak_of(problem, cost, 0, last, micro_batch) <= available
+    return peak_alone(problem, (0, last, cost), micro_batch) <= available
 
 
 def _pieces(problem: Problem, micro_batch: int, first: int, available: int) -> Iterator[Piece]:
-    """Balanced by what is counted: the cut decides what is learned, and must not hang on what a real run happened to take."""
+    """Those that fit, as far as a longer one needs more: found by bisection, so that few are simulated.
+
+    Balanced by what is counted: the cut decides what is learned, and must not hang on what a real run happened to take.
+    """
     counted = costs_from(problem, micro_batch, first, counted=True)
-    for last, cost in costs_from(problem, micro_batch, first).items():
-        if peak_of(problem, cost, first, last, micro_batch) > available:
-            return
+    longer = list(costs_from(problem, micro_batch, first).items())
+    fitting = bisect_right(longer, available, key=lambda part: peak_alone(problem, (first, *part), micro_batch))
+    for last, cost in longer[:fitting]:
         if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
             yield Piece(first, last, cost.output_row, counted[last].slot + counted[last].train_peak)
-
-
-def _cost_of(problem: Problem, micro_batch: int, piece: Piece) -> PartitionCost:
-    return costs_from(problem, micro_batch, piece.first)[piece.last]
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFit:
@@ -104,7 +107,7 @@ def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, st
         for last, cost in costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
             if cost.trainable:
                 break
-        peak = peak_of(problem, cost, first, last, micro_batch)
+        peak = peak_alone(problem, (first, last, cost), micro_batch)
         if worst is None or peak > worst[2]:
             worst = (cost, _named(problem, first, last), peak)
     assert worst is not None
@@ -122,8 +125,8 @@ def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[Partit
         low, high = (low, middle) if _cut_at(problem, micro_batch, middle) is not None else (middle, high)
     candidate = _cut_at(problem, micro_batch, high)
     assert candidate is not None
-    first, last, cost = max(candidate.parts, key=lambda part: peak_of(problem, part[2], part[0], part[1], micro_batch))
-    return cost, _named(problem, first, last), peak_of(problem, cost, first, last, micro_batch)
+    first, last, cost = max(candidate.parts, key=lambda part: peak_alone(problem, part, micro_batch))
+    return cost, _named(problem, first, last), peak_alone(problem, (first, last, cost), micro_batch)
 
 
 def _named(problem: Problem, first: int, last: int) -> str:
