@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 # Read by the libraries when they load, so set before torch: a spinning OpenMP thread starves the I/O threads, and
-# huge pages win back what prompt return of memory costs (seqpart/device.py, settle).
+# tensors aligned for huge pages leave holes in a heap that is kept (seqpart/memory/heap.py).
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
 
 if "torch" not in sys.modules:
     try:

@@ -21,7 +21,7 @@ from seqpart.directory.run_directory import RunDirectory, new_name
 from seqpart.errors import CorruptFile, DataError, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory, SeqpartError
 from seqpart.execution.boundary_exchange import BoundaryExchange, open_exchange
 from seqpart.execution.compute import Compute, PhaseDone, reads
-from seqpart.execution.executor import AllocationFailed, Event, Executor, Hooks
+from seqpart.execution.executor import AllocationFailed, Event, Executor, Hooks, out_of_memory
 from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
@@ -42,7 +42,7 @@ from seqpart.report.reporter import EVENTS, Reporter
 from seqpart.result import Result
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, checked, steps_of
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb, checked, steps_of
 from seqpart.units import format_limit, format_size
 
 RESULT = "result.json"
@@ -233,13 +233,17 @@ class Session:
             failed, position, metrics = self._run_stage(stage, position, metrics, thread)
             if failed is not None:
                 self._saving.obey(position, metrics or Metrics())
-                self._halve_micro_batch(*failed)
+                if stage.heap:
+                    self._return_heap(*failed)
+                else:
+                    self._halve_micro_batch(*failed)
 
     def _run_stage(
         self, stage: Stage, position: Position, metrics: Metrics | None, thread: ReaderThread
     ) -> tuple[tuple[str, Executor] | None, Position, Metrics | None]:
         """(what failed, where the run stands, its sums): from `position` to the stage's end, or to a failed allocation."""
         with ExitStack() as stack:
+            stack.enter_context(self._device.heap.kept(stage.heap))
             exchange = self._exchange(stage)
             stack.callback(exchange.close)
             executor = self._executor(thread, stage, exchange, position, metrics)
@@ -299,8 +303,22 @@ class Session:
             clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start,
         )  # fmt: skip
 
+    def _return_heap(self, text: str, executor: Executor) -> None:
+        """Its holes were more than the plan had room for: go on with the same micro-batch, without them."""
+        plan, self._preparation.may_keep_heap = self._prepared.plan, False
+        micro_batch = max(stage.micro_batch for stage in self._prepared.stages)
+        self._preparation.methods = (self._prepared.method,)
+        self._prepared = self._preparation.prepare(micro_batch=micro_batch, starts=plan.starts)
+        self._reporter.record("allocation failed", step=str(executor.step), micro_batch=micro_batch, text=text)
+        self._reporter.say(
+            f"an allocation failed in {executor.step} inside the limit; going on from the last finished update; from now on "
+            "memory leaves the process as soon as it is free"
+        )
+
     def _halve_micro_batch(self, text: str, executor: Executor) -> None:
         plan = self._prepared.plan
+        if executor.step.verb is Verb.LOAD:
+            raise out_of_memory(executor.step, text)
         largest = max(stage.micro_batch for stage in self._prepared.stages)
         if largest == 1:
             raise OutOfMemory(

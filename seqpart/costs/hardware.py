@@ -22,12 +22,15 @@ class Speeds:
     """Parameters updated."""
     read: float
     write: float
+    computing_share: float = 1.0
+    """Of the seconds that blocks took when they were tried: less where the heap is kept."""
 
     def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
         """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows."""
         timed = forward * cost.forward_seconds + backward * cost.backward_seconds
         counted = (forward + 2 * backward) * cost.row_flops / self.flops
-        return timed * (rows + _HALF_RATE_ROWS) / (cost.rows + _HALF_RATE_ROWS) + counted * (rows + _HALF_RATE_ROWS)
+        timed *= (rows + _HALF_RATE_ROWS) / (cost.rows + _HALF_RATE_ROWS)
+        return self.computing_share * (timed + counted * (rows + _HALF_RATE_ROWS))
 
 
 _HALF_RATE_ROWS = 12

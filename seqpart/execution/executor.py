@@ -38,7 +38,12 @@ class StepDone:
 Event = StepDone | PhaseDone | PhaseBegun
 
 
-_COMPUTES = {Verb.FORWARD, Verb.BACKWARD}
+_CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
+
+
+def out_of_memory(step: Step, text: str) -> OutOfMemory:
+    """Where memory ran out at a step that takes the same at every micro-batch."""
+    return OutOfMemory(f"memory ran out in {step}, where a smaller micro-batch cannot help: {text}.")
 
 
 class AllocationFailed(Exception):
@@ -101,8 +106,8 @@ class Executor:
                 error.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
                 raise
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if self.step.verb not in _COMPUTES:
-                raise OutOfMemory(f"memory ran out in {self.step}, where a smaller micro-batch cannot help: {text}.") from None
+            if self.step.verb not in _CAN_BE_UNDONE:
+                raise out_of_memory(self.step, text) from None
             failed = text
         finally:
             self.compute.close_reader()
@@ -158,7 +163,12 @@ class Executor:
             here = {*self._loaded, *self._coming}
             if any(lender.number in here for lender in self._partitions[step.partition].lenders):
                 return  # what it would borrow is yet to be saved
-            self._begin(step)
+            try:
+                self._begin(step)
+            except Exception as error:
+                if not self._device.is_out_of_memory(error):
+                    raise
+                return  # its own step will say so, at a place from where one can go back
 
     def _begin(self, step: Step) -> None:
         partition = self._partitions[step.partition]
@@ -172,8 +182,10 @@ class Executor:
     def _load(self, step: Step) -> tuple[int, int]:
         if step.partition not in self._coming:
             self._begin(step)
-        partition = self._loaded[step.partition] = self._coming.pop(step.partition)
-        return partition.finish_load(learns=self._phases[step.phase].trains(step.partition)), 0
+        partition = self._coming[step.partition]
+        read = partition.finish_load(learns=self._phases[step.phase].trains(step.partition))
+        self._loaded[step.partition] = self._coming.pop(step.partition)
+        return read, 0
 
     def _drop(self, step: Step) -> tuple[int, int]:
         p = step.partition

@@ -4,7 +4,6 @@ On CPU the device is this process's own anonymous memory: uploads are no copies,
 from pinned memory on the current stream, and an event says when the host buffer may be reused.
 """
 
-import ctypes
 import errno
 import hashlib
 import os
@@ -20,10 +19,7 @@ import torch
 from seqpart.errors import OptionError
 from seqpart.files.direct import aligned
 from seqpart.memory.gpu_tables import release_gpu_tables
-
-_M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
-_MMAP_THRESHOLD = 65536
-
+from seqpart.memory.heap import RETURNED_FROM, Heap
 
 _ALLOCATION_FAILED = (
     "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread",
@@ -33,16 +29,6 @@ _ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive(?! desc)|m
 """oneDNN does not say why: a kernel's code and its scratchpad are memory. What it cannot do at all fails by its descriptor."""
 
 
-def _glibc() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libc.so.6")
-    except OSError:
-        return None
-
-
-_libc = _glibc()
-
-
 class Device:
     """The CPU; also the interface that CUDA keeps."""
 
@@ -50,8 +36,8 @@ class Device:
     host_tier = "ram"
     granule = 1
     """The allocator rounds every tensor up to a multiple of this many bytes."""
-    heap_below = _MMAP_THRESHOLD - 112
-    """Tensors under this many bytes lie on the C library's heap: 112 bytes are its header and our alignment."""
+    heap_below = RETURNED_FROM
+    """Tensors under this many bytes lie on the C library's heap, unless the plan keeps that."""
     growth = 12 << 20
     """Allowed for packing buffers inside matrix kernels, small objects and the allocator's own; benchmarks/prediction.py."""
 
@@ -60,6 +46,12 @@ class Device:
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
+        self.heap = Heap()
+
+    @property
+    def keeps_heap(self) -> bool:
+        """Whether a plan may keep memory that is free, for tensors to come."""
+        return self.kind == "cpu" and self.heap.can_be_kept
 
     @property
     def name(self) -> str:
@@ -72,17 +64,8 @@ class Device:
         return min(int(psutil.virtual_memory().available), _cgroup_free())
 
     def settle(self) -> None:
-        """Make freed memory leave the process at once, and put down what only a GPU would need.
-
-        By default glibc keeps 225-290 MB of dead heap. With a fixed threshold every tensor over 64 KiB is a mapping
-        of its own, returned when it dies; the cost is page faults, most of it won back by huge pages
-        (THP_MEM_ALLOC_ENABLE, set in seqpart/__init__.py).
-        """
-        if _libc is None:  # the meter still holds the limit
-            return
-        _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
-        _libc.mallopt(_M_MMAP_MAX, 1 << 30)
-        _libc.mallopt(_M_ARENA_MAX, 1)
+        """Make freed memory leave the process at once, and put down what only a GPU would need."""
+        self.heap.settle()
         release_gpu_tables()
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -138,8 +121,7 @@ class Device:
 
     def release_cached(self) -> None:
         """Give memory that the allocator keeps for reuse back to the system."""
-        if _libc is not None:
-            _libc.malloc_trim(0)
+        self.heap.trim()
 
     def allocator_peak(self) -> int | None:
         """Most bytes that the framework's allocator held at once, where it counts them."""

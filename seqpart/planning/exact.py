@@ -4,6 +4,7 @@ A candidate is a method, a cut, the slots, the place where boundaries wait, whic
 their graphs. All exact methods give the same bits, so only memory and time decide; `auto` decides between the methods as well.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from seqpart.costs.partition import PartitionCost
@@ -71,10 +72,16 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
     if saved is None or saved.method != method.name or saved.starts != problem.starts:
         return None
     parts = _parts(problem, micro_batch, saved.starts)
+    heap = problem.may_keep_heap and saved.heap > 0
     stays = frozenset() if method.stays or not problem.may_stay else saved.stays - sharing(problem, parts)
     slots = len(parts) if method.stays else max(1, min(saved.slots, len(parts) - len(stays)))
     return predict(
-        problem, method, micro_batch, parts, Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier), saved.keeps
+        problem,
+        method,
+        micro_batch,
+        parts,
+        Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier, keeps_heap=heap),
+        saved.keeps,
     )
 
 
@@ -100,11 +107,12 @@ def _variants(problem: Problem, method: Method, micro_batch: int, available: int
 def _with_slots(
     problem: Problem, method: Method, micro_batch: int, parts: Parts, slots: int, available: int
 ) -> Iterator[Prediction]:
-    """Boundaries wait in the fastest place with which it fits; what memory is left then is spent."""
-    for tier in problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]:
+    """Boundaries wait in the fastest place with which it fits, the heap is kept if it can be; what memory is left is spent."""
+    tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
+    for tier, heap in itertools.product(tiers, (True, False) if problem.may_keep_heap else (False,)):
         if tier == "host" and boundary_bytes([p[2] for p in parts], problem.batch_size, micro_batch) > problem.host_room:
             tier = "disk"
-        plain = predict(problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=tier))
+        plain = predict(problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=tier, keeps_heap=heap))
         yield plain
         if plain.peak <= available:
             if len(parts) > 1:
@@ -223,6 +231,7 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
         kept, tier = len(candidate.keeps), candidate.resources.boundary_tier
         others = ", computed again for the others" if kept + 1 < count else ""
         yield f"activations kept for {kept + 1} of {count} partitions{others}; boundaries wait on {tier}"
+    yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
         asked = "as asked" if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"

@@ -67,6 +67,8 @@ class Plan:
     """Partitions that may be on the device at once."""
     boundary_tier: str
     """Where boundaries wait within an update: device, host or disk."""
+    heap: int = 0
+    """Bytes of the C library's heap, which stays as large as it is; 0: memory leaves the process when it is free."""
     live_bytes: int = 0
     """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 

@@ -39,6 +39,7 @@ class Stage:
     end: int
     resources: Resources
     micro_batch: int
+    heap: int
     optimizers: tuple[Optimizer, ...]
     """Of each partition. Those of two stages have the same kinds of state."""
 
@@ -84,6 +85,8 @@ class Preparation(Inputs):
 
     trained_epochs: tuple[int, ...] = ()
     """Of the first partitions, in a run that goes on after they were trained."""
+    may_keep_heap = True
+    """Until memory ran out where it was kept."""
 
     def problem(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Problem:
         count, asked = self.settings.partition_choice()
@@ -102,6 +105,7 @@ class Preparation(Inputs):
             cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
             contention=self.device.contention, saved=self._reuse,
             may_stay=self.settings.method == "auto", live_bytes=self.live_bytes,
+            may_keep_heap=self.device.keeps_heap and self.may_keep_heap,
         )  # fmt: skip
 
     def planned(self) -> Prepared:
@@ -255,13 +259,13 @@ class Preparation(Inputs):
         count = len(candidate.parts)
         begun = Stage(
             end=len(phases.of_stage(0)), resources=candidate.resources, micro_batch=candidate.micro_batch,
-            optimizers=self.optimizers(count),
+            heap=candidate.heap, optimizers=self.optimizers(count),
         )  # fmt: skip
         if recovery is None:
             return (begun,)
         return begun, Stage(
             end=len(phases), resources=recovery.candidate.resources, micro_batch=recovery.candidate.micro_batch,
-            optimizers=self.optimizers(count, recovery=True),
+            heap=recovery.candidate.heap, optimizers=self.optimizers(count, recovery=True),
         )  # fmt: skip
 
     def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
@@ -362,7 +366,8 @@ class Preparation(Inputs):
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=self._disk_bytes(costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.resources.slots, boundary_tier=used.resources.boundary_tier, live_bytes=self.live_bytes,
+            slots=used.resources.slots, boundary_tier=used.resources.boundary_tier, heap=used.heap,
+            live_bytes=self.live_bytes,
         )  # fmt: skip
 
     def _disk_bytes(self, costs: Sequence[PartitionCost], cache_layouts: Sequence[RowLayout]) -> int:

@@ -66,6 +66,8 @@ class Problem:
     """Seconds that the computation loses to a second of transfers behind it."""
     may_stay: bool = False
     """Whether some partitions may stay on the device while others stream."""
+    may_keep_heap: bool = False
+    """Whether memory of tensors that die may stay for those that come."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
     known: dict[tuple[int, int, bool], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
@@ -92,6 +94,15 @@ class Candidate:
     parts: Parts
     resources: Resources = ALONE
     keeps: frozenset[int] = frozenset()
+    heap: int = 0
+    """Bytes of a heap that is kept; 0: memory leaves the process when it is free."""
+
+    @property
+    def heap_reason(self) -> list[str]:
+        size = format_size(self.heap)
+        return (
+            [f"memory of tensors that die stays for those that come: there is room for a heap of {size}"] if self.heap else []
+        )
 
 
 def measurable(problem: Problem, micro_batch: int) -> bool:

@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from seqpart.memory.heap import COMPUTING_SHARE, heap_for
 from seqpart.memory.limit import limit_for
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.methods.sil import sil_phases
 from seqpart.planning.problem import Candidate, Part, Parts, Problem, buffers_of, exchange_bytes, largest_boundary
-from seqpart.planning.simulator import PredictedStep, Resources, simulate
+from seqpart.planning.simulator import PredictedStep, Resources, simulate, slot_sizes
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind, Verb
 
@@ -169,7 +170,10 @@ def predict(
     candidate = Candidate(micro_batch, parts, resources, keeps)
     phases = _phases(problem, method, candidate)
     costs = [part[2] for part in parts]
-    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
+    speeds = replace(problem.speeds, computing_share=COMPUTING_SHARE) if resources.keeps_heap else problem.speeds
+    walked, predicted_steps, _ = simulate(phases, costs, speeds, resources)
+    if resources.keeps_heap:
+        candidate = replace(candidate, heap=_heap(problem, candidate, walked, predicted_steps))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
     seconds = _seconds(predicted_steps, len(parts), problem.contention)
     return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
@@ -202,6 +206,10 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
 
 def peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
     """Of the process or device while `sil` trains this partition and makes the next one's rows with it."""
+    return max(peaks_by_partition(problem, *_alone(problem, part, micro_batch)))
+
+
+def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, Sequence[Phase], Sequence[PredictedStep]]:
     batch = problem.batch_size
     one = PartitionTraining(epochs=1, batch_size=batch, micro_batch=min(micro_batch, batch), trainable=part[2].trainable)
     rows = min(problem.train_rows, WALKED_UPDATES * batch)
@@ -211,13 +219,38 @@ def peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
     )  # fmt: skip
     phases = Phases(sil_phases(work).stretches[:1])  # of an inner partition with what makes rows of its outputs
     walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
-    return max(peaks_by_partition(problem, Candidate(micro_batch, (part,)), walked, predicted_steps))
+    return Candidate(micro_batch, (part,)), walked, predicted_steps
+
+
+def with_heap(problem: Problem, candidate: Candidate, available: int) -> Candidate:
+    """`candidate` of `sil` with a heap that is kept for the whole run, where there is memory for that."""
+    if not problem.may_keep_heap:
+        return candidate
+    work = max(_heap(problem, *_alone(problem, part, candidate.micro_batch)) - part[2].slot for part in candidate.parts)
+    heap = work + max(cost.slot for _, _, cost in candidate.parts)
+    kept = replace(candidate, heap=heap, resources=replace(candidate.resources, keeps_heap=True))
+    return kept if _with_heap(problem, kept) <= available else candidate
+
+
+def _heap(problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]) -> int:
+    """Bytes of a heap that has room for the work of all steps, for slots and for buffers."""
+    buffers = max(_buffers(problem, candidate, phase) for phase in phases)
+    slots = sum(slot_sizes([cost for _, _, cost in candidate.parts], candidate.resources))
+    alive = max(predicted.peak - predicted.slots for predicted in predicted_steps)
+    return heap_for(alive, several=any(phase.through is not None for phase in phases)) + buffers + slots
+
+
+def _with_heap(problem: Problem, candidate: Candidate) -> int:
+    """Peak of the whole process, where the heap of `candidate` is kept."""
+    return problem.peak(candidate.heap - problem.growth)  # which lies on the heap, too
 
 
 def peaks_by_partition(
     problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
 ) -> list[int]:
-    """Of the whole process or device, while each partition works."""
+    """Of the whole process or device, while each partition works. A heap that is kept is there from the first step on."""
+    if candidate.heap:
+        return [_with_heap(problem, candidate)] * len(candidate.parts)
     peaks = [0] * len(candidate.parts)
     buffers = [_buffers(problem, candidate, phase) for phase in phases]
     for predicted in predicted_steps:

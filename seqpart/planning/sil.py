@@ -18,7 +18,7 @@ from seqpart.planning.problem import (
     starts_of,
     too_many,
 )
-from seqpart.planning.search import peak_alone
+from seqpart.planning.search import peak_alone, with_heap
 from seqpart.units import format_size
 
 SMALLEST_EASY_MICRO_BATCH = 32
@@ -39,6 +39,7 @@ def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
     if not found:
         raise _does_not_fit(problem)
     best = min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch))
+    best = with_heap(problem, best, problem.limit - margin_of(problem.limit))
     return best, _reasons(problem, best)
 
 
@@ -144,6 +145,7 @@ def _reasons(problem: Problem, best: Candidate) -> tuple[str, ...]:
         reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
     else:
         reasons.append("1 partition: the whole network fits, so nothing is cut")
+    reasons += best.heap_reason
     if best.micro_batch < problem.batch_size:
         asked = "as asked" if problem.micro_batch else "the largest that fits with so few partitions"
         reasons.append(f"micro-batch {best.micro_batch} of {problem.batch_size}: {asked}")

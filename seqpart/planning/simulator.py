@@ -21,6 +21,8 @@ class PredictedStep:
     before: int
     peak: int
     after: int
+    slots: int
+    """Of all three, bytes of the buffers in which partitions lie."""
     bytes_read: int
     bytes_written: int
     seconds: float
@@ -45,11 +47,20 @@ class Resources:
     """Whether gradients may have to wait in the slot."""
     at_host: frozenset[int] = frozenset()
     """Partitions whose homes are in host memory and cost no disk traffic."""
+    keeps_heap: bool = False
+    """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in memory/heap.py."""
 
     @property
     def at_once(self) -> int:
         """Partitions that may be on the device at the same time."""
         return self.slots + len(self.stays)
+
+
+def slot_sizes(partitions: Sequence[PartitionCost], resources: Resources) -> list[int]:
+    """Bytes of every slot, those of partitions that stay among them."""
+    own = [partitions[p].slot for p in resources.stays]
+    shared = (part.slot_bytes(resources.gradients_room) for p, part in enumerate(partitions) if p not in resources.stays)
+    return own + sorted(shared, reverse=True)[: resources.slots]
 
 
 class Simulator:
@@ -60,12 +71,8 @@ class Simulator:
     ) -> None:
         self._phases, self._partitions, self._speeds = phases, partitions, speeds
         self._resources = resources = resources or Resources()
-        gradients = resources.gradients_room
-        shared = sorted(
-            (part.slot_bytes(gradients) for p, part in enumerate(partitions) if p not in resources.stays), reverse=True
-        )
         self._own = sum(partitions[p].slot for p in resources.stays)
-        self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
+        self._shared = sum(slot_sizes(partitions, resources)) - self._own if resources.slots > 1 else 0
         self._held: dict[tuple[str, int, int], int] = {}
         """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries between partitions, kept graphs."""
         self._sum = 0
@@ -99,7 +106,8 @@ class Simulator:
         before = self._now
         peak, read, written, seconds = work(step, self._partitions[step.partition])
         ends = self._clock.take(step, seconds)
-        return PredictedStep(step, before, max(before, peak, self._now), self._now, read, written, seconds, ends)
+        slots = self._own + self._shared
+        return PredictedStep(step, before, max(before, peak, self._now), self._now, slots, read, written, seconds, ends)
 
     @property
     def _now(self) -> int:

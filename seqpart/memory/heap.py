@@ -1,0 +1,91 @@
+"""Whether memory of tensors that die leaves the process at once, or stays for those that come.
+
+    returned   every tensor over 64 KiB is a mapping of its own: the least memory, and exactly what is alive. Each page is
+               asked for anew, and the kernel clears it: a third to a half of the time of an update whose tensors are small.
+    kept       tensors lie on the C library's heap, which never shrinks: it is made as large as the plan says and touched
+               before training begins, so that what the plan predicts is there from the first step on.
+
+[Note: a kept heap] Best fit leaves holes, of which nobody knows beforehand how many: 1.3 to 1.7 times what is alive at once
+was seen where a network is trained as one partition, 2.1 to 2.5 times where gradients of some partitions wait among the
+activations of others (benchmarks/LOG.md). So the heap is made larger than any of them from the beginning, where the limit
+has room for it: then the prediction holds whatever the holes are. Should it grow beyond that until memory runs out, the run
+goes on without it. Tensors aligned for huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in
+seqpart/__init__.py. A tensor of _KEPT_BELOW bytes or more that finds no hole is a mapping all the same: the C library's
+threshold ends there.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_MMAP_THRESHOLD = 65536
+RETURNED_FROM = _MMAP_THRESHOLD - 112
+"""Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
+_KEPT_BELOW = 31 << 20
+_FOR_ONE, _FOR_SEVERAL = 2, 3
+_PIECE = 16 << 20
+COMPUTING_SHARE = 0.7
+"""Of the seconds that computing takes where memory is returned: 0.55 to 0.8 on networks of several kinds."""
+
+
+def heap_for(alive: int, *, several: bool) -> int:
+    """Bytes of a kept heap for tensors of which `alive` bytes are there at once: of one partition, or of `several`."""
+    return alive * (_FOR_SEVERAL if several else _FOR_ONE)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+
+
+_libc = _glibc()
+
+
+class Heap:
+    """The C library's heap, of which a process has one. Without glibc nothing is done: the meter still holds the limit."""
+
+    can_be_kept = _libc is not None
+
+    def __init__(self) -> None:
+        self._kept = False
+
+    def settle(self) -> None:
+        """Let memory leave the process as soon as it is free. By default glibc keeps 225-290 MB of it."""
+        if _libc is not None:
+            _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+            _libc.mallopt(_M_MMAP_MAX, 1 << 30)
+            _libc.mallopt(_M_ARENA_MAX, 1)
+
+    def trim(self) -> None:
+        """Give free memory back to the system, unless it is kept."""
+        if _libc is not None and not self._kept:
+            _libc.malloc_trim(0)
+
+    @contextmanager
+    def kept(self, nbytes: int) -> Iterator[None]:
+        """While the body runs, memory stays, `nbytes` of it from the beginning; with 0 bytes none does."""
+        if _libc is None or not nbytes:
+            yield
+            return
+        self._kept = True
+        _libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        _libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW)
+        try:
+            _touched(nbytes)
+            yield
+        finally:
+            self._kept = False
+            _libc.mallopt(_M_TRIM_THRESHOLD, _MMAP_THRESHOLD)
+            self.settle()
+            self.trim()
+
+
+def _touched(nbytes: int) -> None:
+    """Make the heap so much larger: in pieces that lie behind each other, and are one hole when all are let go of."""
+    pieces = [torch.zeros(min(_PIECE, nbytes - start), dtype=torch.uint8).fill_(1) for start in range(0, nbytes, _PIECE)]
+    del pieces
