@@ -28,7 +28,7 @@ from seqpart.planning import exact as exactplan
 from seqpart.schedule.steps import Verb
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Killed, Stopping, ended, flip, interrupt, kill
-from tests.test_bugs import at_home, drop, load
+from tests.test_visits import at_home, drop, load
 
 
 def rows(count=64):

@@ -279,3 +279,11 @@ def test_what_is_no_plain_file_is_not_read(tmp_path, lay):
     for options in ({}, {"patch": True}):
         with pytest.raises(CorruptFile, match=r"/a is a link, a directory or a pipe, and no file that seqpart wrote"):
             DirectFile(tmp_path / "a", **options)
+
+
+def test_probing_a_file_as_if_it_were_a_folder_is_explained(tmp_path):
+    """The clean-up after the failed probe raised NotADirectoryError itself and hid the explanation."""
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(DirectoryUnusable, match="Give a directory"):
+        probe_disk(path)

@@ -144,3 +144,9 @@ def test_numbers_must_be_finite_and_not_negative(option, value):
 def test_momentum_goes_with_sgd_only():
     with pytest.raises(OptionError, match="--momentum goes with --optimizer sgd"):
         choose("adam", lr=0.1, momentum=0.9)
+
+
+def test_an_optimizer_whose_first_step_is_special_is_refused():
+    """SGD with dampening takes its first gradient undamped; from a momentum of zeros it would take another step."""
+    with pytest.raises(OptionError, match="not a step from a state of zeros"):
+        describe("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5))

@@ -8,8 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from seqpart import Trainer
+from seqpart.costs.blocks import measure_chain
 from seqpart.costs.hardware import Speeds
 from seqpart.errors import ModelError
+from seqpart.model.blocks import as_chain
+from tests.given import trained
 
 ROWS = 16
 
@@ -230,3 +233,11 @@ def test_parameters_of_a_module_given_alive_learn_or_not_as_they_did_before(tmp_
     model[1].requires_grad_(False)
     trainer(model, tmp_path / "run").fit(data(8), data(8))
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, True, True]
+
+
+def test_a_block_that_writes_into_its_input_is_no_user_s_mistake(tmp_path):
+    """Its cost was found on a leaf, which must not be written into: Linear, ReLU(inplace=True) was refused as a model."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    in_place = measure_chain(as_chain(model), (4,), 2)[1]
+    assert (in_place.saved, in_place.saved_alone, in_place.inference_peak) == (0, 0, 0)
+    assert trained(tmp_path, model, (4,), partitions="0,2").accuracy is not None
