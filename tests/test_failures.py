@@ -235,3 +235,16 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
     first = preparation.planned()
     again = preparation.prepare(micro_batch=8, starts=first.plan.starts)
     assert again.host_pool_bytes == first.host_pool_bytes > 0
+
+
+def test_memory_that_runs_out_before_the_loop_is_said_in_words(tmp_path):
+    """A block whose factory takes more than the limit for a moment ended the run in a traceback and exit code 1."""
+
+    def greedy():
+        torch.empty(8 << 30, dtype=torch.uint8).fill_(1)
+        return nn.Linear(4, 2)
+
+    data = torch.zeros(4, 4), torch.tensor([0, 1, 0, 1])
+    with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*--mem-limit"):
+        Trainer([greedy], mem_limit="2GB", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
+    assert not list(tmp_path.rglob("*.safetensors"))

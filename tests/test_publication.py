@@ -105,3 +105,15 @@ def test_a_list_that_is_a_link_is_not_read(tmp_path, monkeypatch):
     (root / PUBLISHING).symlink_to(tmp_path / "list")
     with pytest.raises(CorruptFile, match="is damaged"):
         begin_anew(root)
+
+
+def test_a_failing_run_over_an_earlier_one_keeps_its_log_and_plan(tmp_path):
+    """--overwrite truncated the earlier run's events and plan at the start; a run that failed then left a mixture."""
+    directory = RunDirectory(tmp_path / "out")
+    for name in ("model.safetensors", "events.jsonl"):
+        directory.result(name).write_text("first")
+    directory.close("done")
+    again = RunDirectory(tmp_path / "out", overwrite=True)
+    again.result("events.jsonl").write_text("second")
+    again.close("failed")
+    assert (tmp_path / "out" / "events.jsonl").read_text() == "first"
