@@ -141,3 +141,22 @@ def test_two_batch_norms_in_one_partition_train(tmp_path):
         step.zero_grad()
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_running_statistics_of_an_update_that_waits_for_its_norm_are_kept(tmp_path):
+    """The visit that ran backward is not the one that updates, and dropped its BatchNorm as if nothing had changed."""
+    found = []
+    for method, partitions in (("full", 1), ("streamed", 3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(3)), nn.Linear(8, 3)
+        )
+        Trainer(
+            model, mem_limit="2GB", method=method, partitions=partitions, clip_grad_norm=0.1, epochs=1, batch_size=16,
+            micro_batch_size=8, quiet=True, output_dir=tmp_path / method,
+        ).fit(classified(64, (8,)), classified(9, (8,)))  # fmt: skip
+        found.append(model.state_dict())
+    full, streamed = found
+    assert full["2.1.num_batches_tracked"] == 8
+    for name, tensor in full.items():
+        assert torch.equal(streamed[name], tensor), name

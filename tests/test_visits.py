@@ -1,10 +1,12 @@
-"""What a partition leaves at home between two visits: its buffers whatever became of them, and no state that is not kept."""
+"""What one visit of a partition leaves to the next: its buffers whatever became of them; no state that is not kept, no error."""
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+from seqpart.errors import CorruptFile
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.direct import aligned
 from seqpart.model.optimizers import choose
@@ -112,4 +114,19 @@ def test_a_buffer_shared_by_two_submodules_stays_shared(tmp_path):
         drop(partition)
     assert torch.equal(read_home(partition, store)["first.running_mean"], plain.second.running_mean)
     assert plain.first.running_mean is plain.second.running_mean
+    store.close()
+
+
+def test_a_transfer_that_failed_is_not_told_again_in_the_next_visit(tmp_path):
+    """A visit waits for the partition's transfer before it, and that one's error was raised in every visit from then on."""
+    partition, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
+    path = store.path(partition.blocks[0].home)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CorruptFile):
+        load(partition, slot)
+    partition.release()
+    path.write_bytes(whole)
+    load(partition, Slot(slot.buffer, at_once))
+    drop(partition)
     store.close()
