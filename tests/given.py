@@ -118,7 +118,7 @@ def classified(rows, shape, classes=3):
     return torch.randn(rows, *shape, generator=generator), torch.arange(rows) % classes
 
 
-def trained(folder, model, shape, *, data=None, **options):
+def trained(folder, model, shape=None, *, data=None, **options):
     """What a short run in `folder`/run leaves; on `data`, which is tested on too, or on rows of this shape."""
     train, test = (data, data) if data else (classified(48, shape), classified(12, shape))
     options = {"mem_limit": "2GB", "epochs": 1, "batch_size": 16, "quiet": True, "output_dir": folder / "run", **options}

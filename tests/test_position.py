@@ -1,4 +1,4 @@
-"""Where a run goes on: at the phase, by the method and in the micro-batches in which it was stopped, with what was home then."""
+"""Where a run goes on: at the phase, by the method and in the micro-batches in which it was stopped, with what was home."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What one visit of a partition leaves to the next: its buffers whatever became of them; no state that is not kept, no error."""
+"""What a visit of a partition leaves to the next: its buffers whatever became of them; no state that is not kept, no error."""
 
 import copy
 
