@@ -16,6 +16,7 @@ from seqpart.memory.limit import enforced, measure_runtime, too_small, warm_up
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.memory.usage import MemoryUsage, Reading, read_process
 from seqpart.units import parse_size
+from tests import machine
 
 MB = 10**6
 
@@ -194,7 +195,7 @@ def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, 
         held.append(live.peak)
         return rates
 
-    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", watched)
+    machine.measured_by(monkeypatch, watched)
     data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
     Trainer([nn.Linear(1, 3)], mem_limit="2GB", batch_size=5000, output_dir=tmp_path).prepare(data, data)
     assert held[0] < 12 << 20

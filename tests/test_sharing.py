@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpart import Trainer
 from seqpart.costs.blocks import measure_chain
-from seqpart.costs.hardware import Speeds
 from seqpart.errors import ModelError
 from seqpart.model.blocks import as_chain
 from tests import given
@@ -17,13 +16,7 @@ from tests.exactly import FULL, How, Trained, first_difference, numbers, tokens
 
 ROWS = 16
 
-
-@pytest.fixture(autouse=True)
-def known_machine(monkeypatch):
-    """What only plans look at, and takes most of so short a run."""
-    monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
+pytestmark = pytest.mark.usefixtures("known_machine")
 
 
 def trainer(model, folder, **options):

@@ -13,7 +13,6 @@ from torch import nn
 import seqpart.planning.exact as exactplan
 from seqpart import Trainer
 from seqpart.costs.blocks import LiveBytes
-from seqpart.costs.hardware import Speeds
 from seqpart.errors import DoesNotFit
 from seqpart.execution.executor import Executor, StepDone
 from seqpart.execution.slots import Slots
@@ -23,7 +22,7 @@ from seqpart.planning.simulator import Resources, Simulator
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import PhaseKind, Position, Verb, checked, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
-from tests import given
+from tests import given, machine
 from tests.choice import only_quick
 
 ROWS, TEST_ROWS, CLASSES, WIDTH = 150, 40, 4, 128
@@ -86,9 +85,7 @@ class Fit:
         self.candidates = []
         if way is not None:
             self._force(patch, **way)
-        patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-        speeds = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-        patch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: speeds)
+        machine.known(patch)
         # A checkpoint sends weights home that a later step is predicted to send.
         trainer = Trainer(model(), mem_limit="2GB", output_dir=folder / "run", save_every="never", **options)
         train, test = data(model, ROWS, 0), data(model, TEST_ROWS, 1)
