@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import children
+
 WIDTH, BLOCKS, BATCH, ROWS = 2048, 6, 256, 4096
 PAIRS, WARM = 7, 1
 
@@ -87,9 +89,8 @@ def wait() -> None:
 
 class Worker:
     def __init__(self, name: str, folder: Path, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.partition_speed", "--worker", name, "--folder", str(folder)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        self._process = children.kept(
+            "benchmarks.partition_speed", "--worker", name, "--folder", folder, text=True, env={**os.environ, **environment}
         )
 
     def epoch(self) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import apart, pnn_arm, pnn_figures, record
+from benchmarks import children, pnn_arm, pnn_figures, record
 from benchmarks.pnn_arm import MACS, macs, macs_of
 
 SEEDS, FEW = 10, 3
@@ -89,7 +89,7 @@ def carried_out(
         words = max((words for _, _, words in group), key=lambda words: "--test-every" in words)
         data = options.mnist_dir if words[0] == "weights" else options.data_dir
         places = ["--data-dir", str(data), "--folder", tempfile.gettempdir()]
-        told = apart.printed("benchmarks.pnn_arm", [*words, *places], name=group[0][1])
+        told = children.printed("benchmarks.pnn_arm", *words, *places, name=group[0][1], environment=children.one_thread())
         for figure, name, _ in group:
             record.note(options.name, found, figure, {name: told})
             print(f"{figure}: {name}: {100 * told['accuracy']:.2f} %", flush=True)

@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import children
 from benchmarks.record import FOLDER, origin, save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -120,7 +121,7 @@ def cases() -> list[Case]:
 
 def measure(case: Case | Architecture) -> dict[str, object]:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        command = [sys.executable, "-m", "seqpart.train", "--output-dir", f"{folder}/run", *case.arguments()]
+        command = children.command("seqpart.train", "--output-dir", f"{folder}/run", *case.arguments())
         watched = watch(command, stdout=subprocess.DEVNULL)
         if watched.exit_code:
             return {**asdict(case), "exit_code": watched.exit_code}

@@ -11,13 +11,14 @@ import itertools
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks import children
 
 WARM_UP = 3
 """Updates that are not timed: first touches, state that is not at home yet."""
@@ -195,14 +196,9 @@ def run_arm(name: str, *options: object, folder: Path) -> dict[str, Any]:
     if name != "plain":
         environment["GOMP_SPINCOUNT"] = "0"
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.streamed_arm", name, *map(str, options), "--folder", place],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError("\n".join(done.stderr.splitlines()[-12:]))
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return children.printed(
+            "benchmarks.streamed_arm", name, *options, "--folder", place, name=name, environment=environment
+        )
 
 
 def main() -> None:

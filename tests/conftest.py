@@ -30,6 +30,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def known_machine(monkeypatch):
+    """Plans that do not measure the machine."""
+    from tests import machine  # not before pytest has loaded what it runs: this brings all of planning
+
+    machine.known(monkeypatch)
+
+
 def pytest_report_header():
     versions = describe_versions()
     return f"torch {versions['torch']}, {torch.get_num_threads()} threads, GPU: {versions['gpu']}"

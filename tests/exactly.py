@@ -10,9 +10,9 @@ import seqpart.planning.exact as exactplan
 import seqpart.planning.search as search
 from seqpart import Trainer
 from seqpart.costs.blocks import measure_chain
-from seqpart.costs.hardware import Speeds
 from seqpart.data.splits import Split
 from seqpart.planning.simulator import Resources
+from tests import machine
 
 ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
 
@@ -146,9 +146,7 @@ class Trained:
 
         self._patch.setattr(exactplan, "_variants", only)
         # Looked at by plans only, which are forced here; they take half of so short a run.
-        self._patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-        speeds = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-        self._patch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: speeds)
+        machine.known(self._patch)
         self._patch.setattr("seqpart.planning.inputs.measure_chain", self._measured)
 
     def _measured(self, chain, shape, batch, **named):

@@ -1,9 +1,13 @@
-"""What users bring to the command line: a module of models and data sets, most of them unusable, and data files."""
+"""What users bring: to the command line a module of models and data sets, most of them unusable, and data files; to a
+Trainer a few rows with classes, and a short run of a model on them."""
 
 import struct
 import textwrap
 
 import numpy as np
+import torch
+
+from seqpart import Trainer
 
 OWN = """
     import mmap, time
@@ -107,3 +111,15 @@ def write_npz(path, *, rows=40, spoil=None):
         x[7, 3] = spoil
     np.savez(path, x=x, y=np.arange(rows) % 4)
     return path
+
+
+def classified(rows, shape, classes=3):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, *shape, generator=generator), torch.arange(rows) % classes
+
+
+def trained(folder, model, shape=None, *, data=None, **options):
+    """What a short run in `folder`/run leaves; on `data`, which is tested on too, or on rows of this shape."""
+    train, test = (data, data) if data else (classified(48, shape), classified(12, shape))
+    options = {"mem_limit": "2GB", "epochs": 1, "batch_size": 16, "quiet": True, "output_dir": folder / "run", **options}
+    return Trainer(model, **options).fit(train, test)

@@ -3,6 +3,7 @@
 As a program it imports once and then forks the command for each line of its input, which says when it is to be killed.
 """
 
+import builtins
 import contextlib
 import gc
 import importlib
@@ -17,7 +18,6 @@ from pathlib import Path
 
 from seqpart import Trainer  # before torch: seqpart sets what torch reads when it loads
 from seqpart import session as run
-from seqpart.costs.hardware import Speeds
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import Interrupted
 from seqpart.execution.executor import StepDone
@@ -26,6 +26,7 @@ from seqpart.files.direct import DirectFile
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
 from seqpart.train import main
+from tests import machine
 from tests.command import ENVIRONMENT
 from tests.exactly import Trained
 
@@ -180,9 +181,7 @@ def become(order, counts):
     said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    # Looked at by plans only; measuring takes longer than the run.
-    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    sys.modules["seqpart.planning.inputs"].measure_speeds = lambda *_: rates
+    machine.known_speeds(builtins)
     called = dict.fromkeys(PLACES, 0)
     for place in PLACES:
         die_at(place, order["at"][1] if order["at"] and order["at"][0] == place else 0, called)

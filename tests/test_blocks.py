@@ -256,3 +256,15 @@ def test_an_emptied_module_comes_to_life_again_as_often_as_needed():
         output.sum().backward()
         assert torch.equal(output, expected)
         assert torch.equal(module.weight.grad, x)
+
+
+def test_one_activation_used_twice_is_two_links_of_the_chain():
+    """Sequential.named_children() names a module once, so a ReLU used twice was left out the second time: another network."""
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
+    assert [(block.name, block.kind) for block in as_chain(model)] == [
+        ("0", "Linear"),
+        ("1", "ReLU"),
+        ("2", "Linear"),
+        ("3", "ReLU"),
+    ]

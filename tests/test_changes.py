@@ -8,6 +8,7 @@ from seqpart.errors import Interrupted, OptionError
 from seqpart.schedule.steps import Verb
 from tests.choice import only_quick
 from tests.exactly import How, numbers
+from tests.given import classified
 from tests.resuming import Arm, Stopping, ended, interrupt
 from tests.test_exact import dropping, fresh
 from tests.test_failures import data, network
@@ -15,6 +16,9 @@ from tests.test_resume import stopped_after
 from tests.test_same_as_plain import plain_modules
 
 import torch  # isort: skip
+from dataclasses import replace
+
+from torch import nn
 
 CUT = {"partitions": "0,1,3", "momentum": 0.9, "epochs": 2}
 TESTED = {"test_every": 1}
@@ -153,3 +157,28 @@ def test_a_number_that_is_written_otherwise_is_no_other_one(arms):
     reporter = Stopping()
     arm.fit(resume=arm.root, reporter=reporter, lr="1e-2", epochs="2 ")
     assert not [text for text in reporter.said if "from here on:" in text]
+
+
+def test_a_run_does_not_go_on_with_another_optimizer_or_loss_function(tmp_path):
+    """Functions are no settings, so nobody compared them: moments were misread, or another rate was taken silently."""
+
+    def trainer(rate=0.1, loss=None, of=torch.optim.SGD, momentum=0.9):
+        return Trainer(
+            [lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 4)], loss,
+            lambda parameters: of(parameters, lr=rate, momentum=momentum), mem_limit="2GB", method="streamed",
+            partitions="2", epochs=2, batch_size=8, quiet=True,
+        )  # fmt: skip
+
+    rows = classified(24, (12,), 4)
+    first = trainer()
+    first.settings = replace(first.settings, output_dir=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        first.fit(rows, rows, reporter=Stopping(12))
+    for other in ({"of": torch.optim.RMSprop}, {"momentum": 0.5}):
+        with pytest.raises(OptionError, match="was trained with optimizer"):
+            trainer(**other).fit(rows, rows, resume=tmp_path / "run")
+    with pytest.raises(OptionError, match="was trained with loss"):
+        trainer(loss=nn.functional.multi_margin_loss).fit(rows, rows, resume=tmp_path / "run")
+    reporter = Stopping()
+    assert trainer(rate=0.01).fit(rows, rows, resume=tmp_path / "run", reporter=reporter).weights.exists()
+    assert any("the optimizer's options were" in text and "0.01" in text for text in reporter.said)

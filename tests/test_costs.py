@@ -376,3 +376,16 @@ def test_a_loss_is_judged_on_outputs_of_the_type_that_the_last_block_returns():
     )
     assert wide == 2 * plain == 4 * narrow
     assert measure_loss(lambda y: y.float().sum(), (10,), 8, dtype=torch.bfloat16) > narrow, "a copy in float32"
+
+
+def test_a_loss_does_not_count_the_output_that_it_judges():
+    """The output was born under the counter, so each prediction held it twice: once with the block, once with the loss."""
+    loss, its_gradient, gradient_of_the_output = 4, 4, 2 * 1000 * 4
+    assert measure_loss(lambda y: y.sum(), (1000,), 2) == loss + its_gradient + gradient_of_the_output
+
+
+def test_rows_that_do_not_fit_show_no_traceback_of_torch_s_own(caplog):
+    """torch logged the traceback of the refused operation to stderr, above our one message."""
+    with pytest.raises(DataError, match="cannot take rows of shape"), caplog.at_level("ERROR"):
+        measure_chain(as_chain([nn.Linear(3, 3)]), (4,), 2)
+    assert not caplog.records

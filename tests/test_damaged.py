@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from seqpart import Trainer
 from seqpart.checkpoint import manifest as manifests
 from seqpart.errors import CorruptFile, DiskFull
 from seqpart.files.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
 from tests.choice import only_quick
 from tests.exactly import How, numbers, split
+from tests.given import classified
 from tests.resuming import Arm, Killed, Stopping, ended, flip, kill
 from tests.test_exact import dropping, fresh
 
@@ -172,3 +175,15 @@ def test_a_disk_that_is_full_at_the_first_save_leaves_nothing_and_promises_nothi
     assert not [note for note in ending.value.__notes__ if "--resume" in note]
     assert not has_checkpoint(arm.root)
     assert not list(arm.root.rglob("*.safetensors"))
+
+
+def test_a_damaged_home_of_a_live_model_is_told_with_its_cure(tmp_path):
+    """The weights could not be given back either, and that second error hid the first."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    options = {"mem_limit": "2GB", "method": "full", "batch_size": 16, "save_every": "1", "output_dir": tmp_path, "quiet": True}
+    with pytest.raises(Killed):
+        Trainer(model, **options).fit(classified(64, (8,)), classified(9, (8,)), reporter=Stopping(6, kill))
+    (entry,) = [entry for name, entry in manifests.load(tmp_path).homes.items() if name == "block-00001"]
+    flip(tmp_path / "homes" / entry["file"])
+    with pytest.raises(CorruptFile, match=r"--resume .*checkpoint\.previous\.json"):
+        Trainer(model, **options).fit(classified(64, (8,)), classified(9, (8,)), resume=tmp_path)

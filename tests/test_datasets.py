@@ -271,3 +271,13 @@ def test_real_data_sets_have_their_rows_and_classes(name):
     assert first.shape == (ROWS_AT_ONCE, *shape)
     assert 0.05 < float(first.mean()) < 0.6
     assert float(first.max()) <= 1.0
+
+
+def test_a_zipped_file_with_a_flipped_bit_is_named(tmp_path):
+    """gzip raises zlib.error, which is no OSError: a damaged .gz ended in a traceback."""
+    for kind in ("images-idx3", "labels-idx1"):
+        whole = bytearray(gzip.compress(bytes(range(10)) * 500))
+        whole[11] ^= 255
+        (tmp_path / f"train-{kind}-ubyte.gz").write_bytes(whole)
+    with pytest.raises(DataError, match=r"ubyte\.gz is damaged: .* Fetch it again"):
+        datasets.load(f"idx:{tmp_path}")

@@ -242,3 +242,9 @@ def test_a_gpu_that_is_full_is_an_error_of_memory():
         device.empty(device.total_memory() * 2)
     assert device.is_out_of_memory(caught.value)
     assert 0 < device.free_memory() <= device.total_memory()
+
+
+def test_a_device_whose_number_was_forgotten_is_not_taken_for_the_first():
+    """`cuda:` was read as cuda:0."""
+    with pytest.raises(OptionError, match="expected auto, cpu, cuda or cuda:N"):
+        open_device("cuda:")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,3 +280,23 @@ def test_what_is_no_plain_file_is_not_read(tmp_path, lay):
     for options in ({}, {"patch": True}):
         with pytest.raises(CorruptFile, match=r"/a is a link, a directory or a pipe, and no file that seqpart wrote"):
             DirectFile(tmp_path / "a", **options)
+
+
+def test_probing_a_file_as_if_it_were_a_folder_is_explained(tmp_path):
+    """The clean-up after the failed probe raised NotADirectoryError itself and hid the explanation."""
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(DirectoryUnusable, match="Give a directory"):
+        probe_disk(path)
+
+
+def test_a_disk_with_less_room_than_the_probe_wants_is_probed_with_less(tmp_path, monkeypatch):
+    """The 64 MiB speed probe filled a small disk and refused a run that needed 1 MB."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 * PAGE))
+    written = []
+    real = DirectFile.write_from
+    monkeypatch.setattr(
+        DirectFile, "write_from", lambda self, memory, at: (written.append(len(memory)), real(self, memory, at))
+    )
+    probe_disk(tmp_path)
+    assert sum(written) == PAGE

@@ -1,5 +1,6 @@
 """What goes wrong while a run is under way: nothing stays loaded, the message names the step, nothing is lost."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import LimitExceeded, OutOfMemory, Trainer
+from seqpart.execution.partition import Partition
 from seqpart.zoo.models import mlp
 from tests.command import SMALL, call, refused
+from tests.given import classified, trained
 
 CLASSES = 3
 REFUSAL = (
@@ -203,3 +206,45 @@ def test_memory_taken_behind_the_kernels_limit_is_seen_and_ends_the_run_with_exi
     done = run_hungry(tmp_path, take)
     assert done.returncode == LimitExceeded.exit_code, done.stdout + done.stderr
     assert "LimitExceeded the limit of 1.00 GB was passed" in done.stdout
+
+
+def test_memory_that_runs_out_in_an_update_leaves_nothing_loaded(tmp_path, monkeypatch):
+    """Only a failed forward or backward was cleaned up after: a module given alive kept half-updated views of the slot."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    before = copy.deepcopy(model.state_dict())
+
+    def half_done(partition, *_):
+        with torch.no_grad():
+            partition.trainable[0].add_(1)
+        raise MemoryError
+
+    monkeypatch.setattr(Partition, "update", half_done)
+    with pytest.raises(OutOfMemory, match="memory ran out in U0"):
+        trained(tmp_path, model, (4,))
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp_path, monkeypatch):
+    """After a failed allocation --ram-limit was compared with what the run's own host pool had left free, and refused."""
+    free = iter([1 << 30])
+    monkeypatch.setattr("seqpart.planning.inputs.host_memory_free", lambda: next(free, 0))
+    preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", ram_limit="64MB", output_dir=tmp_path).prepare(
+        classified(48, (4,)), classified(12, (4,))
+    )
+    first = preparation.planned()
+    again = preparation.prepare(micro_batch=8, starts=first.plan.starts)
+    assert again.host_pool_bytes == first.host_pool_bytes > 0
+
+
+def test_memory_that_runs_out_before_the_loop_is_said_in_words(tmp_path):
+    """A block whose factory takes more than the limit for a moment ended the run in a traceback and exit code 1."""
+
+    def greedy():
+        torch.empty(8 << 30, dtype=torch.uint8).fill_(1)
+        return nn.Linear(4, 2)
+
+    data = torch.zeros(4, 4), torch.tensor([0, 1, 0, 1])
+    with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*--mem-limit"):
+        Trainer([greedy], mem_limit="2GB", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -85,3 +85,12 @@ def test_the_command_says_so_with_exit_code_2(tmp_path, capsys):
         images(tmp_path / folder)
     ran = call(capsys, "--data", f"folder:{tmp_path}", "--mem-limit", "1GB")
     assert refused(ran, 2, "look like splits", "train/CLASS/ and test/CLASS/")
+
+
+def test_a_test_folder_that_lacks_a_class_keeps_the_numbers_of_training(tmp_path):
+    """Each image folder numbered its own classes: with `cat` missing in test, every dog was judged as a cat."""
+    for path in ("train/cat/a", "train/dog/a", "test/dog/a"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save((tmp_path / path).with_suffix(".png"))
+    train, test = (as_split(part, "some") for part in datasets.load(f"folder:{tmp_path}"))
+    assert (train.labels.tolist(), test.labels.tolist()) == ([0, 1], [1])

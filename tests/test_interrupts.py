@@ -83,3 +83,12 @@ def test_outside_the_main_thread_nothing_is_touched():
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+def test_a_signal_while_a_lock_is_taken_does_not_hang_the_run():
+    """KeyboardInterrupt between taking the reader's lock and noting it left the lock taken: the clean-up waited forever."""
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)  # anywhere in a step
+        reached = True
+        interrupts.check()
+    assert reached

@@ -5,14 +5,18 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
-from seqpart.costs.hardware import seconds_of
+from seqpart import Trainer
+from seqpart.costs.blocks import LiveBytes
+from seqpart.costs.hardware import measure_speeds, seconds_of
 from seqpart.errors import DoesNotFit
 from seqpart.memory.device import Device
 from seqpart.memory.limit import enforced, measure_runtime, too_small, warm_up
 from seqpart.memory.sampler import Proof, Sampler
-from seqpart.memory.usage import MemoryUsage, read_process
+from seqpart.memory.usage import MemoryUsage, Reading, read_process
 from seqpart.units import parse_size
+from tests import machine
 
 MB = 10**6
 
@@ -165,3 +169,33 @@ def test_the_shortest_of_several_timings_is_taken(monkeypatch):
     calls = []
     assert seconds_of(lambda: calls.append(1)) == 2.0
     assert len(calls) == 3
+
+
+def test_a_run_shorter_than_twenty_samples_has_its_file_pages_counted(monkeypatch):
+    """File pages were looked at with every twentieth sample only, so the proof of a short run said that they grew by 0."""
+
+    class Still:
+        def read(self):
+            return 0
+
+    sizes = iter([1000, 5000])
+    monkeypatch.setattr("seqpart.memory.sampler.read_process", lambda: Reading(file=next(sizes)))
+    sampler = Sampler(Still(), limit=1)
+    sampler.stop()
+    assert sampler.file_growth == 4000
+
+
+def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, monkeypatch):
+    """The matrix rate was measured on a whole batch of rows 1024 wide: 0.5 GB for 60,000 rows, unplanned and unlimited."""
+    held = []
+
+    def watched(*arguments):
+        with LiveBytes() as live:
+            rates = measure_speeds(*arguments)
+        held.append(live.peak)
+        return rates
+
+    machine.measured_by(monkeypatch, watched)
+    data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
+    Trainer([nn.Linear(1, 3)], mem_limit="2GB", batch_size=5000, output_dir=tmp_path).prepare(data, data)
+    assert held[0] < 12 << 20

@@ -16,6 +16,7 @@ from seqpart.memory.usage import read_process
 from seqpart.model.blocks import Block, as_chain, tensors_of
 from seqpart.model.live_modules import LiveModules
 from seqpart.units import parse_size
+from tests import given
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from watch import watch
@@ -203,3 +204,33 @@ def test_the_weights_of_a_model_given_alive_are_in_the_plan_and_refusal_dry_run_
     peak, predicted = (parse_size(re.search(rf"proof:.* {word} (\S+ MB)", done.said)[1]) for word in ("peak", "predicted"))
     assert peak == pytest.approx(done.watched.peak, rel=0.01)
     assert 0.99 * peak <= predicted <= 1.05 * peak
+
+
+class Table(nn.Module):
+    """Makes its table when it is first called, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table, self.cache = nn.Linear(12, 12), None, {}
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(12).float()
+        scale = self.cache.setdefault(x.shape[1], torch.full((12,), 0.1))
+        return self.linear(x) * self.table * scale
+
+
+def test_a_module_given_alive_does_not_keep_the_fake_tensors_it_was_measured_with(tmp_path):
+    """They stayed in its attributes, and the first real step ended in a DataDependentOutputException."""
+    model = [Table(), nn.Linear(12, 4)]
+    given.trained(tmp_path, model, (12,), method="streamed", optimizer="sgd", batch_size=8)
+    assert type(model[0].table) is torch.Tensor and type(model[0].cache[12]) is torch.Tensor
+
+
+def test_a_model_given_in_eval_mode_comes_back_in_eval_mode(tmp_path):
+    """Measuring had set it to training mode before anybody noted how it came."""
+    model = nn.Sequential(nn.Linear(12, 12), nn.Sequential(nn.BatchNorm1d(12), nn.Dropout()), nn.Linear(12, 4))
+    model.eval()
+    model[1][1].train()
+    given.trained(tmp_path, model, (12,), method="streamed", optimizer="sgd", batch_size=8)
+    assert [part.training for part in model.modules()] == [False, False, False, False, True, False]

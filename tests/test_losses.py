@@ -5,8 +5,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from seqpart import Trainer
 from seqpart.model.losses import default_loss, regression, scores_of, token_cross_entropy
+from tests.given import classified
 
 sizes = st.integers(1, 4)
 
@@ -68,3 +71,13 @@ def test_every_label_has_its_row_of_scores(rows, positions, classes):
 )
 def test_outputs_that_do_not_score_the_labels_give_no_scores(output, labels):
     assert scores_of(output, labels) is None
+
+
+@pytest.mark.parametrize(("shape", "regress"), [((2, 4, 4), False), ((6,), True)])
+def test_full_training_asks_its_loss_about_the_last_block_only(shape, regress, tmp_path):
+    """Planning put the true loss behind inner blocks too, so images and every regression with a hidden layer were refused."""
+    x, y = classified(48, shape)
+    model = [nn.Dropout(0.0), nn.Flatten(), nn.Linear(x[0].numel(), 4), nn.Linear(4, 1 if regress else 3)]
+    data = (x, y.float() if regress else y)
+    result = Trainer(model, mem_limit="2GB", method="full", epochs=1, quiet=True, output_dir=tmp_path / "run").fit(data, data)
+    assert result.test_loss > 0

@@ -144,3 +144,42 @@ def test_numbers_must_be_finite_and_not_negative(option, value):
 def test_momentum_goes_with_sgd_only():
     with pytest.raises(OptionError, match="--momentum goes with --optimizer sgd"):
         choose("adam", lr=0.1, momentum=0.9)
+
+
+def test_an_optimizer_whose_first_step_is_special_is_refused():
+    """SGD with dampening takes its first gradient undamped; from a momentum of zeros it would take another step."""
+    with pytest.raises(OptionError, match="not a step from a state of zeros"):
+        describe("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5))
+
+
+class CountsInItsGroup(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = group["lr"] / (1 + group.setdefault("steps", 0))
+            group["steps"] += 1
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", torch.zeros_like(parameter) + parameter.detach())
+            self.state[parameter]["step"] = self.state[parameter].get("step", torch.zeros(())) + 1
+            if int(self.state[parameter]["step"]) % 3 == 0:
+                slow += 0.5 * (parameter.detach() - slow)
+                parameter.data.copy_(slow)
+
+
+@pytest.mark.parametrize("kind", [CountsInItsGroup, Lookahead])
+def test_an_optimizer_that_knows_more_than_its_state_of_zeros_is_refused(kind):
+    """One trial step looked all right; weights were others from the second or third update on, in all methods alike."""
+    with pytest.raises(OptionError, match="is not a step from a state of zeros"):
+        describe(kind.__name__, lambda parameters: kind(parameters, lr=0.1))
+
+
+@pytest.mark.parametrize("build", [lambda p: torch.optim.SGD(p, lr=-1.0), lambda p: torch.optim.SparseAdam(p)])
+def test_what_an_optimizer_itself_refuses_is_an_option_error(build):
+    """ValueError and RuntimeError came through as tracebacks."""
+    with pytest.raises(OptionError, match="a trial step failed"):
+        describe("theirs", build)

@@ -5,9 +5,13 @@ from itertools import count
 
 import pytest
 
+from seqpart.cli.arguments import gathered
+from seqpart.cli.job import Job
 from seqpart.directory.leftovers import clear_leftovers
 from seqpart.directory.run_directory import RunDirectory, finish_what_was_published
 from seqpart.errors import CorruptFile, DiskFull, OptionError
+from seqpart.files.atomic import write_text
+from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.scratch import PUBLISHING
 from tests.test_run_directory import finish, kill, names
 
@@ -105,3 +109,28 @@ def test_a_list_that_is_a_link_is_not_read(tmp_path, monkeypatch):
     (root / PUBLISHING).symlink_to(tmp_path / "list")
     with pytest.raises(CorruptFile, match="is damaged"):
         begin_anew(root)
+
+
+def test_a_failing_run_over_an_earlier_one_keeps_its_log_and_plan(tmp_path):
+    """--overwrite truncated the earlier run's events and plan at the start; a run that failed then left a mixture."""
+    directory = RunDirectory(tmp_path / "out")
+    for name in ("model.safetensors", "events.jsonl"):
+        directory.result(name).write_text("first")
+    directory.close("done")
+    again = RunDirectory(tmp_path / "out", overwrite=True)
+    again.result("events.jsonl").write_text("second")
+    again.close("failed")
+    assert (tmp_path / "out" / "events.jsonl").read_text() == "first"
+
+
+def test_a_run_that_replaces_another_s_results_leaves_its_options_alone_until_it_is_done(tmp_path):
+    """job.json was written over at once: had the new run failed, the old results stood beside the new run's options."""
+    for epochs, done in ((1, True), (7, False)):
+        directory = RunDirectory(tmp_path, overwrite=True)
+        write_text(directory.result("job.json"), with_checksum("job", {"epochs": epochs}))
+        assert gathered(["--resume", str(tmp_path)], Job)[0] == f"--epochs={epochs}"
+        if done:
+            (tmp_path / "model.safetensors").write_text("trained")
+            directory.publish()
+        directory.close("done" if done else "failed")
+    assert checked_body("job", (tmp_path / "job.json").read_text()) == {"epochs": 1}

@@ -9,6 +9,8 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import OptionError
+from seqpart.methods.method import PartitionTraining, Recovery, Workload
+from seqpart.methods.sil import sil_phases
 from tests.command import run
 from tests.test_same_as_plain import CLASSES, OPTIMIZERS, data, network, plain_modules, row_order
 
@@ -105,3 +107,11 @@ def test_recovery_keeps_the_limit_and_is_in_the_plan(tmp_path):
 def test_what_cannot_be_recovered_is_refused_in_words(options, words, tmp_path):
     with pytest.raises(OptionError, match=words):
         trained(tmp_path / "run", **options)
+
+
+def test_recovery_is_tested_in_its_own_micro_batches():
+    """They were those of the partitions' training, which recovery may have no room for."""
+    part = PartitionTraining(epochs=1, batch_size=20, micro_batch=20)
+    recovery = Recovery(epochs=1, batch_size=20, micro_batch=5, frozen=frozenset())
+    work = Workload(train_rows=60, test_rows=20, shuffle=False, partitions=(part, part), recovery=recovery)
+    assert {phase.micro_batch for phase in sil_phases(work) if phase.stage} == {5}

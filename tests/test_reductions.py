@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.costs.hardware import Speeds
 from seqpart.errors import DataError, OptionError
 from seqpart.model.reductions import Kind, reduction_of
 from tests.exactly import numbers, tokens
@@ -17,13 +16,7 @@ from tests.exactly import numbers, tokens
 ROWS, BATCH = 24, 8
 WEIGHT = torch.tensor([0.1, 1.0, 5.0, 0.5])
 
-
-@pytest.fixture(autouse=True)
-def known_machine(monkeypatch):
-    """What only plans look at, and takes most of so short a run."""
-    monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
+pytestmark = pytest.mark.usefixtures("known_machine")
 
 
 def padded(ignored):

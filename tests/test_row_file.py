@@ -244,3 +244,12 @@ def test_rows_that_are_not_finished_cannot_be_persisted(tmp_path):
     with pytest.raises(AssertionError, match="not all in"):
         rows.persist()
     rows.discard()
+
+
+def test_more_rows_than_announced_are_refused(tmp_path):
+    """Rows beyond the last chunk had no room, so append waited for it in an endless loop."""
+    rows = Rows(RowLayout((2,), torch.float32), 3, tmp_path / "rows.safetensors", Device(), None)
+    rows.append(torch.zeros(2, 2))
+    with pytest.raises(AssertionError, match="4 rows came, 3 were expected"):
+        rows.append(torch.zeros(2, 2))
+    rows.discard()

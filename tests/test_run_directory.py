@@ -376,3 +376,8 @@ def test_a_run_and_its_scratch_directory_side_by_side_are_one_resumable_run(tmp_
     kill(directory)
     assert resumable(tmp_path) == (1, 200)
     assert clear_leftovers(tmp_path) == (0, 0)
+
+
+def test_two_runs_of_one_second_have_two_directories():
+    """The name was made of time, method and process: a second short `fit` found the first one's finished run."""
+    assert new_name("sil") != new_name("sil")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart import Trainer
+from seqpart import BadInput, Trainer
 from seqpart.errors import OptionError
 from seqpart.settings import Options, Settings, at_least_one, listed, per_partition
 
@@ -193,3 +193,24 @@ def test_what_is_free_is_looked_at_once():
     """--mem-limit auto sized the model by one figure and planned by another."""
     trainer = Trainer([lambda: nn.Linear(2, 2)], mem_limit="auto")
     assert int(trainer.settings.mem_limit) > 1 << 20
+
+
+def test_no_partitions_is_not_one_partition():
+    """`--partitions 0` was read as the list of first blocks `0`, and trained one partition."""
+    with pytest.raises(OptionError, match="found '0'"):
+        Settings.of(mem_limit="2GB", partitions=0).partition_choice()
+
+
+def test_a_path_may_be_given_as_text():
+    """`Trainer(..., output_dir="out")` failed with an AttributeError deep in the run."""
+    assert Settings.of(mem_limit="2GB", output_dir="out").output_dir == Path("out")
+
+
+def test_a_micro_batch_above_the_batch_is_refused(tmp_path):
+    """It was cut down to the batch without a word."""
+    x, y = torch.randn(40, 4), torch.arange(40) % 2
+    trainer = Trainer(
+        [lambda: nn.Linear(4, 2)], mem_limit="2GB", batch_size=16, micro_batch_size=17, output_dir=tmp_path / "run"
+    )
+    with pytest.raises(BadInput, match="--micro-batch-size 17 is more than the batch of 16"):
+        trainer.plan((x, y), (x, y))

@@ -8,18 +8,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from seqpart import Trainer
-from seqpart.costs.hardware import Speeds
+from seqpart.costs.blocks import measure_chain
 from seqpart.errors import ModelError
+from seqpart.model.blocks import as_chain
+from tests import given
+from tests.exactly import FULL, How, Trained, first_difference, numbers, tokens
 
 ROWS = 16
 
-
-@pytest.fixture(autouse=True)
-def known_machine(monkeypatch):
-    """What only plans look at, and takes most of so short a run."""
-    monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
+pytestmark = pytest.mark.usefixtures("known_machine")
 
 
 def trainer(model, folder, **options):
@@ -230,3 +227,115 @@ def test_parameters_of_a_module_given_alive_learn_or_not_as_they_did_before(tmp_
     model[1].requires_grad_(False)
     trainer(model, tmp_path / "run").fit(data(8), data(8))
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, True, True]
+
+
+def test_a_block_that_writes_into_its_input_is_no_user_s_mistake(tmp_path):
+    """Its cost was found on a leaf, which must not be written into: Linear, ReLU(inplace=True) was refused as a model."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    in_place = measure_chain(as_chain(model), (4,), 2)[1]
+    assert (in_place.saved, in_place.saved_alone, in_place.inference_peak) == (0, 0, 0)
+    assert given.trained(tmp_path, model, (4,), partitions="0,2").accuracy is not None
+
+
+HOWS = [How(), How(slots=2, keeps=0), How(method="checkpointed"), How(boundary_tier="disk")]
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    return lambda model, data, **options: Trained(monkeypatch, tmp_path, model, data, **options)
+
+
+def language():
+    """A head that is nothing but the embedding's weight."""
+    torch.manual_seed(0)
+    first, last = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+    last.weight = first.weight
+    return [first, nn.Sequential(nn.Linear(8, 8), nn.ReLU()), last]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_a_partition_whose_only_weight_is_borrowed_hands_its_gradient_on(how, trained):
+    """It had no parameter of its own, counted as frozen, and the head's part of the shared gradient was missing."""
+    arms = trained(language, tokens(), partitions="0,1,2")
+    assert first_difference(arms.run(how), arms.run(FULL)) is None
+
+
+class Half(nn.Module):
+    """The second half of its columns: a view that begins anywhere."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, 2 * width)
+
+    def forward(self, x):
+        return self.linear(x)[:, -x.shape[1] :]
+
+
+class WithoutFirst(nn.Module):
+    """Tokens without the first: a view with gaps, off a cache line."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x)[:, 1:]
+
+
+class Scaled(nn.Module):
+    """Writes into its input, which is such a view."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x.mul_(0.5))
+
+
+MISALIGNED = {
+    "columns": (lambda: [lambda: Half(13), lambda: Half(13), lambda: nn.Linear(13, 4)], (13,)),
+    "written into": (lambda: [lambda: Half(13), lambda: Scaled(13), lambda: nn.Linear(13, 4)], (13,)),
+    "tokens": (
+        lambda: [lambda: WithoutFirst(7), lambda: WithoutFirst(7), lambda: nn.Sequential(nn.Flatten(), nn.Linear(7 * 3, 4))],
+        (5, 7),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("name", MISALIGNED)
+def test_a_boundary_that_begins_off_a_cache_line_comes_back_lying_as_it_did(name, how, trained):
+    """Matrix kernels round differently by where their input begins; on disk it came back at the start of new memory."""
+    model, shape = MISALIGNED[name]
+    arms = trained(model, numbers(shape), partitions="0,1,2")
+    found, expected = arms.run(how), arms.run(FULL)
+    for record in (found, expected):
+        del record["end", "loss", "test"]  # rows of the cache lie in a row: README, Limits
+    assert first_difference(found, expected) is None
+
+
+class Moving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mean = nn.Linear(12, 12), nn.Parameter(torch.zeros(12), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0))
+        return self.linear(x - self.mean)
+
+
+def normed():
+    return nn.Embedding(9, 4, max_norm=1.0)
+
+
+@pytest.mark.parametrize("first", [Moving, normed])
+def test_a_forward_pass_that_changes_a_parameter_is_refused(first, tmp_path):
+    """The change was lost when the partition left, or made twice when the pass was done again."""
+    tokens = torch.arange(24).view(12, 2) % 9
+    width, data = (12, given.classified(24, (12,), 4)) if first is Moving else (4, (tokens, tokens))
+    with pytest.raises(ModelError, match="changes parameter"):
+        given.trained(
+            tmp_path, [first, lambda: nn.Linear(width, 9)], data=data, method="streamed", optimizer="sgd", batch_size=8
+        )

@@ -13,7 +13,7 @@ from torch import nn
 import seqpart.planning.exact as exactplan
 from seqpart import Trainer
 from seqpart.costs.blocks import LiveBytes
-from seqpart.costs.hardware import Speeds
+from seqpart.errors import DoesNotFit
 from seqpart.execution.executor import Executor, StepDone
 from seqpart.execution.slots import Slots
 from seqpart.files.direct import PAGE
@@ -22,6 +22,7 @@ from seqpart.planning.simulator import Resources, Simulator
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import PhaseKind, Position, Verb, checked, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
+from tests import given, machine
 from tests.choice import only_quick
 
 ROWS, TEST_ROWS, CLASSES, WIDTH = 150, 40, 4, 128
@@ -84,9 +85,7 @@ class Fit:
         self.candidates = []
         if way is not None:
             self._force(patch, **way)
-        patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-        speeds = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-        patch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: speeds)
+        machine.known(patch)
         # A checkpoint sends weights home that a later step is predicted to send.
         trainer = Trainer(model(), mem_limit="2GB", output_dir=folder / "run", save_every="never", **options)
         train, test = data(model, ROWS, 0), data(model, TEST_ROWS, 1)
@@ -274,3 +273,29 @@ def test_where_partitions_are_trained_one_by_one_gradients_are_used_at_once(tmp_
     for before, after in itertools.pairwise(steps):
         if before.verb is Verb.BACKWARD:
             assert after.verb in (Verb.BACKWARD, Verb.UPDATE)
+
+
+class Keeps(nn.Module):
+    """Remembers its last input's product in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(512, 512)
+
+    def forward(self, x):
+        self.last = self.linear(x)
+        return torch.relu(self.last.detach()) + self.linear(x)
+
+
+def test_tensors_in_plain_attributes_are_counted_for_every_block_of_the_chain(tmp_path):
+    """Nobody frees them when their partition leaves: memory grew with the number of blocks, and ran out inside the limit."""
+    data = torch.randn(4096, 512), torch.arange(4096) % 4
+    needs = []
+    for keeps in (Keeps, lambda: nn.Linear(512, 512)):
+        with pytest.raises(DoesNotFit) as refused:
+            given.trained(
+                tmp_path, [*[keeps] * 10, lambda: nn.Linear(512, 4)], data=data, mem_limit="300MB", method="streamed",
+                optimizer="sgd", batch_size=4096, micro_batch_size=4096,
+            )  # fmt: skip
+        needs.append(refused.value.smallest)
+    assert needs[0] - needs[1] > 9 * 4096 * 512 * 4

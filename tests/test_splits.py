@@ -346,3 +346,35 @@ def test_a_data_loader_is_refused_with_what_to_give_instead():
     loader = DataLoader(TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)))
     with pytest.raises(DataError, match=r"Give its data set \(loader.dataset\)"):
         as_split(loader, "training")
+
+
+def test_labels_that_a_target_transform_changes_are_taken_from_the_items():
+    """`targets` was believed although the data set transforms them: the network learned the untransformed classes."""
+
+    class Even(torch.utils.data.Dataset):
+        targets = (3, 4)
+
+        def target_transform(self, label):
+            return label % 2
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return torch.zeros(1), self.target_transform(self.targets[index])
+
+    assert as_split(Even(), "training").labels.tolist() == [1, 0]
+
+
+def test_a_float64_that_float32_cannot_hold_is_not_finite():
+    """Rows were checked before they became float32: 1e300 passed, was stored as infinity, and the loss was NaN."""
+    split = as_split((torch.full((2, 1), 1e300, dtype=torch.float64), torch.tensor([0, 1])), "training")
+    with pytest.raises(DataError, match="in row 0"):
+        write_rows(split, lambda rows: None)
+
+
+def test_a_label_in_the_millions_is_refused_before_anything_is_sized_by_it():
+    """Two classes numbered 0 and 1,000,000 made a million outputs, and gigabytes of fixed targets outside the plan."""
+    split = as_split((torch.zeros(2, 1), torch.tensor([0, 1_000_000])), "training")
+    with pytest.raises(DataError, match="number them 0 to 1"):
+        count_classes(split, split)

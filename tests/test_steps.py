@@ -357,3 +357,10 @@ def test_a_step_with_a_wrong_suffix_is_refused(text):
 def test_a_step_with_a_wrong_plus_is_refused(text):
     with pytest.raises(ScheduleError, match=r"\+ goes with L and D"):
         parse(text)
+
+
+def test_a_word_in_brackets_is_not_taken_for_a_phase():
+    """Any word from [ to ] counted as a phase, and steps without a space between them as two."""
+    for text in ("[lunch] L0", "[train] L0", "L0D0"):
+        with pytest.raises(ScheduleError, match="expected a step"):
+            parse(text)

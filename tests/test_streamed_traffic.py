@@ -12,11 +12,11 @@ from torch import nn
 
 import seqpart.planning.exact as exactplan
 from seqpart import Trainer
-from seqpart.costs.hardware import Speeds
 from seqpart.execution.executor import StepDone
 from seqpart.planning.simulator import Resources
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
+from tests import machine
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
 UPDATES = ROWS // BATCH * EPOCHS
@@ -66,9 +66,7 @@ def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=frozenset(), 
         yield exactplan.predict(problem, method, micro_batch, parts, Resources(slots=slots), keeps)
 
     patch.setattr(exactplan, "_variants", only)
-    patch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    speeds = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    patch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: speeds)
+    machine.known(patch)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)))
     trainer = Trainer(
         model, mem_limit="2GB", output_dir=folder / "run", method="streamed", partitions="0,1,2,3", epochs=EPOCHS,

@@ -14,6 +14,7 @@ from torch import nn
 
 from seqpart import DoesNotFit, Trainer
 from seqpart.costs.hardware import Speeds
+from tests import machine
 
 RUN = """
 import json, sys, torch
@@ -161,7 +162,7 @@ def test_auto_takes_the_simplest_method_of_those_that_tie(outputs, factor, tmp_p
     """`full` for a network with 2 outputs and `streamed` with 3: the rates of the disk and the kernels are noise."""
     monkeypatch.chdir(tmp_path)
     rates = Speeds(flops=1e10, optimizer=1e8 * factor, read=1e9 * factor, write=1e9 / factor)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
+    machine.known_speeds(monkeypatch, rates)
     blocks = [lambda: nn.Sequential(nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3, padding=1), nn.ReLU())]
     blocks += [lambda: nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.ReLU())] * 4
     blocks += [nn.Flatten, lambda: nn.Linear(128, outputs)]

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from seqpart.__main__ import console
-from seqpart.costs.hardware import Speeds
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.execution.compute import Compute
 from seqpart.memory.device import Device
@@ -19,12 +18,8 @@ from tests.given import write_own
 
 
 @pytest.fixture(autouse=True)
-def known_machine(monkeypatch, tmp_path):
-    """What only plans look at, and takes most of so short a run."""
+def surroundings(known_machine, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_runtime", lambda _: 500 << 20)
-    rates = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
-    monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", lambda *_: rates)
 
 
 def numbers(*shape, rows=22):

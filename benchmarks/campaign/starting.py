@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks import children
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 from watch import Process, Watched, watch, watch_process  # noqa: E402
@@ -68,7 +70,7 @@ def run_fresh(order: Order) -> Ended:
         environment |= {"LD_PRELOAD": str(order.preload), "CAMPAIGN_FAULT": order.fault}
     with open(order.place / "said", "wb") as said, open(order.place / "complained", "wb") as complained:
         process = subprocess.Popen(
-            [sys.executable, "-m", order.main, *order.arguments], cwd=order.place, env=environment,
+            children.command(order.main, *order.arguments), cwd=order.place, env=environment,
             stdin=subprocess.DEVNULL, stdout=said, stderr=complained,
         )  # fmt: skip
         return _watched(process, order)
@@ -114,10 +116,9 @@ class Starter:
     """Forks runs from one process that has imported, with the library of faults loaded and idle."""
 
     def __init__(self, library: Path) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.campaign.starting"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            cwd=ROOT, env={**ENVIRONMENT, "LD_PRELOAD": str(library)},
-        )  # fmt: skip
+        self._server = children.kept(
+            "benchmarks.campaign.starting", bufsize=0, cwd=ROOT, env={**ENVIRONMENT, "LD_PRELOAD": str(library)}
+        )
 
     def run(self, order: Order) -> Ended:
         words = {"main": order.main, "arguments": order.arguments, "place": str(order.place), "fault": order.fault}

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks import apart, record
+from benchmarks import children, record
 from benchmarks.objectives.ideas import IDEAS
 
 NAME = "objectives"
@@ -131,7 +131,9 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
 
 def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
     if job.name not in found.get(job.task, {}):
-        told = apart.printed("benchmarks.objectives.run", job.command(data), name=f"{job.task}: {job.name}")
+        told = children.printed(
+            "benchmarks.objectives.run", *job.command(data), name=f"{job.task}: {job.name}", environment=children.one_thread()
+        )
         record.note(NAME, found, job.task, {job.name: told})
         print(f"{job.task}: {job.name}: validation {told['validation']['accuracy']:.2f} %", flush=True)
 

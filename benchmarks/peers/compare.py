@@ -13,8 +13,6 @@ benchmarks/results is not measured again, but with --again.
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import children
 from benchmarks.peers import results
 from benchmarks.peers.arms import ARMS, Environments
 from benchmarks.peers.cell import Cell, end_by_exception, run, swap_file
@@ -321,7 +320,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="peers-data-") as folder:
         data = Path(folder).resolve() / "rows.pt"
         place = ["--data-dir", str(options.data_dir)] if options.data_dir else []
-        subprocess.run([sys.executable, "-m", "benchmarks.peers.data", options.network, str(data), *place], check=True)
+        children.shown("benchmarks.peers.data", options.network, data, *place)
         allowed = options.allowed or (3 if options.quick else ALLOWED[options.network])
         bench = Bench(
             options.network, Environments(options.environments.absolute()), options.folder.absolute(), data,

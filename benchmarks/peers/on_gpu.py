@@ -8,7 +8,6 @@ Without a GPU it refuses. Results: benchmarks/results/peers-gpu.json.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import record
+from benchmarks import children, record
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from profiling.watching import Gpu, watched
@@ -40,8 +39,7 @@ def run(name: str, data: Path, folder: Path, network: str, limit: str) -> dict[s
     gpu.start()
     place = Path(tempfile.mkdtemp(dir=folder))
     found = watched(
-        [sys.executable, "-m", module, *options, "--network", network, "--data", str(data), "--folder", str(place),
-         "--updates", str(UPDATES)],
+        children.command(module, *options, "--network", network, "--data", data, "--folder", place, "--updates", UPDATES),
         environment=os.environ, folder=place, gpu=gpu,
     )  # fmt: skip
     lines = [line for line in found.errors.splitlines() if line.strip()]
@@ -68,7 +66,7 @@ def main() -> int:
     result = record.load("peers")
     with tempfile.TemporaryDirectory(dir=".") as folder:
         data = Path(folder) / "rows.pt"
-        subprocess.run([sys.executable, "-m", "benchmarks.peers.data", options.network, str(data)], check=True)
+        children.shown("benchmarks.peers.data", options.network, data)
         for name in ARMS:
             found = run(name, data, Path(folder), options.network, options.limit)
             result.setdefault(options.network, {})[name] = found

@@ -5,13 +5,14 @@ runner mapped could not be counted in any arm's cgroup.
 """
 
 import json
-import subprocess
 import sys
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import children
 
 COLUMNS = ("arm", "smallest GB", "own GB", "s per update there", "s at {}", "ours there", "accuracy", "note")
 
@@ -27,8 +28,7 @@ def save(name: str, result: dict[str, Any]) -> None:
 
 
 def _apart(verb: str, name: str, text: str = "") -> str:
-    command = [sys.executable, "-m", "benchmarks.peers.results", verb, name]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    return children.output("benchmarks.peers.results", verb, name, text=text)
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:

@@ -1,4 +1,6 @@
-"""Past bugs around BatchNorm, one test and one story each."""
+"""BatchNorm: its statistics count each row once, and it takes no single row."""
+
+import copy
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from seqpart import DoesNotFit, Trainer
 from seqpart.errors import ModelError
 from seqpart.verify.verification import verify
+from tests.given import classified, trained
 
 
 def test_running_statistics_are_not_applied_twice_when_an_update_is_done_again(tmp_path):
@@ -123,3 +126,37 @@ def test_a_smaller_micro_batch_that_the_model_does_not_take_is_said_by_verify_an
     rows = torch.randn(24, 6), torch.arange(24) % 2
     found = verify(normed(), rows, mem_limit="2GB", partitions=2, batch_size=6, micro_batch_size=2, epochs=1, steps=2)
     assert "micro-batches of 1 are not compared, which the model does not take" in found.divided
+
+
+def test_two_batch_norms_in_one_partition_train(tmp_path):
+    """Buffers were views of one slot, so the second's statistics counted as a change of what backward needs of the first."""
+    plain = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    model = copy.deepcopy(plain)
+    trained(tmp_path, model, (2, 4, 4), method="full", optimizer="sgd", lr=0.1, shuffle="no")
+    x, y = classified(48, (2, 4, 4))
+    step = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
+    for rows, labels in zip(x.split(16), y.split(16), strict=True):
+        nn.functional.cross_entropy(plain(rows), labels).backward()
+        step.step()
+        step.zero_grad()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_running_statistics_of_an_update_that_waits_for_its_norm_are_kept(tmp_path):
+    """The visit that ran backward is not the one that updates, and dropped its BatchNorm as if nothing had changed."""
+    found = []
+    for method, partitions in (("full", 1), ("streamed", 3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(3)), nn.Linear(8, 3)
+        )
+        Trainer(
+            model, mem_limit="2GB", method=method, partitions=partitions, clip_grad_norm=0.1, epochs=1, batch_size=16,
+            micro_batch_size=8, quiet=True, output_dir=tmp_path / method,
+        ).fit(classified(64, (8,)), classified(9, (8,)))  # fmt: skip
+        found.append(model.state_dict())
+    full, streamed = found
+    assert full["2.1.num_batches_tracked"] == 8
+    for name, tensor in full.items():
+        assert torch.equal(streamed[name], tensor), name

@@ -1,4 +1,4 @@
-"""Past bugs of what an inner partition learns, one test and one story each."""
+"""Inner partitions of `sil` in whole runs: which labels they learn, how long those live, and where no cut may lie."""
 
 import weakref
 
@@ -9,16 +9,17 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
 from seqpart.methods import objectives
-from seqpart.methods.method import PartitionTraining, Recovery, Workload
+from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.objectives import OBJECTIVES, lack_of
 from seqpart.methods.sil import sil_phases
 from seqpart.schedule.steps import PhaseKind
 from tests.exactly import split
+from tests.given import classified
 from tests.resuming import Stopping
 
 
 def rows(count=60):
-    return torch.randn(count, 8, generator=torch.Generator().manual_seed(0)), torch.arange(count) % 3
+    return classified(count, (8,))
 
 
 def trained(folder, *, blocks=None, data=None, **options):
@@ -65,14 +66,6 @@ def test_recovery_makes_no_synthetic_labels(made, tmp_path):
     without = len(made[0])
     trained(tmp_path, recovery_epochs=1, overwrite=True)
     assert len(made[0]) == 2 * without
-
-
-def test_recovery_is_tested_in_its_own_micro_batches():
-    """They were those of the partitions' training, which recovery may have no room for."""
-    part = PartitionTraining(epochs=1, batch_size=20, micro_batch=20)
-    recovery = Recovery(epochs=1, batch_size=20, micro_batch=5, frozen=frozenset())
-    work = Workload(train_rows=60, test_rows=20, shuffle=False, partitions=(part, part), recovery=recovery)
-    assert {phase.micro_batch for phase in sil_phases(work) if phase.stage} == {5}
 
 
 def test_a_frozen_partition_gives_what_it_gives_to_the_one_behind_it():
