@@ -6,33 +6,29 @@
                before training begins, so that what the plan predicts is there from the first step on.
 
 [Note: a kept heap] Best fit leaves holes, of which nobody knows beforehand how many: 1.3 to 1.7 times what is alive at once
-was seen where a network is trained as one partition, 2.1 to 2.5 times where gradients of some partitions wait among the
-activations of others (benchmarks/LOG.md). So the heap is made larger than any of them from the beginning, where the limit
-has room for it: then the prediction holds whatever the holes are. Should it grow beyond that until memory runs out, the run
-goes on without it. Tensors aligned for huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in
-seqpart/__init__.py. A tensor of _KEPT_BELOW bytes or more that finds no hole is a mapping all the same: the C library's
-threshold ends there.
+was seen where a network is trained as one partition, 2.1 to 2.5 times where several come and go (benchmarks/LOG.md). So the
+heap is made larger than any of them from the beginning, where the limit has room for it: then the prediction holds
+whatever the holes are. Should it grow beyond that until memory runs out, the run goes on without it. Tensors aligned for
+huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in seqpart/__init__.py.
 """
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _MMAP_THRESHOLD = 65536
 RETURNED_FROM = _MMAP_THRESHOLD - 112
 """Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
-_KEPT_BELOW = 31 << 20
+_MOST_MAPPINGS = 1 << 30
 _FOR_ONE, _FOR_SEVERAL = 2, 3
-_PIECE = 16 << 20
+_PIECE = 64 << 10
 COMPUTING_SHARE = 0.7
 """Of the seconds that computing takes where memory is returned: 0.55 to 0.8 on networks of several kinds."""
 
 
 def heap_for(alive: int, *, several: bool) -> int:
-    """Bytes of a kept heap for tensors of which `alive` bytes are there at once: of one partition, or of `several`."""
+    """Bytes of a kept heap for tensors of which `alive` bytes are there at once: one partition's, or those of `several`."""
     return alive * (_FOR_SEVERAL if several else _FOR_ONE)
 
 
@@ -58,7 +54,7 @@ class Heap:
         """Let memory leave the process as soon as it is free. By default glibc keeps 225-290 MB of it."""
         if _libc is not None:
             _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
-            _libc.mallopt(_M_MMAP_MAX, 1 << 30)
+            _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
             _libc.mallopt(_M_ARENA_MAX, 1)
 
     def trim(self) -> None:
@@ -74,9 +70,9 @@ class Heap:
             return
         self._kept = True
         _libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-        _libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW)
+        _libc.mallopt(_M_MMAP_MAX, 0)
         try:
-            _touched(nbytes)
+            _touch(_libc, nbytes)
             yield
         finally:
             self._kept = False
@@ -85,7 +81,20 @@ class Heap:
             self.trim()
 
 
-def _touched(nbytes: int) -> None:
-    """Make the heap so much larger: in pieces that lie behind each other, and are one hole when all are let go of."""
-    pieces = [torch.zeros(min(_PIECE, nbytes - start), dtype=torch.uint8).fill_(1) for start in range(0, nbytes, _PIECE)]
-    del pieces
+def _touch(libc: ctypes.CDLL, nbytes: int) -> None:
+    """Fill the heap's holes, and make it larger behind them: by pieces with nothing between them, which join when they go.
+
+    Raises MemoryError where the limit has no room for it.
+    """
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    pieces = (ctypes.c_void_p * (nbytes // _PIECE))()
+    try:
+        for number in range(len(pieces)):
+            pieces[number] = libc.malloc(_PIECE)
+            if not pieces[number]:
+                raise MemoryError(f"no room for a heap of {nbytes} bytes")
+            ctypes.memset(pieces[number] or 0, 1, _PIECE)
+    finally:
+        for piece in pieces:
+            libc.free(piece)

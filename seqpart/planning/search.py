@@ -173,7 +173,8 @@ def predict(
     speeds = replace(problem.speeds, computing_share=COMPUTING_SHARE) if resources.keeps_heap else problem.speeds
     walked, predicted_steps, _ = simulate(phases, costs, speeds, resources)
     if resources.keeps_heap:
-        candidate = replace(candidate, heap=_heap(problem, candidate, walked, predicted_steps))
+        work = _work_on_heap(problem, candidate, walked, predicted_steps, len(parts))
+        candidate = replace(candidate, heap=_slots_on_heap(candidate) + work)
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
     seconds = _seconds(predicted_steps, len(parts), problem.contention)
     return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
@@ -226,18 +227,23 @@ def with_heap(problem: Problem, candidate: Candidate, available: int) -> Candida
     """`candidate` of `sil` with a heap that is kept for the whole run, where there is memory for that."""
     if not problem.may_keep_heap:
         return candidate
-    work = max(_heap(problem, *_alone(problem, part, candidate.micro_batch)) - part[2].slot for part in candidate.parts)
-    heap = work + max(cost.slot for _, _, cost in candidate.parts)
+    simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
+    heap = _slots_on_heap(candidate) + max(_work_on_heap(problem, *one, len(candidate.parts)) for one in simulated)
     kept = replace(candidate, heap=heap, resources=replace(candidate.resources, keeps_heap=True))
     return kept if _with_heap(problem, kept) <= available else candidate
 
 
-def _heap(problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]) -> int:
-    """Bytes of a heap that has room for the work of all steps, for slots and for buffers."""
-    buffers = max(_buffers(problem, candidate, phase) for phase in phases)
-    slots = sum(slot_sizes([cost for _, _, cost in candidate.parts], candidate.resources))
+def _work_on_heap(
+    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep], partitions: int
+) -> int:
+    """Bytes of a heap that has room for the work of all steps, and for buffers. partitions: that share it."""
+    buffers = max(_buffers(problem, candidate, phase) for phase in phases)  # made anew in every phase, so they leave holes too
     alive = max(predicted.peak - predicted.slots for predicted in predicted_steps)
-    return heap_for(alive, several=any(phase.through is not None for phase in phases)) + buffers + slots
+    return heap_for(alive + buffers, several=partitions > 1) + problem.growth
+
+
+def _slots_on_heap(candidate: Candidate) -> int:
+    return sum(slot_sizes([cost for _, _, cost in candidate.parts], candidate.resources))
 
 
 def _with_heap(problem: Problem, candidate: Candidate) -> int:

@@ -1,0 +1,54 @@
+"""The heap that a plan with room keeps: fewer pages from the kernel, the peak that was predicted, the same bits."""
+
+import json
+import re
+import resource
+
+import pytest
+
+from seqpart.memory.device import Device
+from tests.command import run
+
+pytestmark = pytest.mark.skipif(not Device().keeps_heap, reason="the C library is not glibc")
+NETWORK = ("--model", "mlp", "--width", "512", "--depth", "6", "--batch-size", "512", "--epochs", "4")
+
+
+def proof_of(folder, *arguments):
+    """(fields of the plan, of the proof, page faults of the run)"""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+    done = run(folder, *NETWORK, *arguments, "--output-dir", "out", "--overwrite")
+    assert done.code == 0, done.out + done.err
+    plan = json.loads((folder / "out" / "plan.json").read_text())
+    proof = json.loads((folder / "out" / "result.json").read_text())["proof"]
+    return plan, proof, resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before, done.out
+
+
+def within_the_band(proof):
+    return proof["peak"] <= 1.01 * proof["predicted"] and proof["predicted"] <= 1.05 * proof["peak"]
+
+
+@pytest.mark.parametrize("method", ["sil", "full", "streamed", "checkpointed"])
+def test_where_there_is_room_the_heap_is_kept_and_the_peak_is_what_was_predicted(method, tmp_path):
+    cut = () if method in ("full", "sil") else ("--partitions", "4")
+    plan, proof, _, out = proof_of(tmp_path, "--mem-limit", "1GB", "--method", method, *cut)
+    assert plan["heap"] > 0 and "there is room for a heap of" in re.sub(r"\s+", " ", out)
+    assert within_the_band(proof), proof
+    assert not proof["violations"]
+
+
+def test_a_kept_heap_spares_the_kernel_most_pages_and_changes_no_bit(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    kept, _, few, _ = proof_of(tmp_path / "a", "--mem-limit", "1GB", "--method", "full")
+    tight = str(max(part["peak"] for part in kept["partitions"]))
+    returned, proof, many, _ = proof_of(tmp_path / "b", "--mem-limit", tight, "--method", "full")
+    assert kept["heap"] and not returned["heap"]
+    assert within_the_band(proof), proof
+    weights = [(tmp_path / name / "out" / "model.safetensors").read_bytes() for name in ("a", "b")]
+    assert weights[0] == weights[1]
+    assert many > few + 20_000
+
+
+def test_recovery_has_a_heap_of_its_own(tmp_path):
+    plan, proof, _, _ = proof_of(tmp_path, "--mem-limit", "1GB", "--partitions", "3", "--recovery-epochs", "1")
+    assert plan["heap"] and within_the_band(proof), proof
