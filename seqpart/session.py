@@ -142,7 +142,7 @@ class Session:
         for line in tell_leftovers(self._scratch.root.parent, directory.cleaned):
             self._reporter.say(line)
         self._reporter.open_log(directory.result(EVENTS), add=manifest is not None)
-        self._reporter.record("start", **describe_versions(), settings={k: str(v) for k, v in asdict(settings).items()})
+        self._reporter.record("start", **describe_versions(), settings=settings.texts())
         write_text(directory.result(PLAN), plan.to_json())
         if self._job is not None:
             write_text(directory.result(JOB), with_checksum("job", self._job))
@@ -177,7 +177,7 @@ class Session:
                 self._write_rows(name)
 
     def _rewrite_rows(self, name: str, error: CorruptFile) -> None:
-        self._reporter.say(f"{error} It is made again from the data.")
+        self._reporter.say(f"{error.with_flags} It is made again from the data.")
         self._write_rows(name)
 
     def _write_rows(self, name: str) -> None:
@@ -252,7 +252,7 @@ class Session:
             except AllocationFailed as failure:
                 return (str(failure), executor), executor.position, executor.compute.rested
             except Diverged as error:
-                raise Diverged(f"{error} {self._saving.fallback(phases[executor.step.phase].stage)}") from None
+                raise Diverged(f"{error.with_flags} {self._saving.fallback(phases[executor.step.phase].stage)}") from None
             return None, executor.position, None
 
     def _exchange(self, stage: Stage) -> BoundaryExchange:

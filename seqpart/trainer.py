@@ -72,8 +72,8 @@ class Trainer:
         settings = settings or Settings.of(**given)
         self.model, self._loss, self._quiet = model, loss, quiet
         self.device = open_device(settings.device)
-        if settings.mem_limit.strip().lower() == "auto":  # what is free is looked at once: it changes all the time
-            settings = replace(settings, mem_limit=str(limit_of(settings, self.device)))
+        if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
+            settings = replace(settings, mem_limit=limit_of(settings, self.device))
         self.settings = settings
         self._held = highest()
         self.device.settle()

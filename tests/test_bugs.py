@@ -288,7 +288,15 @@ def classified(rows, shape, classes=3):
 
 
 def trained(tmp_path, model, shape, **options):
-    options = {"mem_limit": "2GB", "epochs": 1, "batch_size": 16, "quiet": True, "output_dir": tmp_path / "run", **options}
+    options = {
+        "mem_limit": "2GB",
+        "method": "sil",
+        "epochs": 1,
+        "batch_size": 16,
+        "quiet": True,
+        "output_dir": tmp_path / "run",
+        **options,
+    }
     return Trainer(model, **options).fit(classified(48, shape), classified(12, shape))
 
 
@@ -296,7 +304,7 @@ def test_two_batch_norms_in_one_partition_train(tmp_path):
     """Buffers were views of one slot, so the second's statistics counted as a change of what backward needs of the first."""
     plain = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
     model = copy.deepcopy(plain)
-    trained(tmp_path, model, (2, 4, 4), method="full", optimizer="sgd", lr=0.1, shuffle="no")
+    trained(tmp_path, model, (2, 4, 4), method="full", optimizer="sgd", lr=0.1, shuffle=False)
     x, y = classified(48, (2, 4, 4))
     step = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
     for rows, labels in zip(x.split(16), y.split(16), strict=True):
@@ -312,7 +320,7 @@ def test_a_block_that_writes_into_its_input_is_no_user_s_mistake(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
     in_place = measure_chain(as_chain(model), (4,), 2)[1]
     assert (in_place.saved, in_place.saved_alone, in_place.inference_peak) == (0, 0, 0)
-    assert trained(tmp_path, model, (4,), partitions="0,2").accuracy is not None
+    assert trained(tmp_path, model, (4,), partitions=(0, 2)).accuracy is not None
 
 
 def test_memory_that_runs_out_in_an_update_leaves_nothing_loaded(tmp_path, monkeypatch):
@@ -369,7 +377,7 @@ def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, 
 
     monkeypatch.setattr("seqpart.planning.inputs.measure_speeds", watched)
     data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
-    Trainer([nn.Linear(1, 3)], mem_limit="2GB", batch_size=5000, output_dir=tmp_path).prepare(data, data)
+    Trainer([nn.Linear(1, 3)], mem_limit="2GB", method="sil", batch_size=5000, output_dir=tmp_path).prepare(data, data)
     assert held[0] < 12 << 20
 
 
@@ -377,7 +385,7 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
     """After a failed allocation --ram-limit was compared with what the run's own host pool had left free, and refused."""
     free = iter([1 << 30])
     monkeypatch.setattr("seqpart.planning.inputs.host_memory_free", lambda: next(free, 0))
-    preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", ram_limit="64MB", output_dir=tmp_path).prepare(
+    preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", method="sil", ram_limit="64MB", output_dir=tmp_path).prepare(
         classified(48, (4,)), classified(12, (4,))
     )
     first = preparation.planned()

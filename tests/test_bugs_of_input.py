@@ -75,12 +75,12 @@ def test_a_label_in_the_millions_is_refused_before_anything_is_sized_by_it():
 def test_no_partitions_is_not_one_partition():
     """`--partitions 0` was read as the list of first blocks `0`, and trained one partition."""
     with pytest.raises(OptionError, match="found '0'"):
-        Settings.of(mem_limit="2GB", partitions=0).partition_choice()
+        Settings.of(mem_limit="2GB", method="sil", partitions=0).partition_choice()
 
 
 def test_a_path_may_be_given_as_text():
     """`Trainer(..., output_dir="out")` failed with an AttributeError deep in the run."""
-    assert Settings.of(mem_limit="2GB", output_dir="out").output_dir == Path("out")
+    assert Settings.of(mem_limit="2GB", method="sil", output_dir="out").output_dir == Path("out")
 
 
 def test_a_failing_run_over_an_earlier_one_keeps_its_log_and_plan(tmp_path):
@@ -137,6 +137,6 @@ def test_memory_that_runs_out_before_the_loop_is_said_in_words(tmp_path):
         return nn.Linear(4, 2)
 
     data = torch.zeros(4, 4), torch.tensor([0, 1, 0, 1])
-    with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*--mem-limit"):
-        Trainer([greedy], mem_limit="2GB", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
+    with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*mem_limit"):
+        Trainer([greedy], mem_limit="2GB", method="sil", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
     assert not list(tmp_path.rglob("*.safetensors"))

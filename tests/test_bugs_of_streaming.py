@@ -92,7 +92,7 @@ def arm(monkeypatch, tmp_path):
 
     def of(how, **options):
         blocks = [lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 4)]
-        return Arm(monkeypatch, tmp_path, how, lambda: blocks, numbers((12,)), **{"partitions": "0,1,2", **options})
+        return Arm(monkeypatch, tmp_path, how, lambda: blocks, numbers((12,)), **{"partitions": (0, 1, 2), **options})
 
     return of
 
@@ -166,7 +166,7 @@ def test_a_damaged_home_of_a_live_model_is_told_with_its_cure(tmp_path):
         Trainer(model, **options).fit(rows(), rows(9), reporter=Stopping(6, kill))
     (entry,) = [entry for name, entry in manifest.load(tmp_path).homes.items() if name == "block-00001"]
     flip(tmp_path / "homes" / entry["file"])
-    with pytest.raises(CorruptFile, match=r"--resume .*checkpoint\.previous\.json"):
+    with pytest.raises(CorruptFile, match=r"resume .*checkpoint\.previous\.json"):
         Trainer(model, **options).fit(rows(), rows(9), resume=tmp_path)
 
 

@@ -27,7 +27,7 @@ WAYS = {
 @pytest.fixture
 def arms(monkeypatch, tmp_path):
     def of(how, **options):
-        options = {"partitions": "0,1,3", "save_every": "1", **options}
+        options = {"partitions": (0, 1, 3), "save_every": "1", **options}
         return Arm(monkeypatch, tmp_path, how, fresh(dropping), numbers((12,)), **options)
 
     return of

@@ -294,7 +294,7 @@ def test_where_both_are_damaged_the_cure_is_to_start_again(root):
     go_on(root, 0, 2)
     for name in (CHECKPOINT, PREVIOUS):
         flip(root / name, 50, 1)
-    with pytest.raises(CorruptFile, match="Start again in a new --output-dir"):
+    with pytest.raises(CorruptFile, match="Start again in a new output_dir"):
         load(root / PREVIOUS)
 
 

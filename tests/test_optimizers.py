@@ -142,5 +142,5 @@ def test_numbers_must_be_finite_and_not_negative(option, value):
 
 
 def test_momentum_goes_with_sgd_only():
-    with pytest.raises(OptionError, match="--momentum goes with --optimizer sgd"):
+    with pytest.raises(OptionError, match='momentum goes with optimizer="sgd"'):
         choose("adam", lr=0.1, momentum=0.9)

@@ -12,13 +12,13 @@ from seqpart.errors import OptionError
 from tests.command import run
 from tests.test_same_as_plain import CLASSES, OPTIMIZERS, data, network, plain_modules, row_order
 
-STARTS = "0,2,4"
+STARTS = (0, 2, 4)
 
 
 def trained(folder, model=None, **options):
     options = {
         "method": "sil", "mem_limit": "2GB", "partitions": STARTS, "optimizer": "sgd", "momentum": 0.9, "lr": 1e-2, "epochs": 1,
-        "batch_size": 25, "shuffle": "yes", "seed": 5, **options,
+        "batch_size": 25, "shuffle": True, "seed": 5, **options,
     }  # fmt: skip
     return Trainer(model or network(), output_dir=folder, quiet=True, **options).fit(data(), data(30, 1))
 

@@ -24,7 +24,7 @@ def known_machine(monkeypatch):
 
 def trainer(model, folder, **options):
     return Trainer(
-        model, mem_limit="2GB", batch_size=8, epochs=2, lr=1e-2, shuffle="no", quiet=True, output_dir=folder,
+        model, mem_limit="2GB", batch_size=8, epochs=2, lr=1e-2, shuffle=False, quiet=True, output_dir=folder,
         **{"method": "streamed", "partitions": 2, **options},
     )  # fmt: skip
 

@@ -139,7 +139,7 @@ def test_a_text_of_a_single_character_teaches_nothing(tmp_path):
 
 @pytest.mark.parametrize(("name", "context"), [("digits", 8), ("text:a.txt", 0)])
 def test_a_context_is_for_texts_and_from_one_up(name, context):
-    with pytest.raises(OptionError, match="--context"):
+    with pytest.raises(OptionError, match="context"):
         datasets.load(name, context=context)
 
 

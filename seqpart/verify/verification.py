@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from seqpart.cli.arguments import options_of
+from seqpart.cli.arguments import gathered, options_of
 from seqpart.cli.job import Job, opened
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.files.direct import explained
@@ -36,6 +36,7 @@ from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import PhaseKind
+from seqpart.settings import Method
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.verify.digests import Digests, Key
@@ -168,7 +169,7 @@ def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant
     for count in counts:
         starts = range(blocks) if count == blocks else (0, blocks // 2)
         digests = Digests(first.steps, expected=first.seen)
-        other = variant(f"cut in {count}", partitions=",".join(map(str, starts)))
+        other = variant(f"cut in {count}", partitions=tuple(starts))
         other.run(digests, reporter)
         if digests.first is not None:
             raise VerifyMismatch(
@@ -191,9 +192,9 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
     for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
         digests = Digests(first.steps)
         try:
-            other = variant(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts)))
+            other = variant(f"by {size}", micro_batch_size=size, partitions=tuple(starts))
         except (ModelError, DataError) as error:
-            return f"; micro-batches of {size} are not compared, which the model does not take: {error}"
+            return f"; micro-batches of {size} are not compared, which the model does not take: {error.with_flags}"
         other.run(digests, reporter)
         pairs = list(zip(first.losses, digests.losses, strict=True))
         if not _near(*pairs[0], close):
@@ -332,7 +333,7 @@ class VerifyJob(Job):
     --reference, which needs the memory of full training. Exit code 0: every bit is the same; 5: not, or the check is blind.
     """
 
-    method: str = "streamed"
+    method: Method = "streamed"
     """What is to be verified: streamed, checkpointed, or auto (whichever training would take)."""
     steps: int = 3
     """Updates to compare, from the first one on."""
@@ -347,7 +348,7 @@ _NOT_OURS = (
 
 def verified(arguments: Sequence[str]) -> None:
     """`seqpart verify ARGUMENTS`. Raises what `verify` raises."""
-    job = options_of(VerifyJob, list(arguments), "seqpart verify")
+    job = options_of(VerifyJob, gathered(list(arguments), VerifyJob), "seqpart verify")
     given = [f"--{name.replace('_', '-')}" for name in _NOT_OURS if getattr(job, name)]
     if given:
         raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
