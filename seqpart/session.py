@@ -360,18 +360,21 @@ class Session:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _conclude(self, directory: RunDirectory, seconds: float) -> Result:
+    def _proof(self) -> Proof:
+        """What was measured until now. Raises LimitExceeded."""
         plan, sampler = self._prepared.plan, self._sampler
-        weights = directory.root / WEIGHTS
         sampler.sample()
         self._guard()
-        assert self._test is not None
-        proof = Proof(
-            limit=plan.limit, peak=sampler.peak, source=sampler.usage.source,
-            predicted=max(plan.peak, sampler.known), runtime=plan.runtime,
-            allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth,
-            samples=sampler.samples, violations=sampler.violations,
+        return Proof(
+            limit=plan.limit, peak=sampler.peak, source=sampler.usage.source, predicted=max(plan.peak, sampler.known),
+            runtime=plan.runtime, allocator_peak=self._device.allocator_peak(), host=plan.host_limit,
+            file_growth=sampler.file_growth, samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip
+
+    def _conclude(self, directory: RunDirectory, seconds: float) -> Result:
+        plan, sampler = self._prepared.plan, self._sampler
+        weights, proof = directory.root / WEIGHTS, self._proof()
+        assert self._test is not None
         result = Result(
             weights=weights, test_loss=self._test[0], accuracy=self._test[1],
             train_losses=tuple(self._losses), proof=proof, plan=plan,

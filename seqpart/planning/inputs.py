@@ -56,6 +56,8 @@ def limit_of(settings: Settings, device: Device) -> int:
 class Inputs:
     """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
 
+    learns = True
+    """Whether anything is to be trained."""
     falsify = False
     """For `verify` alone: replay with other activations, which must not go unnoticed."""
 
@@ -72,7 +74,7 @@ class Inputs:
             self.methods = tuple(method for method in self.methods if method.cuts)
         if not self.exact and any(block.tied for block in self.chain):
             raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
-        self.classes = count_classes(train, test, ignored_label(final_loss))
+        self.classes = count_classes(train, test, ignored_label(final_loss), learns=self.learns)
         if not self.exact and not self.classes:
             raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
         if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):

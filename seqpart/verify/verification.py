@@ -13,10 +13,7 @@ Digests, because all tensors of some updates are many times the model. (3) needs
 avoid: equality with full training is seen where full training can run, on a smaller model of the same blocks if need be.
 """
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ import xxhash
 from seqpart.cli.arguments import gathered, options_of
 from seqpart.cli.job import Job, opened
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
-from seqpart.files.direct import explained
+from seqpart.files.scratch import own_folder
 from seqpart.memory.limit import limit_for
 from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
@@ -90,23 +87,9 @@ def verify(
     """
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, options)
-    with _own_folder(Path(options.get("offload_dir") or "runs")) as folder:
+    with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder:
         options = {"method": "streamed", **options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
         return _compared(model, train, loss, optimizer, steps, reference, reporter, folder / "tensor", options)
-
-
-@contextmanager
-def _own_folder(parent: Path) -> Iterator[Path]:
-    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="verify-", dir=parent))
-    except OSError as error:
-        raise explained(error, parent) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compared(
