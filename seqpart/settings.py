@@ -84,14 +84,19 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a training run. Where it says "per partition", `5,160` gives each partition its own value."""
+    """Settings of a training run. Where it says "per partition", a tuple gives each partition its own value: (5, 160) in
+    Python, `5,160` on the command line.
+
+    Raises OptionError for values of another type, out of range, or that contradict each other, and where `method` is missing.
+    """
 
     mem_limit: str | int | float
     """The promise: memory that the run never passes. 2GB, 1.5GiB, 0.8 (of the device) or auto (what is free now).
     On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
     method: Method = None  # type: ignore[assignment]
-    """sil (partitions one after the other, approximate), or exact training: streamed (one partition at a time),
-    checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits)."""
+    """Exact training: streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit
+    whole), auto (the fastest of the three that fits); or sil (partitions one after the other, approximate). Required: None
+    is refused."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""
     ram_limit: str | int | float | None = None

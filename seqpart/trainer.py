@@ -1,4 +1,4 @@
-"""The facade: `Trainer(model, mem_limit="2GB").fit(train, test)`. It puts a run together and schedules nothing."""
+"""The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
 
 import time
 from contextlib import ExitStack, closing
@@ -50,7 +50,8 @@ class Trainer:
         any of these ways needs `micro_batch_size` = `batch_size`.
     optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
     settings: a Settings, in place of options.
-    options: the fields of Settings; `mem_limit` is required. A list gives each partition its own value.
+    options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
+        value.
 
     Raises OptionError or ModelError for what cannot be honoured.
     """

@@ -1,4 +1,4 @@
-"""`Trainer.evaluate`: the model as it came or was trained, judged on given rows under the limit; and the weights of a result."""
+"""The model as it came, or was trained, judged on given rows under the limit; and the weights of a result."""
 
 import pytest
 import torch
