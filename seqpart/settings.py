@@ -27,7 +27,7 @@ CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Method = Literal["auto", "sil", "streamed", "checkpointed", "full"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
-RateSchedule = Literal["constant", "linear", "cosine"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
 Precision = Literal["fp32", "bf16"]
 
@@ -63,7 +63,7 @@ class Options(TypedDict, total=False):
     weight_decay: float
     momentum: float
     clip_grad_norm: float | None
-    lr_schedule: RateSchedule
+    lr_schedule: LrSchedule
     warmup_updates: int
     dtype: Precision
     recovery_epochs: int
@@ -124,7 +124,7 @@ class Settings:
     """Momentum, for sgd only."""
     clip_grad_norm: float | None = None
     """Scale gradients so that their norm is at most this: of the whole network; with sil, of each partition."""
-    lr_schedule: RateSchedule = "constant"
+    lr_schedule: LrSchedule = "constant"
     """constant, linear or cosine (down to zero at the last update)."""
     warmup_updates: int = 0
     """Updates of linear growth before the learning rate is reached."""
@@ -164,7 +164,7 @@ class Settings:
     """Of initial weights, row order, dropout and synthetic labels."""
 
     def __post_init__(self) -> None:
-        self._take_types()
+        misfits = self._take_types()
         rate_schedule(self.lr_schedule, self.warmup_updates)
         _ = self.saving, self.partition_choice()
         for name in ("epochs", "batch_size"):
@@ -172,23 +172,25 @@ class Settings:
         for field in fields(self):
             if isinstance(path := getattr(self, field.name), Path):
                 refuse_unusable(flag_of(field.name), path)
-        problems = [text for text in self._problems() if text]
+        problems = [*misfits, *(text for text in self._problems() if text)]
         if problems:
             raise OptionError("; ".join(problems) + ".")
 
-    def _take_types(self) -> None:
-        """Every value as its field's type has it. Raises OptionError with all that are of another type."""
+    def _take_types(self) -> list[str]:
+        """Take every value as its field's type has it; those of another type are told, and their defaults taken, so that
+        all that is wrong is said at once. Raises OptionError where the method is missing."""
         if self.method is None:
             raise OptionError(NO_METHOD)
         problems = []
-        for name, hint in _types().items():
+        for field in fields(Settings):
             try:
-                value = checked_value(name, getattr(self, name), hint, expected=EXPECTED.get(name, ""))
-                object.__setattr__(self, name, value)
+                expected = EXPECTED.get(field.name, "")
+                value = checked_value(field.name, getattr(self, field.name), _types()[field.name], expected=expected)
             except OptionError as error:
                 problems.append(error.with_flags.removesuffix("."))
-        if problems:
-            raise OptionError("; ".join(problems) + ".")
+                value = "sil" if field.name == "method" else field.default
+            object.__setattr__(self, field.name, value)
+        return problems
 
     def _problems(self) -> list[str]:
         method = methods_named(self.method)[-1]

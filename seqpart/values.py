@@ -51,7 +51,7 @@ def as_text(value: object) -> str:
     """As the command line would have it: `5,160`, `yes`."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(str(item).removesuffix(".0") for item in value) if isinstance(value, tuple) else str(value)
 
 
 def _as(kind: Any, value: Any) -> Any:
@@ -67,7 +67,12 @@ def _as(kind: Any, value: Any) -> Any:
         return value if isinstance(value, bool) and kind is bool else _MISFIT
     if kind is str:
         return value if isinstance(value, str) else _MISFIT
-    return kind(value) if isinstance(value, Integral if kind is int else Real) else _MISFIT  # numpy's numbers are such
+    if not isinstance(value, Integral if kind is int else Real):  # numpy's numbers are such
+        return _MISFIT
+    try:
+        return kind(value)
+    except OverflowError:  # a whole number that no float holds
+        return _MISFIT
 
 
 def _as_tuple(kind: Any, value: Any) -> Any:

@@ -166,7 +166,7 @@ def test_a_damaged_home_of_a_live_model_is_told_with_its_cure(tmp_path):
         Trainer(model, **options).fit(rows(), rows(9), reporter=Stopping(6, kill))
     (entry,) = [entry for name, entry in manifest.load(tmp_path).homes.items() if name == "block-00001"]
     flip(tmp_path / "homes" / entry["file"])
-    with pytest.raises(CorruptFile, match=r"resume .*checkpoint\.previous\.json"):
+    with pytest.raises(CorruptFile, match=r"resume=.*checkpoint\.previous\.json"):
         Trainer(model, **options).fit(rows(), rows(9), resume=tmp_path)
 
 

@@ -237,8 +237,8 @@ def assert_refused_and_the_previous_serves(root, path, budget=0):
         number_in(root, budget=budget)
     assert refused.value.exit_code == 6
     copy = root.with_name("copy")
-    assert str(copy / path.relative_to(root)) in str(refused.value)
-    assert f"--resume {copy / PREVIOUS}" in str(refused.value)
+    assert str(copy / path.relative_to(root)) in refused.value.with_flags
+    assert f"--resume {copy / PREVIOUS}" in refused.value.with_flags
     assert number_in(root, PREVIOUS, budget) == 3
 
 

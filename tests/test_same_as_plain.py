@@ -76,7 +76,7 @@ def assert_equal(path, modules):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("batch", "micro_batch"), [(32, 32), (50, 20), (120, 7)])
-@pytest.mark.parametrize("shuffle", ["no", "yes"])
+@pytest.mark.parametrize("shuffle", [False, True])
 def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_path):
     (x, y), seed = data(), 3
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
@@ -87,7 +87,7 @@ def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_pa
     modules = plain_modules(network(), seed)
     train_plainly(
         modules, x, y, F.cross_entropy, optimizer=optimizer, lr=1e-2, epochs=2, batch=batch, micro_batch=micro_batch,
-        order=row_order(x, shuffle == "yes", seed, 0),
+        order=row_order(x, shuffle, seed, 0),
     )  # fmt: skip
     assert_equal(result.weights, modules)
 

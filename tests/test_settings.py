@@ -81,6 +81,7 @@ def test_python_values_are_kept_as_the_types_of_their_fields(name, value, kept):
         ("epochs", "5,160", "epochs: expected a whole number, or a list of them; found '5,160'"),
         ("epochs", [5, "6"], r"epochs: expected a whole number, or a list of them; found \[5, '6'\]"),
         ("epochs", [], r"epochs: expected a whole number, or a list of them; found \[\]"),
+        ("lr", 10**400, "lr: expected a number, or a list of them; found 1000"),
         ("epochs", 0, "epochs: expected whole numbers from 1 up; found 0"),
         ("batch_size", (8, 0), "batch_size: expected whole numbers from 1 up; found 0"),
         ("lr", True, "lr: expected a number, or a list of them; found True"),

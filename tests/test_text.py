@@ -109,7 +109,7 @@ REFUSED = {
     r"is not UTF-8 text: .* \(0xff\)": "To be".encode("utf-16"),
     "is not a text: it has a zero byte": b"GIF\0\0",
     r"is not UTF-8 text: unexpected end of data": "to bé".encode()[:-1],
-    "129 characters are too few for rows of 13: .* Give at least 131 characters, or a smaller --context": b"ab" * 64 + b"a",
+    "129 characters are too few for rows of 13: .* Give at least 131 characters, or a smaller context": b"ab" * 64 + b"a",
     "has more than 32768 different characters": "".join(map(chr, range(1, 32770))).encode(),
 }
 

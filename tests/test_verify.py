@@ -222,8 +222,8 @@ def frozen_but_the_last():
 @pytest.mark.parametrize(
     ("model", "data", "partitions"),
     [
-        (frozen_but_the_last, numbers(8), "0,1"),  # a normalization takes a common factor back
-        (lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), tokens(), "0,1"),
+        (frozen_but_the_last, numbers(8), (0, 1)),  # a normalization takes a common factor back
+        (lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), tokens(), (0, 1)),
     ],
     ids=["frozen", "tokens"],
 )
@@ -252,13 +252,13 @@ def test_a_check_that_does_not_notice_a_wrong_replay_says_that_it_is_blind(monke
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "sil"}, "--method sil is approximate"),
+        ({"method": "sil"}, 'method="sil" is approximate'),
         ({"method": "full"}, "full is what the others are compared with"),
         ({"method": "auto"}, "as one partition, which is full training already"),
-        ({"method": "streamed", "reference": "streamed"}, "--reference streamed is what is to be verified"),
-        ({"reference": "sil"}, "--reference: expected one of full, checkpointed, streamed; found 'sil'"),
-        ({"steps": 0}, "--steps: expected a number of updates from 1 up; found 0"),
-        ({"steps": 10}, "--steps 10: training has 9 update"),
+        ({"method": "streamed", "reference": "streamed"}, 'reference="streamed" is what is to be verified'),
+        ({"reference": "sil"}, "reference: expected one of full, checkpointed, streamed; found 'sil'"),
+        ({"steps": 0}, "steps: expected a number of updates from 1 up; found 0"),
+        ({"steps": 10}, "steps=10: training has 9 update"),
         ({"output_dir": "here"}, "verify keeps no results"),
     ],
     ids=str,

@@ -15,7 +15,6 @@ import tyro
 
 from seqpart.errors import OptionError
 from seqpart.files.text import short
-from seqpart.settings import EXPECTED
 from seqpart.values import alternatives, as_text, choices_of, flag_of, items_of
 
 T = TypeVar("T")
@@ -42,8 +41,6 @@ GROUPS = {
 }  # fmt: skip
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
 _METAVARS = {"mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "partitions": "auto|INT[,...]"}
-_READ = {**EXPECTED, "shuffle": "yes, no or auto"}
-"""What is expected, where a text cannot be read."""
 
 
 def form_of(kind: type[Any], *, with_help: bool) -> type[Any]:
@@ -62,11 +59,22 @@ def form_of(kind: type[Any], *, with_help: bool) -> type[Any]:
 
 
 def filled(kind: type[T], form: Any) -> T:
-    """The `kind` that a filled form means. Raises OptionError."""
-    hints = get_type_hints(kind)
+    """The `kind` that a filled form means. Raises OptionError with all that is wrong."""
+    hints, values, problems = get_type_hints(kind), {}, []
     groups = (getattr(form, field.name) for field in dataclasses.fields(form))
-    given = {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
-    return kind(**{name: _read(name, value, hints[name]) for name, value in given.items()})
+    for group in groups:
+        for field in dataclasses.fields(group):
+            try:
+                values[field.name] = _read(field.name, getattr(group, field.name), hints[field.name])
+            except OptionError as error:
+                problems.append(error.with_flags.removesuffix("."))
+    try:
+        made = kind(**values)
+    except OptionError as error:
+        problems.append(error.with_flags.removesuffix("."))
+    if problems:
+        raise OptionError("; ".join(problems) + ".")
+    return made
 
 
 def _field(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any]:
@@ -106,7 +114,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
     item = items_of(hint)
     if bool in alternatives(hint):
         if value not in ("yes", "no"):
-            raise _unread(name, value)
+            raise _unread(name, value, "yes, no or auto")
         return value == "yes"
     if item is None or get_origin(item) is Literal:
         parts = tuple(part.strip() for part in value.split(","))
@@ -119,8 +127,8 @@ def _read(name: str, value: Any, hint: Any) -> Any:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _unread(name: str, text: str, expected: str = "") -> OptionError:
-    return OptionError(f"{flag_of(name)}: expected {_READ.get(name, expected)}; found {short(text)}.")
+def _unread(name: str, text: str, expected: str) -> OptionError:
+    return OptionError(f"{flag_of(name)}: expected {expected}; found {short(text)}.")
 
 
 def _said_under_fields(kind: type[Any]) -> dict[str, str]:
