@@ -288,16 +288,8 @@ def classified(rows, shape, classes=3):
 
 
 def trained(tmp_path, model, shape, **options):
-    options = {
-        "mem_limit": "2GB",
-        "method": "sil",
-        "epochs": 1,
-        "batch_size": 16,
-        "quiet": True,
-        "output_dir": tmp_path / "run",
-        **options,
-    }
-    return Trainer(model, **options).fit(classified(48, shape), classified(12, shape))
+    options = {"mem_limit": "2GB", "method": "sil", "epochs": 1, "batch_size": 16, "output_dir": tmp_path / "run", **options}
+    return Trainer(model, quiet=True, **options).fit(classified(48, shape), classified(12, shape))
 
 
 def test_two_batch_norms_in_one_partition_train(tmp_path):
