@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return trained_weights(arguments.data_dir, range(arguments.seed, arguments.seed + arguments.times))
     train, test = rows(arguments.data_dir)
     options: dict[str, Any] = {
-        "mem_limit": "2GB", "batch_size": BATCH, "optimizer": "sgd", "momentum": 0.9, "seed": arguments.seed, "shuffle": "no",
+        "mem_limit": "2GB", "batch_size": BATCH, "optimizer": "sgd", "momentum": 0.9, "seed": arguments.seed, "shuffle": False,
         "save_every": "never", "test_every": arguments.test_every,
     }  # fmt: skip
     if arguments.kind == "baseline":

@@ -122,7 +122,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
             options["partitions"] = arguments.partitions
         result = Trainer(
             network(arguments.width, arguments.depth), mem_limit=arguments.limit, method=arguments.method, epochs=1,
-            batch_size=arguments.batch, lr=1e-4, shuffle="no", output_dir=Path(folder) / "run", save_every="never",
+            batch_size=arguments.batch, lr=1e-4, shuffle=False, output_dir=Path(folder) / "run", save_every="never",
             **options,
         ).fit((x, y), (x[:256], y[:256]), reporter=watch)  # fmt: skip
     ends = watch.ends[WARM_UP - 1 :]

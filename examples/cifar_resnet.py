@@ -76,14 +76,14 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2, help="blocks of a stage")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--recovery-epochs", type=int, default=0, help="after sil")
-    parser.add_argument("--partitions", default="auto")
+    parser.add_argument("--partitions", type=int, help="default: as few as fit")
     arguments = parser.parse_args()
 
     train, test = (as_split(part, "rows") for part in datasets.load(f"npz:{arguments.data}"))
     blocks = resnet(train.shape[0], count_classes(train, test), arguments.width, arguments.depth)
     recovery = arguments.recovery_epochs
     result = Trainer(
-        blocks, mem_limit=arguments.mem_limit, method=arguments.method, partitions=arguments.partitions,
+        blocks, mem_limit=arguments.mem_limit, method=arguments.method, partitions=arguments.partitions or "auto",
         epochs=arguments.epochs, recovery_epochs=recovery, recover="all" if recovery else None, optimizer="adamw", lr=2e-3,
         weight_decay=0.05, lr_schedule="cosine", batch_size=100, output_dir="runs/cifar-resnet", overwrite=True,
     ).fit(train, test)  # fmt: skip

@@ -52,7 +52,7 @@ def main() -> None:
     blocks = network(math.prod(train.shape), count_classes(train, test))
     left, right = (5, 160) if arguments.objective == "mse" else (20, 80)
     common = {"mem_limit": arguments.mem_limit, "optimizer": "sgd", "momentum": 0.9, "lr": 0.01, "batch_size": 1410,
-              "overwrite": True, "quiet": True, "shuffle": "no"}  # fmt: skip
+              "overwrite": True, "quiet": True, "shuffle": False}  # fmt: skip
     partitioned = {
         "method": "sil", "objective": arguments.objective, "partitions": [0, 3],
         "epochs": [arguments.left_epochs or left, arguments.right_epochs or right],

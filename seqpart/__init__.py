@@ -31,13 +31,14 @@ from seqpart.errors import (
 )
 
 if TYPE_CHECKING:
-    from seqpart.result import Result
+    from seqpart.result import Evaluation, Result
     from seqpart.settings import Settings
     from seqpart.trainer import Trainer
 
 __all__ = [
     "BadInput",
     "DoesNotFit",
+    "Evaluation",
     "LimitExceeded",
     "OutOfMemory",
     "Result",
@@ -51,10 +52,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
-    if name in ("Result", "Settings", "Trainer"):
+    if name in ("Evaluation", "Result", "Settings", "Trainer"):
         from seqpart import result, settings, trainer
 
-        globals().update(Result=result.Result, Settings=settings.Settings, Trainer=trainer.Trainer)
+        globals().update(
+            Evaluation=result.Evaluation, Result=result.Result, Settings=settings.Settings, Trainer=trainer.Trainer
+        )
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

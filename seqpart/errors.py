@@ -17,16 +17,67 @@
       ScheduleError       1   our own fault: a schedule broke the grammar
     Interrupted         130   no error: a KeyboardInterrupt that has left a checkpoint
 
-A message says what was expected, what was found, and the cure.
+A message says what was expected, what was found, and the cure. It is written with the command's flags (`--batch-size 8`);
+`str` of an error has the arguments of Python in their place (`batch_size=8`), and the command prints `with_flags`.
 """
 
+import re
 from pathlib import Path
+
+_WORDS = (
+    "sil|streamed|checkpointed|full|auto|mse|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|sgd|left|all|cpu|"
+    "cuda(?::[0-9]+)?"
+)
+_FLAG = re.compile(
+    r"(?<![\w/=-])--([a-z]+(?:-[a-z]+)*)"
+    rf"(?: (\d+(?:[.,]\d+)*(?:e-?\d+)?(?:[KMGT]i?B|min|s)?|(?:{_WORDS})|[^\s,;]*/[^\s,;]*[\w/])(?![\w-]))?"
+)
+"""A flag, and the value behind it where that is a number, a size, a word that some option takes, or a path."""
+_NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
+_ARGUMENTS = {"plan": "reuse", "data": "train"}
+"""Flags that Python has another name for."""
+
+
+def in_arguments(text: str) -> str:
+    """`text` with the arguments of Python in place of flags."""
+    return _FLAG.sub(lambda match: _argument(match[1], match[2]), text)
+
+
+def _argument(flag: str, value: str | None) -> str:
+    name = _ARGUMENTS.get(flag, flag.replace("-", "_"))
+    if value is None:
+        return name
+    if _NUMBER.fullmatch(value):
+        return f"{name}={value}"
+    if re.fullmatch(r"\d+(,\d+)+", value):
+        return f"{name}=({value.replace(',', ', ')})"
+    return f"{name}={value!r}".replace("'", '"')
 
 
 class SeqpartError(Exception):
     """Root of the tree; `exit_code` is what the command line returns."""
 
     exit_code = 1
+
+    def __init__(self, *values: object) -> None:
+        super().__init__(*values)
+        self._notes: list[str] = []
+
+    def __str__(self) -> str:
+        return in_arguments(self.with_flags)
+
+    @property
+    def with_flags(self) -> str:
+        """The message as the command prints it. Take this one where a message becomes part of another."""
+        return super().__str__()
+
+    @property
+    def notes_with_flags(self) -> tuple[str, ...]:
+        return tuple(self._notes)
+
+    def add_note(self, note: str) -> None:
+        self._notes.append(note)
+        super().add_note(in_arguments(note))
 
 
 class BadInput(SeqpartError):

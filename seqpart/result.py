@@ -1,8 +1,13 @@
-"""What a run leaves."""
+"""What a run leaves, and what an evaluation finds."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from seqpart.errors import CorruptFile, StoreError
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan
 
@@ -21,3 +26,27 @@ class Result:
     plan: Plan
     seconds: float
     final_micro_batch: int
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The trained model's tensors by name, on the CPU, as `load_state_dict` of the whole nn.Sequential takes them.
+
+        All of them are in memory at once, outside any limit: as many bytes as the file `weights` has. Raises StoreError where
+        that file is gone or damaged.
+        """
+        try:
+            return load_file(self.weights)
+        except OSError as error:
+            raise StoreError(f"{self.weights} cannot be read: {error.strerror or error}.") from None
+        except SafetensorError as error:
+            raise CorruptFile(f"{self.weights} is damaged: {error}.", self.weights) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What `Trainer.evaluate` found."""
+
+    loss: float
+    """Mean over the rows."""
+    accuracy: float | None
+    """Share of right answers, from 0 to 1; None for a regression."""
+    proof: Proof

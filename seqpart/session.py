@@ -142,7 +142,7 @@ class Session:
         for line in tell_leftovers(self._scratch.root.parent, directory.cleaned):
             self._reporter.say(line)
         self._reporter.open_log(directory.result(EVENTS), add=manifest is not None)
-        self._reporter.record("start", **describe_versions(), settings={k: str(v) for k, v in asdict(settings).items()})
+        self._reporter.record("start", **describe_versions(), settings=settings.texts())
         write_text(directory.result(PLAN), plan.to_json())
         if self._job is not None:
             write_text(directory.result(JOB), with_checksum("job", self._job))
@@ -177,7 +177,7 @@ class Session:
                 self._write_rows(name)
 
     def _rewrite_rows(self, name: str, error: CorruptFile) -> None:
-        self._reporter.say(f"{error} It is made again from the data.")
+        self._reporter.say(f"{error.with_flags} It is made again from the data.")
         self._write_rows(name)
 
     def _write_rows(self, name: str) -> None:
@@ -256,7 +256,7 @@ class Session:
             except AllocationFailed as failure:
                 return (str(failure), executor), executor.position, executor.compute.rested
             except Diverged as error:
-                raise Diverged(f"{error} {self._saving.fallback(phases[executor.step.phase].stage)}") from None
+                raise Diverged(f"{error.with_flags} {self._saving.fallback(phases[executor.step.phase].stage)}") from None
             return None, executor.position, None
 
     def _exchange(self, stage: Stage) -> BoundaryExchange:
@@ -378,18 +378,21 @@ class Session:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _conclude(self, directory: RunDirectory, seconds: float) -> Result:
+    def _proof(self) -> Proof:
+        """What was measured until now. Raises LimitExceeded."""
         plan, sampler = self._prepared.plan, self._sampler
-        weights = directory.root / WEIGHTS
         sampler.sample()
         self._guard()
-        assert self._test is not None
-        proof = Proof(
-            limit=plan.limit, peak=sampler.peak, source=sampler.usage.source,
-            predicted=max(plan.peak, sampler.known), runtime=plan.runtime,
-            allocator_peak=self._device.allocator_peak(), host=plan.host_limit, file_growth=sampler.file_growth,
-            samples=sampler.samples, violations=sampler.violations,
+        return Proof(
+            limit=plan.limit, peak=sampler.peak, source=sampler.usage.source, predicted=max(plan.peak, sampler.known),
+            runtime=plan.runtime, allocator_peak=self._device.allocator_peak(), host=plan.host_limit,
+            file_growth=sampler.file_growth, samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip
+
+    def _conclude(self, directory: RunDirectory, seconds: float) -> Result:
+        plan, sampler = self._prepared.plan, self._sampler
+        weights, proof = directory.root / WEIGHTS, self._proof()
+        assert self._test is not None
         result = Result(
             weights=weights, test_loss=self._test[0], accuracy=self._test[1],
             train_losses=tuple(self._losses), proof=proof, plan=plan,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from seqpart.cli.arguments import kept_options, options_of
+from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
 from seqpart.cli.job import Job, opened
 from seqpart.errors import Interrupted, OptionError, SeqpartError
@@ -29,13 +29,14 @@ PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130
 _PARSERS = ("tyro", "argparse")
 SHOWN_STEPS = 40
+NO_METHOD = "no --method given: sil, which is approximate; --method auto takes the fastest exact method that fits"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _guarded(
-        lambda: _train(options_of(Job, arguments, PROGRAM), alone=argv is None),
+        lambda: _train(gathered(arguments, Job), alone=argv is None),
         debug="--debug" in arguments,
     )
 
@@ -63,10 +64,10 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
         work()
     except SeqpartError as error:
         if debug:
-            traceback.print_exc()
+            print("".join(traceback.format_exception(error)).replace(str(error), error.with_flags), end="", file=sys.stderr)
         else:
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-            print(fitted(f"{type(error).__name__}: {error}{notes}", sys.stderr), file=sys.stderr)
+            notes = "".join(f"\n  {note}" for note in error.notes_with_flags)
+            print(fitted(f"{type(error).__name__}: {error.with_flags}{notes}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupt:
         print(f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {interrupt.directory}", file=sys.stderr)
@@ -97,8 +98,9 @@ def _origin(error: SystemExit) -> str | None:
     return f"{frame.f_code.co_name} in {frame.f_code.co_filename}, line {frame.f_lineno},"
 
 
-def _train(job: Job, *, alone: bool) -> None:
+def _train(arguments: list[str], *, alone: bool) -> None:
     """alone: this process does nothing else."""
+    job = options_of(Job, arguments, PROGRAM)
     if job.plan and (job.partitions != "auto" or job.micro_batch_size is not None):
         raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
     if job.resume and (job.plan or job.dry_run or job.plan_out or job.overwrite or job.output_dir):
@@ -106,6 +108,8 @@ def _train(job: Job, *, alone: bool) -> None:
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
     reporter = Reporter(quiet=job.quiet)
+    if not job.resume and not has_flag(arguments, "--method"):
+        reporter.say(NO_METHOD)
     with told(Device(), "the data and the model were read"):
         job, trainer, train, test = opened(job, reporter, alone=alone)
     reuse = _saved_plan(job.plan) if job.plan else None

@@ -1,4 +1,4 @@
-"""The facade: `Trainer(model, mem_limit="2GB").fit(train, test)`. It puts a run together and schedules nothing."""
+"""The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
 
 import time
 from contextlib import ExitStack, closing
@@ -9,8 +9,10 @@ from typing import Any, Unpack
 import torch
 
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.data.splits import as_split
+from seqpart.data.splits import as_split, first_rows
 from seqpart.errors import OptionError
+from seqpart.evaluation import EvaluationInputs, EvaluationSession, evaluation_settings
+from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
 from seqpart.memory.device import open_device
 from seqpart.memory.process_limits import refuse_poor_surroundings
@@ -22,9 +24,9 @@ from seqpart.planning.inputs import limit_of
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
-from seqpart.result import Result
+from seqpart.result import Evaluation, Result
 from seqpart.session import BeforeUpdate, Session, told
-from seqpart.settings import Options, Settings
+from seqpart.settings import Options, Settings, values_of
 
 __all__ = ["Result", "Trainer"]
 
@@ -48,7 +50,8 @@ class Trainer:
         any of these ways needs `micro_batch_size` = `batch_size`.
     optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
     settings: a Settings, in place of options.
-    options: the fields of Settings; `mem_limit` is required. A list gives each partition its own value.
+    options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
+        value.
 
     Raises OptionError or ModelError for what cannot be honoured.
     """
@@ -72,12 +75,14 @@ class Trainer:
         settings = settings or Settings.of(**given)
         self.model, self._loss, self._quiet = model, loss, quiet
         self.device = open_device(settings.device)
-        if settings.mem_limit.strip().lower() == "auto":  # what is free is looked at once: it changes all the time
-            settings = replace(settings, mem_limit=str(limit_of(settings, self.device)))
+        if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
+            settings = replace(settings, mem_limit=limit_of(settings, self.device))
         self.settings = settings
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
+        self._trained: Path | None = None
+        """The weights that the last `fit` left."""
 
     def plan(self, train: object, test: object, *, reuse: Plan | None = None) -> Plan:
         """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
@@ -123,16 +128,10 @@ class Trainer:
         damaged checkpoints, Diverged when a loss is not finite any more, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
         in the main thread) came and the run was saved.
         """
-        sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
-        self._sampler = None
         reporter = reporter or Reporter(quiet=self._quiet)
         began = time.perf_counter()
         with ExitStack() as stack:
-            stack.enter_context(like_ctrl_c())
-            stack.callback(reporter.close)
-            stack.enter_context(self.device.own_random_state())
-            sampler.start()
-            stack.callback(sampler.stop)
+            sampler = self._begun(stack, reporter)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse)))
@@ -144,4 +143,50 @@ class Trainer:
             run = Session(
                 preparation, prepared, reporter, sampler, stack, resumed=resumed, job=job, before_update=before_update
             )
-            return run.carry_out(began)
+            result = run.carry_out(began)
+        self._trained = result.weights
+        return result
+
+    def evaluate(self, data: object) -> Evaluation:
+        """Loss and accuracy of the model on `data`, a pair (x, y) or a data set of (x, y) items, under the limit.
+
+        The model is the trained one after `fit`, and as it came before. Blocks from factories take their tensors from the
+        file of weights that the last `fit` left; what a state_dict leaves out is as the factory makes it. Partitions come one
+        after the other, as in the test of a streamed run. The plan is made as for training without optimizer state: that is
+        the least limit that will do. Nothing is written but to a folder that is removed.
+
+        Raises what `fit` raises.
+        """
+        split, reporter = as_split(data, "evaluation"), Reporter(quiet=self._quiet)
+        with ExitStack() as stack:
+            sampler = self._begun(stack, reporter)
+            folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))
+            settings = evaluation_settings(self.settings, split.count, folder)
+            stack.enter_context(told(self.device, "the evaluation was planned, begun or ended"))
+            preparation = EvaluationInputs(
+                self.model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
+                final_loss=self._loss, folder=folder,
+            )  # fmt: skip
+            stack.enter_context(closing(preparation))
+            sampler.hold(preparation.limit)
+            prepared = preparation.planned()
+            if self.device.kind == "cpu":
+                sampler.heed(preparation.trials.peak)
+            sampler.known = sampler.peak
+            reporter.plan(prepared.plan)
+            found = EvaluationSession(preparation, prepared, sampler, stack, self._trained).evaluated()
+            accuracy = "" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %, "
+            reporter.say(f"evaluation of {split.count} rows: {accuracy}loss {found.loss:.4f}")
+            reporter.proof(found.proof)
+        return found
+
+    def _begun(self, stack: ExitStack, reporter: Reporter) -> Sampler:
+        """What watches the memory of a run, which `stack` ends."""
+        sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
+        self._sampler = None
+        stack.enter_context(like_ctrl_c())
+        stack.callback(reporter.close)
+        stack.enter_context(self.device.own_random_state())
+        sampler.start()
+        stack.callback(sampler.stop)
+        return sampler

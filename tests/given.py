@@ -121,5 +121,5 @@ def classified(rows, shape, classes=3):
 def trained(folder, model, shape=None, *, data=None, **options):
     """What a short run in `folder`/run leaves; on `data`, which is tested on too, or on rows of this shape."""
     train, test = (data, data) if data else (classified(48, shape), classified(12, shape))
-    options = {"mem_limit": "2GB", "epochs": 1, "batch_size": 16, "quiet": True, "output_dir": folder / "run", **options}
-    return Trainer(model, **options).fit(train, test)
+    options = {"mem_limit": "2GB", "method": "sil", "epochs": 1, "batch_size": 16, "output_dir": folder / "run", **options}
+    return Trainer(model, quiet=True, **options).fit(train, test)

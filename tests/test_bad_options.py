@@ -299,7 +299,7 @@ def test_a_directory_that_cannot_be_used_is_named(option, path, tmp_path, monkey
 
 
 def test_a_full_disk_is_explained_with_the_place_that_helps(tmp_path):
-    assert "--offload-dir" in str(explained(OSError(28, "No space left on device"), tmp_path))
+    assert "--offload-dir" in explained(OSError(28, "No space left on device"), tmp_path).with_flags
 
 
 def test_debug_shows_where_it_failed_and_keeps_the_exit_code(here, capsys):

@@ -49,7 +49,7 @@ def test_batch_norm_is_planned_although_it_refuses_a_single_row(tmp_path):
     blocks = [lambda: torch.nn.Linear(6, 8), lambda: torch.nn.BatchNorm1d(8), lambda: torch.nn.Linear(8, 2)]
     x, y = torch.randn(40, 6), torch.arange(40) % 2
     result = Trainer(
-        blocks, mem_limit="2GB", partitions=2, epochs=1, batch_size=20, output_dir=tmp_path / "run", quiet=True
+        blocks, mem_limit="2GB", method="sil", partitions=2, epochs=1, batch_size=20, output_dir=tmp_path / "run", quiet=True
     ).fit((x, y), (x[:4], y[:4]))
     assert len(result.plan.partitions) == 2
 
@@ -81,7 +81,7 @@ def normed_first(width=8):
 def test_a_division_that_leaves_a_single_row_is_refused_before_anything_is_trained(count, sizes, model, method, tmp_path):
     """The last micro-batch of an update or of an epoch had one row: a traceback at the end of the first epoch."""
     rows = torch.randn(count, 6), torch.arange(count) % 2
-    with pytest.raises(ModelError, match=r"leave a single row.*Give another --batch-size or --micro-batch-size"):
+    with pytest.raises(ModelError, match=r"leave a single row.*Give another batch_size or micro_batch_size"):
         Trainer(model(), mem_limit="2GB", method=method, output_dir=tmp_path / "run", **sizes).fit(rows, rows)
     assert not (tmp_path / "run").exists()
 
@@ -97,7 +97,7 @@ def test_a_limit_that_is_too_small_is_refused_where_the_first_block_takes_no_sin
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (9, {"batch_size": [4, 3], "partitions": "0,1"}),
+        (9, {"batch_size": [4, 3], "partitions": (0, 1)}),
         (72, {"batch_size": 8, "recovery_batch_size": 9, "recovery_epochs": 1, "partitions": 2}),
     ],
 )
@@ -110,7 +110,7 @@ def test_batches_that_no_block_with_statistics_divides_are_no_reason_to_refuse(c
 def test_the_planner_passes_over_micro_batches_that_leave_a_single_row(tmp_path):
     """45 rows in batches of 20 end with 5: by 4 at a time that would be 4 and 1."""
     rows = torch.randn(45, 6), torch.arange(45) % 2
-    options = {"method": "streamed", "batch_size": 20, "partitions": "0,2", "output_dir": tmp_path}
+    options = {"method": "streamed", "batch_size": 20, "partitions": (0, 2), "output_dir": tmp_path}
     with pytest.raises(DoesNotFit) as refused:
         Trainer(normed(200_000), mem_limit="60MB", **options).plan(rows, rows)
     found = set()
@@ -132,7 +132,7 @@ def test_two_batch_norms_in_one_partition_train(tmp_path):
     """Buffers were views of one slot, so the second's statistics counted as a change of what backward needs of the first."""
     plain = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
     model = copy.deepcopy(plain)
-    trained(tmp_path, model, (2, 4, 4), method="full", optimizer="sgd", lr=0.1, shuffle="no")
+    trained(tmp_path, model, (2, 4, 4), method="full", optimizer="sgd", lr=0.1, shuffle=False)
     x, y = classified(48, (2, 4, 4))
     step = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
     for rows, labels in zip(x.split(16), y.split(16), strict=True):

@@ -3,6 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
+import seqpart.checkpoint.manifest as manifests
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
 from seqpart.schedule.steps import Verb
@@ -20,7 +21,7 @@ from dataclasses import replace
 
 from torch import nn
 
-CUT = {"partitions": "0,1,3", "momentum": 0.9, "epochs": 2}
+CUT = {"partitions": (0, 1, 3), "momentum": 0.9, "epochs": 2}
 TESTED = {"test_every": 1}
 
 
@@ -70,7 +71,7 @@ def test_what_was_changed_holds_when_the_run_is_killed_and_goes_on_again(arms):
 
 def test_a_changed_learning_rate_gives_the_bits_of_a_plain_loop_that_changes_it_there(tmp_path):
     def fit(lr, **named):
-        options = {"mem_limit": "2GB", "method": "full", "optimizer": "sgd", "momentum": 0.9, "shuffle": "no"}
+        options = {"mem_limit": "2GB", "method": "full", "optimizer": "sgd", "momentum": 0.9, "shuffle": False}
         if "resume" not in named:
             options["output_dir"] = tmp_path / "run"
         trainer = Trainer(network(), epochs=2, batch_size=32, micro_batch_size=32, quiet=True, lr=lr, **options)
@@ -100,8 +101,8 @@ EPOCHS = {
     "more, as the tests between run": (How(), TESTED | {"epochs": 3}, (2, 0), {"epochs": 5}, {"epochs": 5}),
     "fewer, to those that are done": (How(), TESTED | {"epochs": 4}, (4, 0), {"epochs": 1}, {"epochs": 1}),
     "fewer, streamed": (How(), {"epochs": 9}, (1, 1), {"epochs": 2}, {"epochs": 2}),
-    "sil, of the partitions that follow": (How("sil"), {}, (5, 1), {"epochs": 3}, {"epochs": "2,3,3"}),
-    "sil, as outputs are cached": (How("sil"), {}, (2, 0), {"epochs": "2,1,3"}, {"epochs": "2,1,3"}),
+    "sil, of the partitions that follow": (How("sil"), {}, (5, 1), {"epochs": 3}, {"epochs": (2, 3, 3)}),
+    "sil, as outputs are cached": (How("sil"), {}, (2, 0), {"epochs": (2, 1, 3)}, {"epochs": (2, 1, 3)}),
     "sil, recovery added": (How("sil"), {}, (4, 1), RECOVERING, RECOVERING),
     "sil, recovery left out": (How("sil"), RECOVERING, (5, 1), {"recovery_epochs": 0, "recover": None}, {}),
     "sil, more recovery": (How("sil"), RECOVERING, (11, 1), {"recovery_epochs": 3}, {"recovery_epochs": 3}),
@@ -126,18 +127,18 @@ def test_a_run_that_goes_on_with_other_epochs_ends_as_one_that_had_them_from_the
 
 
 REFUSED = {
-    "fewer than are done": (How(), {"epochs": 3}, (1, 1), {"epochs": 1}, r"--epochs 1: 2 epoch\(s\) are done or under way"),
-    "after the last": (How(), {}, (2, 0), {"epochs": 5}, r"--epochs cannot be changed any more: all of them are done \(2\)"),
-    "of sil, as it recovers": (How("sil"), RECOVERING, (11, 1), {"epochs": 5}, r"--recovery-epochs says how long it recovers"),
+    "fewer than are done": (How(), {"epochs": 3}, (1, 1), {"epochs": 1}, r"epochs=1: 2 epoch\(s\) are done or under way"),
+    "after the last": (How(), {}, (2, 0), {"epochs": 5}, r"epochs cannot be changed any more: all of them are done \(2\)"),
+    "of sil, as it recovers": (How("sil"), RECOVERING, (11, 1), {"epochs": 5}, r"recovery_epochs says how long it recovers"),
     "less recovery": (
         How("sil"),
         RECOVERING,
         (12, 1),
         {"recovery_epochs": 1},
-        r"--recovery-epochs 1: 2 epoch\(s\) are done or",
+        r"recovery_epochs=1: 2 epoch\(s\) are done or",
     ),
     "recovery otherwise": (How("sil"), RECOVERING, (11, 1), {"recover": "left"}, r"recover was all, not left.*may be changed"),
-    "another batch": (How(), {}, (0, 1), {"batch_size": 4}, r"batch_size was 8, not 4.*What may be changed: --epochs, --lr"),
+    "another batch": (How(), {}, (0, 1), {"batch_size": 4}, r"batch_size was 8, not 4.*What may be changed: epochs, lr"),
 }
 
 
@@ -151,11 +152,20 @@ def test_what_cannot_be_changed_is_refused_in_words_and_the_run_goes_on_as_it_wa
     assert ended(arm.fit(resume=arm.root)) == arm.whole()[0]
 
 
-def test_a_number_that_is_written_otherwise_is_no_other_one(arms):
-    arm = arms(How("full"))
+def test_a_checkpoint_that_kept_settings_as_they_were_typed_is_gone_on_with(arms):
+    """Version 0.2.0 kept texts: `1e-2`, `2 `, `0, 1,3`. What is another number is still another."""
+    arm = arms(How())
     within(arm, phase=0)
+    file = arm.root / manifests.CHECKPOINT
+    manifest = manifests.load(file)
+    typed = {"lr": "1e-2", "epochs": "2 ", "partitions": "0, 1,3", "shuffle": "auto", "overwrite": "False", "batch_size": " 8"}
+    assert manifest.state["settings"].keys() > typed.keys()
+    manifest.state["settings"].update(typed)
+    file.write_text(manifest.to_json())
+    with pytest.raises(OptionError, match="batch_size was  8, not 4"):
+        arm.fit(resume=arm.root, batch_size=4)
     reporter = Stopping()
-    arm.fit(resume=arm.root, reporter=reporter, lr="1e-2", epochs="2 ")
+    assert ended(arm.fit(resume=arm.root, reporter=reporter)) == arm.whole()[0]
     assert not [text for text in reporter.said if "from here on:" in text]
 
 
@@ -166,7 +176,7 @@ def test_a_run_does_not_go_on_with_another_optimizer_or_loss_function(tmp_path):
         return Trainer(
             [lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 4)], loss,
             lambda parameters: of(parameters, lr=rate, momentum=momentum), mem_limit="2GB", method="streamed",
-            partitions="2", epochs=2, batch_size=8, quiet=True,
+            partitions=2, epochs=2, batch_size=8, quiet=True,
         )  # fmt: skip
 
     rows = classified(24, (12,), 4)

@@ -30,7 +30,7 @@ WAYS = {
 @pytest.fixture
 def arms(monkeypatch, tmp_path):
     def of(how, **options):
-        options = {"partitions": "0,1,3", "save_every": "1", **options}
+        options = {"partitions": (0, 1, 3), "save_every": "1", **options}
         return Arm(monkeypatch, tmp_path, how, fresh(dropping), numbers((12,)), **options)
 
     return of
@@ -67,8 +67,8 @@ def refused(arm, path, damage, chance):
     with pytest.raises(CorruptFile) as refusal:
         arm.fit(resume=arm.root)
     assert refusal.value.exit_code == 6
-    assert str(refusal.value).startswith(f"{arm.root / path} "), "it names the file"
-    return str(refusal.value)
+    assert refusal.value.with_flags.startswith(f"{arm.root / path} "), "it names the file"
+    return refusal.value.with_flags
 
 
 @pytest.mark.parametrize("way", only_quick(["streamed", "sil"], ["streamed"]))
@@ -135,7 +135,7 @@ def test_a_home_that_is_damaged_while_the_run_lives_ends_it_with_the_way_on(arms
 
     with pytest.raises(CorruptFile, match=r"block-00001\..*is damaged") as ending:
         arm.fit(reporter=Stopping(second, damage))
-    assert f"--resume {arm.root} goes on, or says" in ending.value.__notes__[-1]
+    assert f"--resume {arm.root} goes on, or says" in ending.value.notes_with_flags[-1]
 
 
 # --- Full disks ------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_disk_that_is_full_ends_the_run_with_a_clear_error_and_the_checkpoint_
     with monkeypatch.context() as patched, pytest.raises(DiskFull, match=r"the disk is full: could not write .*Free") as ending:
         arm.fit(reporter=Stopping(len(steps) // 2, lambda: fill(patched, failing, call)))
     assert ending.value.exit_code == 6
-    assert f"go on with --resume {arm.root}" in ending.value.__notes__[-1]
+    assert f"go on with --resume {arm.root}" in ending.value.notes_with_flags[-1]
     assert not list(arm.root.rglob("checkpoint*.part"))
     assert ended(arm.fit(resume=arm.root)) == whole
 
@@ -172,7 +172,7 @@ def test_a_disk_that_is_full_at_the_first_save_leaves_nothing_and_promises_nothi
     arm = arms(How(boundary_tier="host", slots=2))
     with monkeypatch.context() as patched, pytest.raises(DiskFull) as ending:
         arm.fit(reporter=Stopping(1, lambda: fill(patched, "pwritev", 1)))
-    assert not [note for note in ending.value.__notes__ if "--resume" in note]
+    assert not [note for note in ending.value.notes_with_flags if "--resume" in note]
     assert not has_checkpoint(arm.root)
     assert not list(arm.root.rglob("*.safetensors"))
 
@@ -185,5 +185,5 @@ def test_a_damaged_home_of_a_live_model_is_told_with_its_cure(tmp_path):
         Trainer(model, **options).fit(classified(64, (8,)), classified(9, (8,)), reporter=Stopping(6, kill))
     (entry,) = [entry for name, entry in manifests.load(tmp_path).homes.items() if name == "block-00001"]
     flip(tmp_path / "homes" / entry["file"])
-    with pytest.raises(CorruptFile, match=r"--resume .*checkpoint\.previous\.json"):
+    with pytest.raises(CorruptFile, match=r"resume=.*checkpoint\.previous\.json"):
         Trainer(model, **options).fit(classified(64, (8,)), classified(9, (8,)), resume=tmp_path)

@@ -198,7 +198,7 @@ def test_images_of_different_sizes_are_refused_with_the_option_that_helps(tmp_pa
     (tmp_path / "more" / "dog").rename(tmp_path / "dog")
     (tmp_path / "more").rmdir()
     train, _ = datasets.load(f"folder:{tmp_path}")
-    with pytest.raises(DataError, match=r"row shapes differ: .* in row 4.*--image-size"):
+    with pytest.raises(DataError, match=r"row shapes differ: .* in row 4.*image_size"):
         rows_of(train)
 
 

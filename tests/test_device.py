@@ -75,7 +75,7 @@ def test_without_a_gpu_the_device_is_the_cpu(monkeypatch, name):
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
 def test_a_gpu_that_is_not_there_is_refused_with_a_cure(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(OptionError, match=rf"--device {name}: no usable CUDA GPU was found\. Use --device cpu"):
+    with pytest.raises(OptionError, match=rf'device="{name}": no usable CUDA GPU was found\. Use device="cpu"'):
         open_device(name)
 
 

@@ -50,8 +50,8 @@ def network(picky=None):
 
 
 def fit(tmp_path, model, name="run", **options):
-    options = {"mem_limit": "2GB", "epochs": 2, "batch_size": 32, "partitions": "0,2", "quiet": True, **options}
-    return Trainer(model, output_dir=tmp_path / name, **options).fit(data(), data(12, 1))
+    options = {"mem_limit": "2GB", "method": "sil", "epochs": 2, "batch_size": 32, "partitions": (0, 2), **options}
+    return Trainer(model, quiet=True, output_dir=tmp_path / name, **options).fit(data(), data(12, 1))
 
 
 def events(tmp_path, name="run"):
@@ -80,8 +80,8 @@ def test_a_run_that_failed_at_its_first_update_ends_with_the_bits_of_one_that_be
 def test_no_update_is_lost_or_done_twice_when_an_allocation_fails(tmp_path):
     """With momentum and a mid-epoch failure: bit-equal to a plain loop whose micro-batch changes at the same update."""
     result = fit(
-        tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=2)), method="full", partitions="1",
-        optimizer="sgd", momentum=0.9, lr=1e-2, epochs=2, shuffle="no",
+        tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=2)), method="full", partitions=1,
+        optimizer="sgd", momentum=0.9, lr=1e-2, epochs=2, shuffle=False,
     )  # fmt: skip
     from tests.test_same_as_plain import plain_modules
 
@@ -102,7 +102,7 @@ def test_no_update_is_lost_or_done_twice_when_an_allocation_fails(tmp_path):
 
 
 def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_cures(tmp_path):
-    with pytest.raises(OutOfMemory, match=r"B1\.0 at micro-batch 1.*--partitions 3"):
+    with pytest.raises(OutOfMemory, match=r"B1\.0 at micro-batch 1.*partitions=3"):
         fit(tmp_path, network(lambda: Picky(RuntimeError(REFUSAL))))
 
 
@@ -150,8 +150,8 @@ def test_modules_given_alive_have_their_weights_back_after_an_error(tmp_path):
 
 
 def test_a_diverging_run_says_so(tmp_path):
-    with pytest.raises(Exception, match=r"training diverged.*another --lr"):
-        fit(tmp_path, network(), method="full", partitions="1", optimizer="sgd", lr=1e30)
+    with pytest.raises(Exception, match=r"training diverged.*another lr"):
+        fit(tmp_path, network(), method="full", partitions=1, optimizer="sgd", lr=1e30)
 
 
 PROGRAM = """
@@ -175,7 +175,8 @@ PROGRAM = """
     x, y = torch.randn(96, 16), torch.arange(96) % 3
     try:
         result = Trainer(
-            [lambda: nn.Linear(16, 16), Hungry], mem_limit="1GB", batch_size=32, epochs=1, partitions=1, output_dir=sys.argv[1]
+            [lambda: nn.Linear(16, 16), Hungry], mem_limit="1GB", method="sil", batch_size=32, epochs=1, partitions=1,
+            output_dir=sys.argv[1],
         ).fit((x, y), (x[:9], y[:9]))
     except SeqpartError as error:
         print(type(error).__name__, error)
@@ -229,7 +230,7 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
     """After a failed allocation --ram-limit was compared with what the run's own host pool had left free, and refused."""
     free = iter([1 << 30])
     monkeypatch.setattr("seqpart.planning.inputs.host_memory_free", lambda: next(free, 0))
-    preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", ram_limit="64MB", output_dir=tmp_path).prepare(
+    preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", method="sil", ram_limit="64MB", output_dir=tmp_path).prepare(
         classified(48, (4,)), classified(12, (4,))
     )
     first = preparation.planned()
@@ -245,6 +246,6 @@ def test_memory_that_runs_out_before_the_loop_is_said_in_words(tmp_path):
         return nn.Linear(4, 2)
 
     data = torch.zeros(4, 4), torch.tensor([0, 1, 0, 1])
-    with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*--mem-limit"):
-        Trainer([greedy], mem_limit="2GB", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
+    with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*mem_limit"):
+        Trainer([greedy], mem_limit="2GB", method="sil", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
     assert not list(tmp_path.rglob("*.safetensors"))

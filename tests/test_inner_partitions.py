@@ -25,7 +25,15 @@ def rows(count=60):
 def trained(folder, *, blocks=None, data=None, **options):
     train, test = data or (rows(), rows(20))
     blocks = blocks or [lambda: nn.Linear(8, 12), lambda: nn.Sequential(nn.Linear(12, 12), nn.ReLU()), lambda: nn.Linear(12, 3)]
-    options = {"mem_limit": "2GB", "partitions": "0,1,2", "epochs": 1, "batch_size": 20, "quiet": True, **options}
+    options = {
+        "mem_limit": "2GB",
+        "method": "sil",
+        "partitions": (0, 1, 2),
+        "epochs": 1,
+        "batch_size": 20,
+        "quiet": True,
+        **options,
+    }
     return Trainer(blocks, output_dir=folder / "run", **options).fit(train, test)
 
 
@@ -39,7 +47,7 @@ def test_a_boundary_of_another_type_is_judged(objective, kind, tmp_path):
     else:
         wide = [lambda: nn.Linear(8, 12).double(), lambda: nn.Linear(12, 3).double()]
         data = [split(name, rows()[0].double(), rows()[1], torch.float64) for name in ("training", "test")]
-        result = trained(tmp_path, objective=objective, blocks=wide, data=data, partitions="0,1")
+        result = trained(tmp_path, objective=objective, blocks=wide, data=data, partitions=(0, 1))
     assert all(loss < 100 for loss in result.train_losses)
 
 
@@ -83,11 +91,20 @@ def test_a_run_that_goes_on_under_another_limit_keeps_its_labels_as_they_were(ma
     """A tenth of the limit decides whether labels are whole; products with pieces round otherwise, so the bits were others."""
     with pytest.raises(Interrupted):
         blocks = [lambda: nn.Linear(8, 12), lambda: nn.Linear(12, 3)]
-        trainer = Trainer(blocks, mem_limit="2GB", partitions="0,1", epochs=4, batch_size=20, output_dir=tmp_path / "run")
+        trainer = Trainer(
+            blocks, mem_limit="2GB", method="sil", partitions=(0, 1), epochs=4, batch_size=20, output_dir=tmp_path / "run"
+        )
         trainer.fit(rows(), rows(20), reporter=Stopping(4))
-    Trainer(blocks, mem_limit="1GB", partitions="0,1", epochs=4, batch_size=20, output_dir=tmp_path / "run", quiet=True).fit(
-        rows(), rows(20), resume=tmp_path / "run"
-    )
+    Trainer(
+        blocks,
+        mem_limit="1GB",
+        method="sil",
+        partitions=(0, 1),
+        epochs=4,
+        batch_size=20,
+        output_dir=tmp_path / "run",
+        quiet=True,
+    ).fit(rows(), rows(20), resume=tmp_path / "run")
     assert {targets.most for targets in made[0]} == {200_000_000}
 
 
@@ -126,7 +143,7 @@ def test_a_plan_does_not_cut_where_one_feature_passes(tmp_path):
     blocks = [lambda: nn.Linear(8, 12), lambda: nn.Linear(12, 1), lambda: nn.Linear(1, 12), lambda: nn.Linear(12, 3)]
     assert trained(tmp_path, blocks=blocks, partitions=2).plan.starts != (0, 2)
     with pytest.raises(OptionError, match=r"rows of shape \(1,\), and objective orthogonal tells classes apart by directions"):
-        trained(tmp_path / "b", blocks=blocks, partitions="0,2")
+        trained(tmp_path / "b", blocks=blocks, partitions=(0, 2))
 
 
 def test_options_without_effect_are_said(tmp_path):
@@ -152,7 +169,7 @@ def test_a_warm_up_that_outlasts_a_partition_or_recovery_is_refused(options, wor
 def test_a_plan_of_another_objective_is_not_used_where_this_one_finds_nothing_to_judge(tmp_path):
     """Only cuts that --partitions asked for were looked at: those of a plan met an assertion, or left a partition untaught."""
     blocks = [lambda: nn.Linear(8, 12), lambda: nn.Linear(12, 1), lambda: nn.Linear(1, 12), lambda: nn.Linear(12, 3)]
-    options = {"mem_limit": "2GB", "batch_size": 20, "quiet": True}
-    plan = Trainer(blocks, objective="mse", partitions="0,2", **options).plan(rows(), rows(20))
-    with pytest.raises(OptionError, match=r"--plan: .* rows of shape \(1,\), and objective orthogonal"):
+    options = {"mem_limit": "2GB", "method": "sil", "batch_size": 20, "quiet": True}
+    plan = Trainer(blocks, objective="mse", partitions=(0, 2), **options).plan(rows(), rows(20))
+    with pytest.raises(OptionError, match=r"reuse: .* rows of shape \(1,\), and objective orthogonal"):
         Trainer(blocks, output_dir=tmp_path / "run", **options).fit(rows(), rows(20), reuse=plan)

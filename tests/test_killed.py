@@ -107,7 +107,7 @@ def test_another_digit_in_job_json_trains_no_other_job(processes, here):
     job = here / "out" / JOB
     assert processes.run(here, arguments, at=("update", 1))[0] == -signal.SIGKILL
     text = job.read_text()
-    job.write_text(text.replace('"epochs": "2"', '"epochs": "3"'))
+    job.write_text(text.replace('"epochs": 2', '"epochs": 3'))
     assert job.read_text() != text
     assert processes.run(here, ["--resume", "out"])[0] == 6
     assert "job.json is damaged: its checksum is not the one that was written" in (here / "said").read_text()

@@ -67,10 +67,10 @@ def test_a_warm_up_longer_than_the_run_is_cut_off_by_its_end(name):
 
 @pytest.mark.parametrize("name", ["", "Cosine", "step", "cosine "])
 def test_another_name_is_refused_with_the_names_there_are(name):
-    with pytest.raises(OptionError, match="--lr-schedule: expected one of constant, linear, cosine; found"):
+    with pytest.raises(OptionError, match="lr_schedule: expected one of constant, linear, cosine; found"):
         rate_schedule(name, 0)
 
 
 def test_a_negative_warm_up_is_refused():
-    with pytest.raises(OptionError, match="--warmup-updates: expected a whole number from 0 up; found -1"):
+    with pytest.raises(OptionError, match="warmup_updates: expected a whole number from 0 up; found -1"):
         rate_schedule("linear", -1)

@@ -147,7 +147,7 @@ def test_a_failed_allocation_halves_the_micro_batch_of_a_model_given_alive(optio
 def test_a_plan_leaves_a_model_given_alive_as_it_is(tmp_path):
     alive = model()
     before = as_found(alive)
-    Trainer(alive, mem_limit="2GB", output_dir=tmp_path / "run").plan(data(), data(9))
+    Trainer(alive, mem_limit="2GB", method="sil", output_dir=tmp_path / "run").plan(data(), data(9))
     after = as_found(alive)
     assert all(torch.equal(before[name][1], after[name][1]) and before[name][0] == after[name][0] for name in before)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -157,7 +157,7 @@ def test_a_run_that_is_refused_leaves_a_model_given_alive_as_it_is(tmp_path):
     alive = model()
     before = as_found(alive)
     with pytest.raises(SeqpartError):
-        Trainer(alive, mem_limit="100MB", output_dir=tmp_path / "run", quiet=True).fit(data(), data(9))
+        Trainer(alive, mem_limit="100MB", method="sil", output_dir=tmp_path / "run", quiet=True).fit(data(), data(9))
     assert all(torch.equal(before[name][1], found[1]) for name, found in as_found(alive).items())
 
 

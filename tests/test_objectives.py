@@ -242,8 +242,8 @@ def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(
     """Synthetic inputs are figure 5 of the paper: later partitions never see what the one before gives."""
     (x, y), seed = data(), 5
     result = Trainer(
-        network(), method="sil", mem_limit="2GB", objective=objective, partitions=",".join(map(str, starts)), optimizer="sgd",
-        momentum=0.9, lr=1e-2, epochs=2, batch_size=20, shuffle="yes", seed=seed, sil_inputs=inputs, quiet=True,
+        network(), method="sil", mem_limit="2GB", objective=objective, partitions=starts, optimizer="sgd",
+        momentum=0.9, lr=1e-2, epochs=2, batch_size=20, shuffle=True, seed=seed, sil_inputs=inputs, quiet=True,
         output_dir=tmp_path / "run",
     ).fit((x, y), (x[:20], y[:20]))  # fmt: skip
 
@@ -281,7 +281,7 @@ def without_positions(tmp_path, **options):
 def test_a_cut_where_positions_are_gone_is_refused_in_words(tmp_path):
     expected = r"block 3 \(Merged\) returns rows of shape \(12,\), and labels stand for \(8,\) positions.*Cut elsewhere"
     with pytest.raises(OptionError, match=expected):
-        without_positions(tmp_path, partitions="0,4")
+        without_positions(tmp_path, partitions=(0, 4))
 
 
 def test_a_plan_cuts_where_positions_are(tmp_path):
@@ -303,5 +303,5 @@ def test_partitions_have_prototype_scales_of_their_own(tmp_path):
 
     other, same = losses(16, 4), losses(4, 4)
     assert other[0] != same[0] and other[1:] == same[1:]
-    plan = Trainer(blocks, partitions=2, prototype_scale="16,4,2", **options).plan(rows, rows)
+    plan = Trainer(blocks, partitions=2, prototype_scale=(16, 4, 2), **options).plan(rows, rows)
     assert "--prototype-scale: the last 2 without effect on 1 inner partition(s)" in plan.reasons

@@ -40,7 +40,7 @@ def test_a_plan_of_format_2_is_read_with_the_names_of_today():
     "change", [{"format": 4}, {"format": 1}, {"slots": "2"}, {"partitions": []}, {"boundary_tier": 3}, {"more": 1}]
 )
 def test_another_file_is_no_plan(change):
-    with pytest.raises(OptionError, match=r"plan.json is not a plan that --plan-out wrote"):
+    with pytest.raises(OptionError, match=r"plan.json is not a plan that plan_out wrote"):
         Plan.from_json(json.dumps(json.loads(PLAN.to_json()) | change), "plan.json")
 
 

@@ -19,7 +19,7 @@ def arm(monkeypatch, tmp_path):
 
     def of(how, **options):
         blocks = [lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 4)]
-        return Arm(monkeypatch, tmp_path, how, lambda: blocks, numbers((12,)), **{"partitions": "0,1,2", **options})
+        return Arm(monkeypatch, tmp_path, how, lambda: blocks, numbers((12,)), **{"partitions": (0, 1, 2), **options})
 
     return of
 

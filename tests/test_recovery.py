@@ -14,13 +14,13 @@ from seqpart.methods.sil import sil_phases
 from tests.command import run
 from tests.test_same_as_plain import CLASSES, OPTIMIZERS, data, network, plain_modules, row_order
 
-STARTS = "0,2,4"
+STARTS = (0, 2, 4)
 
 
 def trained(folder, model=None, **options):
     options = {
         "method": "sil", "mem_limit": "2GB", "partitions": STARTS, "optimizer": "sgd", "momentum": 0.9, "lr": 1e-2, "epochs": 1,
-        "batch_size": 25, "shuffle": "yes", "seed": 5, **options,
+        "batch_size": 25, "shuffle": True, "seed": 5, **options,
     }  # fmt: skip
     return Trainer(model or network(), output_dir=folder, quiet=True, **options).fit(data(), data(30, 1))
 
@@ -95,13 +95,13 @@ def test_recovery_keeps_the_limit_and_is_in_the_plan(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recovery_epochs": -1}, "recovery-epochs"),
-        ({"recovery_epochs": 1, "recover": "right"}, "--recover"),
-        ({"recovery_epochs": 1, "method": "full", "partitions": None}, "recovery"),
+        ({"recovery_epochs": -1}, "recovery_epochs"),
+        ({"recovery_epochs": 1, "recover": "right"}, "recover: expected left or all; found 'right'"),
+        ({"recovery_epochs": 1, "method": "full", "partitions": "auto"}, "recovery"),
         ({"recovery_epochs": 1, "partitions": 1}, "nothing to recover"),
-        ({"recovery_epochs": 1, "recovery_batch_size": 0}, "recovery-batch-size"),
-        ({"recovery_epochs": 1, "recovery_lr": 0}, "recovery-lr"),
-        ({"recovery_lr": 1e-3}, "--recovery-lr goes with --recovery-epochs only"),
+        ({"recovery_epochs": 1, "recovery_batch_size": 0}, "recovery_batch_size"),
+        ({"recovery_epochs": 1, "recovery_lr": 0}, "recovery_lr"),
+        ({"recovery_lr": 1e-3}, "recovery_lr goes with recovery_epochs only"),
     ],
 )
 def test_what_cannot_be_recovered_is_refused_in_words(options, words, tmp_path):

@@ -84,7 +84,7 @@ CASES = {name: (language_model, *case) for name, case in TOKENS.items()} | {
 
 def trained(folder, model, loss, data, **options):
     trainer = Trainer(
-        model(), loss, mem_limit="2GB", batch_size=BATCH, epochs=2, lr=1e-2, optimizer="sgd", shuffle="no", quiet=True,
+        model(), loss, mem_limit="2GB", batch_size=BATCH, epochs=2, lr=1e-2, optimizer="sgd", shuffle=False, quiet=True,
         output_dir=folder, **{"method": "full", **options},
     )  # fmt: skip
     return trainer.fit(*data)
@@ -147,7 +147,7 @@ def test_labels_that_do_not_count_are_in_no_accuracy(tmp_path):
 
 def test_a_loss_whose_parts_do_not_add_up_is_refused_by_name_unless_the_batch_stays_whole(tmp_path):
     data = padded(-100)
-    with pytest.raises(OptionError, match=r"loss masked: .*neither.*\(sum, count\).*counts.*--micro-batch-size 8"):
+    with pytest.raises(OptionError, match=r"loss masked: .*neither.*\(sum, count\).*counts.*micro_batch_size=8"):
         trained(tmp_path / "refused", language_model, masked, data)
     whole = trained(tmp_path / "whole", language_model, masked, data, micro_batch_size=BATCH)
     expected = plain(language_model, by_position(F.cross_entropy), *data[0])

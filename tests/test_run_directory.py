@@ -85,7 +85,7 @@ def test_a_directory_that_cannot_be_made_is_named_with_the_cure(tmp_path, where)
 
 def test_a_finished_run_needs_overwrite(tmp_path):
     finish(tmp_path / "out")
-    with pytest.raises(OptionError, match=r"holds a finished run.*--overwrite"):
+    with pytest.raises(OptionError, match=r"holds a finished run.*overwrite"):
         RunDirectory(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_text() == "first"
 
@@ -256,7 +256,7 @@ def test_an_interrupted_run_is_not_begun_anew_by_mistake(tmp_path):
     with pytest.raises(DirectoryUnusable, match="in use by another run"):  # it lives: resuming is no cure
         RunDirectory(tmp_path / "out")
     kill(killed)
-    with pytest.raises(OptionError, match=r"interrupted. Give --resume .*/out to go on with it, or --overwrite to start anew"):
+    with pytest.raises(OptionError, match=r'interrupted. Give resume=".*/out" to go on with it, or overwrite to start anew'):
         RunDirectory(tmp_path / "out")
     assert names(tmp_path) == before
     RunDirectory(tmp_path / "out", resume=True).close("failed")  # the refused one has let go of the lock

@@ -76,7 +76,7 @@ def assert_equal(path, modules):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("batch", "micro_batch"), [(32, 32), (50, 20), (120, 7)])
-@pytest.mark.parametrize("shuffle", ["no", "yes"])
+@pytest.mark.parametrize("shuffle", [False, True])
 def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_path):
     (x, y), seed = data(), 3
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
@@ -87,20 +87,20 @@ def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_pa
     modules = plain_modules(network(), seed)
     train_plainly(
         modules, x, y, F.cross_entropy, optimizer=optimizer, lr=1e-2, epochs=2, batch=batch, micro_batch=micro_batch,
-        order=row_order(x, shuffle == "yes", seed, 0),
+        order=row_order(x, shuffle, seed, 0),
     )  # fmt: skip
     assert_equal(result.weights, modules)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("partitions", ["0,3", "0,2,4"])
+@pytest.mark.parametrize("partitions", [(0, 3), (0, 2, 4)])
 def test_sil_equals_the_papers_algorithm_written_plainly(objective, partitions, tmp_path):
     (x, y), (x_test, y_test), seed = data(), data(30, 1), 5
     result = Trainer(
         network(), method="sil", mem_limit="2GB", objective=objective, partitions=partitions, optimizer="sgd", momentum=0.9,
-        lr=1e-2, epochs=2, batch_size=25, shuffle="yes", seed=seed, output_dir=tmp_path / "run", quiet=True,
+        lr=1e-2, epochs=2, batch_size=25, shuffle=True, seed=seed, output_dir=tmp_path / "run", quiet=True,
     ).fit((x, y), (x_test, y_test))  # fmt: skip
-    starts = [int(n) for n in partitions.split(",")]
+    starts = list(partitions)
     modules = plain_modules(network(), seed)
     for p, first in enumerate(starts):
         part = modules[first : starts[p + 1] if p + 1 < len(starts) else len(modules)]
@@ -140,6 +140,7 @@ def plain_objective(objective, seed, p):
 
 
 def fitted(tmp_path, name, model=None, **options):
+    options = {"method": "sil", **options}
     trainer = Trainer(model or network(), mem_limit="2GB", output_dir=tmp_path / name, quiet=True, seed=1, **options)
     return trainer.fit(data(), data(30, 1))
 
@@ -166,7 +167,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path):
     first = fitted(tmp_path, "a", dropping(), partitions=2)
     torch.rand(17)  # the caller's own random numbers must not matter
     second = fitted(tmp_path, "b", dropping(), partitions=2)
-    third = Trainer(dropping(), mem_limit="2GB", output_dir=tmp_path / "c", quiet=True, seed=2, partitions=2).fit(
+    third = Trainer(dropping(), mem_limit="2GB", method="sil", output_dir=tmp_path / "c", quiet=True, seed=2, partitions=2).fit(
         data(), data(30, 1)
     )
     assert first.weights.read_bytes() == second.weights.read_bytes()
@@ -197,7 +198,7 @@ def test_batch_norm_statistics_and_frozen_blocks_are_exported_as_plain_training_
 
     (x, y), plain = data(), build()
     result = Trainer(
-        build(), method="full", mem_limit="2GB", optimizer="adam", lr=1e-2, epochs=2, batch_size=40, shuffle="no",
+        build(), method="full", mem_limit="2GB", optimizer="adam", lr=1e-2, epochs=2, batch_size=40, shuffle=False,
         output_dir=tmp_path / "run", quiet=True,
     ).fit((x, y), data(30, 1))  # fmt: skip
     optimizer = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)

@@ -19,7 +19,7 @@ from tests.test_leftovers import tree
 @pytest.fixture
 def arm(monkeypatch, tmp_path):
     return Arm(
-        monkeypatch, tmp_path, How(), fresh(dropping), numbers((12,)), partitions="0,1,3", save_every="1",
+        monkeypatch, tmp_path, How(), fresh(dropping), numbers((12,)), partitions=(0, 1, 3), save_every="1",
         offload_dir=tmp_path / "fast",
     )  # fmt: skip
 

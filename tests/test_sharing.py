@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("known_machine")
 
 def trainer(model, folder, **options):
     return Trainer(
-        model, mem_limit="2GB", batch_size=8, epochs=2, lr=1e-2, shuffle="no", quiet=True, output_dir=folder,
+        model, mem_limit="2GB", batch_size=8, epochs=2, lr=1e-2, shuffle=False, quiet=True, output_dir=folder,
         **{"method": "streamed", "partitions": 2, **options},
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def language():
 @pytest.mark.parametrize("how", HOWS, ids=str)
 def test_a_partition_whose_only_weight_is_borrowed_hands_its_gradient_on(how, trained):
     """It had no parameter of its own, counted as frozen, and the head's part of the shared gradient was missing."""
-    arms = trained(language, tokens(), partitions="0,1,2")
+    arms = trained(language, tokens(), partitions=(0, 1, 2))
     assert first_difference(arms.run(how), arms.run(FULL)) is None
 
 
@@ -308,7 +308,7 @@ MISALIGNED = {
 def test_a_boundary_that_begins_off_a_cache_line_comes_back_lying_as_it_did(name, how, trained):
     """Matrix kernels round differently by where their input begins; on disk it came back at the start of new memory."""
     model, shape = MISALIGNED[name]
-    arms = trained(model, numbers(shape), partitions="0,1,2")
+    arms = trained(model, numbers(shape), partitions=(0, 1, 2))
     found, expected = arms.run(how), arms.run(FULL)
     for record in (found, expected):
         del record["end", "loss", "test"]  # rows of the cache lie in a row: README, Limits

@@ -87,7 +87,8 @@ class Fit:
             self._force(patch, **way)
         machine.known(patch)
         # A checkpoint sends weights home that a later step is predicted to send.
-        trainer = Trainer(model(), mem_limit="2GB", output_dir=folder / "run", save_every="never", **options)
+        options = {"mem_limit": "2GB", "method": "sil", "save_every": "never", **options}
+        trainer = Trainer(model(), output_dir=folder / "run", **options)
         train, test = data(model, ROWS, 0), data(model, TEST_ROWS, 1)
         with closing(trainer.prepare(train, test)) as self.preparation:  # gives the model's tensors back, which `fit` takes
             self.prepared = self.preparation.planned()
@@ -173,7 +174,7 @@ CASES = {
     "sil by the paper": {"partitions": 2, "objective": "mse", "optimizer": "sgd", "momentum": 0.9, "batch_size": 50},
     "sil in micro-batches": {"partitions": 2, **SLICED},
     "sil with its own settings for each partition": {
-        "partitions": 2, "epochs": [1, 3], "batch_size": [64, 25], "lr": [1e-3, 1e-4], "optimizer": "adam,sgd",
+        "partitions": 2, "epochs": [1, 3], "batch_size": [64, 25], "lr": [1e-3, 1e-4], "optimizer": ["adam", "sgd"],
     },
     "full": {"method": "full", "epochs": 2, "batch_size": 40},
     "full in micro-batches": {"method": "full", "batch_size": 64, "micro_batch_size": 20},

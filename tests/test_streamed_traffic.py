@@ -69,7 +69,7 @@ def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=frozenset(), 
     machine.known(patch)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)))
     trainer = Trainer(
-        model, mem_limit="2GB", output_dir=folder / "run", method="streamed", partitions="0,1,2,3", epochs=EPOCHS,
+        model, mem_limit="2GB", output_dir=folder / "run", method="streamed", partitions=(0, 1, 2, 3), epochs=EPOCHS,
         batch_size=BATCH, micro_batch_size=BATCH // micro_batches, **OPTIONS[optimizer], **options,
     )  # fmt: skip
     data = (torch.randn(ROWS, WIDTHS[0]), torch.arange(ROWS) % 4), (torch.randn(BATCH, WIDTHS[0]), torch.arange(BATCH) % 4)

@@ -39,9 +39,9 @@ class Losses(Reporter):
     ("how", "options"),
     [
         (FULL, {}),
-        (How(method="checkpointed"), {"partitions": "0,2,4"}),
-        (How(slots=2), {"partitions": "0,2,4"}),
-        (How(method="sil"), {"partitions": "0,2", "recovery_epochs": 2}),
+        (How(method="checkpointed"), {"partitions": (0, 2, 4)}),
+        (How(slots=2), {"partitions": (0, 2, 4)}),
+        (How(method="sil"), {"partitions": (0, 2), "recovery_epochs": 2}),
     ],
     ids=str,
 )

@@ -109,7 +109,7 @@ REFUSED = {
     r"is not UTF-8 text: .* \(0xff\)": "To be".encode("utf-16"),
     "is not a text: it has a zero byte": b"GIF\0\0",
     r"is not UTF-8 text: unexpected end of data": "to bé".encode()[:-1],
-    "129 characters are too few for rows of 13: .* Give at least 131 characters, or a smaller --context": b"ab" * 64 + b"a",
+    "129 characters are too few for rows of 13: .* Give at least 131 characters, or a smaller context": b"ab" * 64 + b"a",
     "has more than 32768 different characters": "".join(map(chr, range(1, 32770))).encode(),
 }
 
@@ -139,7 +139,7 @@ def test_a_text_of_a_single_character_teaches_nothing(tmp_path):
 
 @pytest.mark.parametrize(("name", "context"), [("digits", 8), ("text:a.txt", 0)])
 def test_a_context_is_for_texts_and_from_one_up(name, context):
-    with pytest.raises(OptionError, match="--context"):
+    with pytest.raises(OptionError, match="context"):
         datasets.load(name, context=context)
 
 

@@ -184,7 +184,7 @@ class Greedy(nn.Module):
 
 rows = torch.randn(64, 32), torch.arange(64) % 4
 limit = highest() + (1 << 26)
-trainer = Trainer([lambda: nn.Linear(32, 32), Greedy, lambda: nn.Linear(32, 4)], mem_limit=limit, quiet=True)
+trainer = Trainer([lambda: nn.Linear(32, 32), Greedy, lambda: nn.Linear(32, 4)], mem_limit=limit, method="sil", quiet=True)
 try:
     trainer.plan(rows, rows)
 except DoesNotFit as refusal:

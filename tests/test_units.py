@@ -76,7 +76,7 @@ def test_auto_is_what_is_free_and_is_refused_where_that_is_unknown():
 
 @pytest.mark.parametrize("text", ["", "GB", "2XB", "two", "-1GB", "1 2GB", "2GB!", "1e9", "nan", "inf", True, None])
 def test_anything_else_is_refused_with_what_was_found(text):
-    with pytest.raises(OptionError, match="--mem-limit: expected a size such as 2GB"):
+    with pytest.raises(OptionError, match="mem_limit: expected a size such as 2GB"):
         parse_size(text, name="--mem-limit")
 
 

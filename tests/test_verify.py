@@ -180,7 +180,7 @@ def test_a_way_that_is_wrong_by_one_element_of_one_gradient_is_caught_and_measur
 
     monkeypatch.setattr(Compute, "_propagate", wrong)
     with pytest.raises(VerifyMismatch) as caught:
-        check(MODELS["mlp"][0], numbers(8), partitions="0,2,4", optimizer="sgd")
+        check(MODELS["mlp"][0], numbers(8), partitions=(0, 2, 4), optimizer="sgd")
     said = str(caught.value)
     assert "first in the gradient of 2." in said
     assert "in update 2 of 3: 1 of 16 elements, by at most 0.25.\n" in said
@@ -217,8 +217,8 @@ def frozen_but_the_last():
 @pytest.mark.parametrize(
     ("model", "data", "partitions"),
     [
-        (frozen_but_the_last, numbers(8), "0,1"),  # a normalization takes a common factor back
-        (lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), tokens(), "0,1"),
+        (frozen_but_the_last, numbers(8), (0, 1)),  # a normalization takes a common factor back
+        (lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), tokens(), (0, 1)),
     ],
     ids=["frozen", "tokens"],
 )
@@ -247,13 +247,13 @@ def test_a_check_that_does_not_notice_a_wrong_replay_says_that_it_is_blind(monke
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "sil"}, "--method sil is approximate"),
+        ({"method": "sil"}, 'method="sil" is approximate'),
         ({"method": "full"}, "full is what the others are compared with"),
         ({"method": "auto"}, "as one partition, which is full training already"),
-        ({"method": "streamed", "reference": "streamed"}, "--reference streamed is what is to be verified"),
-        ({"reference": "sil"}, "--reference: expected one of full, checkpointed, streamed; found 'sil'"),
-        ({"steps": 0}, "--steps: expected a number of updates from 1 up; found 0"),
-        ({"steps": 10}, "--steps 10: training has 9 update"),
+        ({"method": "streamed", "reference": "streamed"}, 'reference="streamed" is what is to be verified'),
+        ({"reference": "sil"}, "reference: expected one of full, checkpointed, streamed; found 'sil'"),
+        ({"steps": 0}, "steps: expected a number of updates from 1 up; found 0"),
+        ({"steps": 10}, "steps=10: training has 9 update"),
         ({"output_dir": "here"}, "verify keeps no results"),
     ],
     ids=str,
@@ -266,7 +266,7 @@ def test_what_cannot_be_verified_is_refused_in_words(options, words):
 def test_a_machine_that_cannot_hold_full_training_is_told_so_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(Device, "free_memory", lambda _: 1 << 20)
     monkeypatch.setattr("seqpart.verify.variant.Variant.run", lambda *_, **__: pytest.fail("it was trained"))
-    with pytest.raises(DoesNotFit, match=r"compares with full training, which needs .* and has .*--reference checkpointed"):
+    with pytest.raises(DoesNotFit, match=r'compares with full training, which needs .* and has .*reference="checkpointed"'):
         check(*MODELS["mlp"], partitions=2)
 
 
@@ -340,7 +340,7 @@ def test_a_block_that_looks_at_where_its_input_comes_from_is_found_by_another_cu
         return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), LooksBack(), nn.Linear(8, 8), nn.Linear(8, 4))
 
     with pytest.raises(VerifyMismatch, match=r"in 2 partitions and in 5 differ.*grad_fn"):
-        check(model, numbers(8), partitions="0,1")
+        check(model, numbers(8), partitions=(0, 1))
 
 
 class LooksAtGradMode(nn.Module):

@@ -125,7 +125,7 @@ def main() -> int:
         found = profile(question, console)
         write(found, question.out, console)
     except SeqpartError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error.with_flags}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted: nothing was written.", file=sys.stderr)

@@ -75,7 +75,7 @@ def fit(options: argparse.Namespace, began: float) -> None:
         trainer = Trainer(
             task.blocks, noting(losses, options.micro or options.batch) if options.note_losses else None,
             mem_limit=options.limit,
-            method=options.method, epochs=1, batch_size=task.batch, lr=task.rate, shuffle="no",
+            method=options.method, epochs=1, batch_size=task.batch, lr=task.rate, shuffle=False,
             output_dir=home / "run", save_every="never", seed=options.seed, quiet=True, device=options.device, **extra,
         )  # fmt: skip
         result = trainer.fit(rows, (task.inputs(test[0]), test[1]), reporter=watch)

@@ -67,9 +67,10 @@ def different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _same(one: str, other: str) -> bool:
-    """As numbers where they are: 1e-3 is 0.001."""
+    """As numbers where they are: 1e-3 is 0.001. Older versions kept settings as they were typed, with spaces."""
+    ones, others = ([part.strip() for part in text.split(",")] for text in (one, other))
     try:
-        return one == other or [float(part) for part in one.split(",")] == [float(part) for part in other.split(",")]
+        return ones == others or [float(part) for part in ones] == [float(part) for part in others]
     except ValueError:
         return False
 

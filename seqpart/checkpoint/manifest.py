@@ -159,7 +159,7 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows
         for place, entry in manifest.inputs.items():
             _adopt_input(place, entry, boundaries, write_rows if manifest.path.name == PREVIOUS else None)
     except CorruptFile as error:
-        raise CorruptFile(f"{error} {_cure(manifest.path, error)}", error.path) from None
+        raise CorruptFile(f"{error.with_flags} {_cure(manifest.path, error)}", error.path) from None
     if manifest.path.name == CHECKPOINT:
         _keep(store, boundaries, manifest, previous)
         return
@@ -187,7 +187,7 @@ def bring(manifest: Manifest, scratch: Path) -> None:
                     _second_name(source, found, scratch / folder / file)
             except FileNotFoundError:
                 error = CorruptFile(f"{source} is missing.", source)
-                raise CorruptFile(f"{error} {_cure(manifest.path, error)}", source) from None
+                raise CorruptFile(f"{error.with_flags} {_cure(manifest.path, error)}", source) from None
             except OSError as error:
                 raise explained(error, source if error.errno != errno.ENOSPC else scratch / folder / file) from None
 
@@ -213,7 +213,9 @@ def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, w
             raise
         write_rows(split, error)
         if boundaries.rows(split, 0).persist()["digest"] != entry["digest"]:
-            raise CorruptFile(f"{error} The data are not what they were, so it could not be made again.", error.path) from None
+            raise CorruptFile(
+                f"{error.with_flags} The data are not what they were, so it could not be made again.", error.path
+            ) from None
 
 
 def _files_of(rows: Mapping[str, Mapping[str, Any]]) -> set[str]:

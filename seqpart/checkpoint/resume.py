@@ -1,7 +1,7 @@
 """How far a run has come: what a checkpoint says beside tensors, and whether it may go on here."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
         return ResumePoint(root=root)
     manifest = manifests.load(path)
     state = _well_formed(manifest)
-    mine = settings_of(settings)
+    mine = settings.texts()
     place = Place(*state["place"])
     changed = different(state["settings"], mine)
     refuse_fixed(root, changed, state["settings"], mine, recovers=place.recovers)
@@ -200,17 +200,13 @@ def state_of(
 ) -> dict[str, Any]:  # fmt: skip
     """What `progress_of` reads again."""
     return {
-        "settings": settings_of(preparation.settings), "plan": prepared.plan.to_json(),
+        "settings": preparation.settings.texts(), "plan": prepared.plan.to_json(),
         "position": [position.phase, position.updates], "place": astuple(Place.of(prepared.phases, position)),
         "epochs": preparation.epochs(len(prepared.plan.partitions)),
         "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": metrics.to_json(), "losses": losses,
         "test": test, "data": data, "functions": preparation.functions, "tuned": preparation.tuned,
         "label_bytes": preparation.label_bytes, "job": job,
     }  # fmt: skip
-
-
-def settings_of(settings: Settings) -> dict[str, str]:
-    return {name: str(value) for name, value in asdict(settings).items()}
 
 
 def data_digest(train: Split, test: Split) -> str:

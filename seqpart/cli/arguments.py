@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import tyro
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.resume import refuse_finished
+from seqpart.cli.form import filled, form_of
 from seqpart.directory.marker import MARKER
 from seqpart.directory.publication import latest
 from seqpart.errors import CorruptFile, OptionError
@@ -26,21 +27,14 @@ _NOT_KEPT = {"config", "resume", "output_dir", "overwrite", "dry_run", "plan", "
 
 
 def options_of(kind: type[T], arguments: list[str], program: str) -> T:
-    """The command line as a `kind`. Raises OptionError for files that cannot be used; leaves with 2 for unknown options."""
-    shown: type[T] = _for_help(kind) if {"-h", "--help"} & set(arguments) else kind
-    return tyro.cli(shown, args=gathered(arguments, kind), prog=program, config=(tyro.conf.OmitArgPrefixes,))
+    """`gathered` arguments as a `kind`. Raises OptionError for what cannot be used; leaves with 2 for unknown options."""
+    form = form_of(kind, with_help=bool({"-h", "--help"} & set(arguments)))
+    return filled(kind, tyro.cli(form, args=arguments, prog=program, config=(tyro.conf.OmitArgPrefixes,)))
 
 
-def _for_help(kind: type[T]) -> type[T]:
-    """`kind` with what its texts say of a default, and no `(default: None)` behind that."""
-    hints = get_type_hints(kind)
-    fields = [field for field in dataclasses.fields(kind) if field.default is None]  # type: ignore[arg-type]
-    told = {}
-    for field in fields:
-        (taken,) = {*get_args(hints[field.name])} - {type(None)}
-        told[field.name] = Annotated[hints[field.name], tyro.conf.arg(help_behavior_hint="", metavar=taken.__name__.upper())]
-    body = {"__annotations__": told, "__doc__": kind.__doc__, "__module__": kind.__module__, **dict.fromkeys(told)}
-    return dataclasses.dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), body))
+def has_flag(arguments: list[str], flag: str) -> bool:
+    """Whether `gathered` arguments say something of it."""
+    return any(word.partition("=")[0] == flag for word in arguments)
 
 
 def gathered(arguments: list[str], kind: type[Any]) -> list[str]:

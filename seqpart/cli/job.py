@@ -12,7 +12,7 @@ from seqpart.files.text import short
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
-from seqpart.settings import MOST, Settings
+from seqpart.settings import MOST, Method, Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.zoo import datasets, models
@@ -23,9 +23,13 @@ from seqpart.zoo.loading import called
 class Job(Settings):
     """Train a neural network under a memory limit, one partition at a time.
 
-    Without --model and --data: scikit-learn's real digits and a residual MLP whose full training state is twice the limit.
+    Without --model and --data: scikit-learn's real digits and a residual MLP whose
+    full training state is twice the limit.
     """
 
+    method: Method = "sil"
+    """sil (the default: partitions one after the other, approximate), or exact training: streamed (one partition at a time),
+    checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits)."""
     model: str = "mlp"
     """mlp, gpt (for tokens), or package.module:function that returns an nn.Sequential, a list of blocks or a list of
     block factories."""

@@ -189,7 +189,7 @@ def _measure_module(
                 inference, flops = _watch_inference(module, tensors, shape, dtype, granule, autocast)
             training = _watch_training(module, tensors, shape, dtype, granule, autocast)
     except ModelError as error:
-        raise ModelError(f"{block}: {error}") from None
+        raise ModelError(f"{block}: {error.with_flags}") from None
     except Exception as error:
         if Device().is_out_of_memory(error):  # planning keeps a limit too; the block may well take these rows
             raise

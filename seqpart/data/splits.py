@@ -219,7 +219,7 @@ def _plain(label: Any) -> Any:
     return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
 
 
-def count_classes(train: Split, test: Split, ignored: int | None = IGNORED) -> int:
+def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, learns: bool = True) -> int:
     """Number of classes of integer labels, from 0 up; 0 for labels to regress.
 
     Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
@@ -228,6 +228,7 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED) -> i
 
     ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and what labels below
         0 mean is its affair.
+    learns: whether the rows are learned from; otherwise one class will do, and so will any number of it.
     """
     if train.labels.shape[1:] != test.labels.shape[1:]:
         raise DataError(
@@ -244,6 +245,8 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED) -> i
     for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
         if found < 0:
             raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
+    if not learns:
+        return 1 + max(most, most_tested)
     if least == most:
         raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
     if train.labels.ndim > 1:
@@ -304,6 +307,22 @@ def refuse_mismatch(train: Split, test: Split) -> None:
             f"training rows are {train.dtype} and test rows {test.dtype}; give both as one type. Whole numbers of 64 bits are "
             "tokens: give quantities as floats."
         )
+
+
+def first_rows(split: Split, count: int) -> Split:
+    """The first `count` rows, or as many as there are."""
+    count = min(count, split.count)
+
+    def passes() -> Iterator[torch.Tensor]:
+        left = count
+        for rows in split.open():
+            if left > 0:
+                yield rows[:left]
+            left -= len(rows)
+            if left <= 0:
+                return
+
+    return replace(split, count=count, labels=split.labels[:count], open=passes)
 
 
 def write_rows(split: Split, append: Callable[[torch.Tensor], None]) -> None:

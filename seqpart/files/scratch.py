@@ -5,9 +5,14 @@ the user's.
 """
 
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from seqpart.files.checksummed import checked_body
+from seqpart.files.direct import explained
 from seqpart.files.owned import HALF_WRITTEN, Folder, folder_inside
 
 CHECKPOINT = "checkpoint.json"
@@ -23,6 +28,20 @@ ROW_FILES = re.compile(r"(train|test)-\d+\.\d+\.(safetensors|sums\.json(\.seqpar
 FOLDERS = {"homes": HOME_FILES, "rows": ROW_FILES}
 _PARTS = {f"{name}.part" for name in (WEIGHTS, CHECKPOINT, PREVIOUS)}
 _NEW_RESULT = re.compile(rf"[\w.-]+{re.escape(NEW)}(\.part)?")
+
+
+@contextmanager
+def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError as error:
+        raise explained(error, parent) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_scratch(folder: Folder) -> int:

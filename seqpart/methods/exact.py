@@ -41,6 +41,12 @@ def streamed_phases(work: Workload) -> Phases:
     return exact_phases(work, streamed=True)
 
 
+def evaluation_phases(work: Workload) -> Phases:
+    """The test rows alone."""
+    train = whole_network(work, streamed=True)
+    return Phases([Epochs(train=train, epochs=0, behind=test_phases(work))])
+
+
 def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
     """The streamed schedule once more, with one side frozen (PNN paper, section 5), then the test rows."""
     recovery = work.recovery
@@ -64,3 +70,5 @@ def true_loss(targets: Targets) -> PartitionLoss | None:
 FULL = Method(name="full", exact=True, cuts=False, phases=staying_phases, loss=true_loss, stays=True)
 CHECKPOINTED = Method(name="checkpointed", exact=True, cuts=True, phases=staying_phases, loss=true_loss, stays=True)
 STREAMED = Method(name="streamed", exact=True, cuts=True, phases=streamed_phases, loss=true_loss)
+EVALUATION = replace(STREAMED, phases=evaluation_phases)
+"""Nothing is trained: of a streamed run its passes over the test rows."""

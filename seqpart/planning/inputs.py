@@ -1,7 +1,7 @@
 """What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -30,8 +30,9 @@ from seqpart.model.losses import LossFunction, default_loss, label_dtype, regres
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan
-from seqpart.settings import Settings, at_least_one, listed, per_partition
+from seqpart.settings import Settings, per_partition, values_of
 from seqpart.units import format_limit, format_size, parse_size
+from seqpart.values import as_text
 
 T = TypeVar("T", int, float, str)
 
@@ -55,6 +56,8 @@ def limit_of(settings: Settings, device: Device) -> int:
 class Inputs:
     """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
 
+    learns = True
+    """Whether anything is to be trained."""
     falsify = False
     """For `verify` alone: replay with other activations, which must not go unnoticed."""
 
@@ -67,11 +70,11 @@ class Inputs:
         self.settings, self.train, self.test, self.device = settings, train, test, device
         self.chain, self.methods = as_chain(model), methods_named(settings.method)
         self.exact = self.methods[0].exact
-        if settings.partitions not in ("auto", "1"):  # `auto` takes one that can do as it is told
+        if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)
         if not self.exact and any(block.tied for block in self.chain):
             raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
-        self.classes = count_classes(train, test, ignored_label(final_loss))
+        self.classes = count_classes(train, test, ignored_label(final_loss), learns=self.learns)
         if not self.exact and not self.classes:
             raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
         if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):
@@ -173,7 +176,7 @@ class Inputs:
         last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
         found = reduction_of(self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels)
         sizes = {
-            *listed("--batch-size", self.settings.batch_size, int),
+            *values_of(self.settings.batch_size),
             self.settings.recovery_batch_size or self.largest_batch,
         }
         if found.kind is Kind.WHOLE and {min(size, self.train.count) for size in sizes} != {batch}:
@@ -238,11 +241,9 @@ class Inputs:
     def _refuse_endless_warmup(self) -> None:
         """Every partition, and recovery, warms up anew."""
         settings, warmup = self.settings, self.settings.warmup_updates
-        epochs = listed("--epochs", settings.epochs, int)
-        batches = listed("--batch-size", settings.batch_size, int)
-        at_least_one("--batch-size", batches)
+        epochs, batches = values_of(settings.epochs), values_of(settings.batch_size)
         if len(epochs) != len(batches):
-            epochs, batches = epochs * len(batches), [batch for batch in batches for _ in epochs]
+            epochs, batches = epochs * len(batches), tuple(batch for batch in batches for _ in epochs)
         runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
         if settings.recovery_epochs:
             runs["recovery"] = self._updates(settings.recovery_epochs, self.recovery_batch)
@@ -272,9 +273,7 @@ class Inputs:
 
     @property
     def largest_batch(self) -> int:
-        sizes = listed("--batch-size", self.settings.batch_size, int)
-        at_least_one("--batch-size", sizes)
-        return max(sizes)
+        return max(values_of(self.settings.batch_size))
 
     @property
     def full_batch(self) -> int:
@@ -284,7 +283,7 @@ class Inputs:
     @property
     def the_batch(self) -> int | None:
         """Rows of an update; None where partitions differ in it, and which of them a block will be in is not known."""
-        sizes = {min(size, self.train.count) for size in listed("--batch-size", self.settings.batch_size, int)}
+        sizes = {min(size, self.train.count) for size in values_of(self.settings.batch_size)}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
@@ -297,10 +296,10 @@ class Inputs:
         if self._optimizer is not None:
             return (self._optimizer,) * count
         settings = self.settings
-        names = self.values("--optimizer", settings.optimizer, str, count)
-        rates = self.values("--lr", settings.lr, float, count)
+        names = self.values("--optimizer", settings.optimizer, count)
+        rates = self.values("--lr", settings.lr, count)
         if recovery and settings.recovery_lr is not None:
-            rates = [settings.recovery_lr] * count
+            rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
         return tuple(
@@ -308,20 +307,20 @@ class Inputs:
             for n, lr in zip(names, rates, strict=True)
         )
 
-    def values(self, name: str, text: str, kind: Callable[[str], T], count: int) -> list[T]:
+    def values(self, name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
         """One value for each partition; an exact method trains the network as one, with one value."""
         if not self.exact:
-            return per_partition(name, text, kind, count)
-        values = listed(name, text, kind)
+            return per_partition(name, setting, count)
+        values = values_of(setting)
         if len(values) > 1:
-            raise OptionError(f"{name} {text}: values for each partition go with --method sil only. Give one value.")
+            raise OptionError(f"{name} {as_text(values)}: values for each partition go with --method sil only. Give one value.")
         return values * count
 
     def possible_optimizers(self) -> list[Optimizer]:
         """Until the cut is known any partition may get any of them."""
         if self._optimizer is not None:
             return [self._optimizer]
-        names = listed("--optimizer", self.settings.optimizer, str)
+        names = values_of(self.settings.optimizer)
         return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
 
     def loss_for(

@@ -28,7 +28,7 @@ from seqpart.planning.search import Prediction, peaks_by_partition
 from seqpart.planning.sil import choose_cut
 from seqpart.planning.simulator import Resources, simulate
 from seqpart.schedule.phases import Phases
-from seqpart.settings import OF_SIL, at_least_one
+from seqpart.settings import OF_SIL
 from seqpart.units import format_size, parse_size
 
 
@@ -208,14 +208,13 @@ class Preparation(Inputs):
 
     def epochs(self, count: int) -> list[int]:
         """Of each of `count` partitions."""
-        asked = self.values("--epochs", self.settings.epochs, int, count)
+        asked = self.values("--epochs", self.settings.epochs, count)
         return [*self.trained_epochs, *asked[len(self.trained_epochs) :]]
 
     def _training(self, count: int, candidate: Candidate) -> tuple[PartitionTraining, ...]:
         epochs = self.epochs(count)
-        batches = self.values("--batch-size", self.settings.batch_size, int, count)
-        at_least_one("--epochs", epochs)
-        batches = [min(batch, self.train.count) for batch in batches]
+        batches = self.values("--batch-size", self.settings.batch_size, count)
+        batches = tuple(min(batch, self.train.count) for batch in batches)
         return tuple(
             PartitionTraining(epochs=e, batch_size=b, micro_batch=min(candidate.micro_batch, b), trainable=part[2].trainable)
             for e, b, part in zip(epochs, batches, candidate.parts, strict=True)

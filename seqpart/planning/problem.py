@@ -124,8 +124,8 @@ def measurable(problem: Problem, micro_batch: int) -> bool:
     except (ModelError, DataError) as error:
         if is_largest:
             raise ModelError(
-                f"{problem.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and {error} "
-                "Give another --batch-size or --micro-batch-size."
+                f"{problem.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and "
+                f"{error.with_flags} Give another --batch-size or --micro-batch-size."
             ) from None
         return False
     return True

@@ -2,14 +2,11 @@
 
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 
-import torch
-
 from seqpart.data.reader import ReaderThread
-from seqpart.data.splits import Split, as_split
+from seqpart.data.splits import as_split, first_rows
 from seqpart.errors import OutOfMemory
 from seqpart.execution.executor import Executor
 from seqpart.files.direct import aligned
@@ -25,21 +22,6 @@ from seqpart.verify.digests import STATE, VALUE, Digests, Enough, Key
 
 _EVALUATED = 256
 """Rows, at most: an evaluation that differs does so in its first rows."""
-
-
-def _first_rows(split: Split, count: int) -> Split:
-    count = min(count, split.count)
-
-    def passes() -> Iterator[torch.Tensor]:
-        left = count
-        for rows in split.open():
-            if left > 0:
-                yield rows[:left]
-            left -= len(rows)
-            if left <= 0:
-                return
-
-    return replace(split, name="evaluated", count=count, labels=split.labels[:count], open=passes)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +40,7 @@ class Variant:
     @classmethod
     def planned(cls, name: str, trainer: Trainer, train: object) -> "Variant":
         split = as_split(train, "training")
-        with closing(trainer.prepare(split, _first_rows(split, _EVALUATED))) as preparation:
+        with closing(trainer.prepare(split, first_rows(split, _EVALUATED))) as preparation:
             prepared = preparation.planned()
         plan = prepared.plan
         return cls(name=name, method=plan.method, preparation=preparation, prepared=prepared, limit=plan.limit)

@@ -13,20 +13,17 @@ Digests, because all tensors of some updates are many times the model. (3) needs
 avoid: equality with full training is seen where full training can run, on a smaller model of the same blocks if need be.
 """
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from seqpart.cli.arguments import options_of
+from seqpart.cli.arguments import gathered, options_of
 from seqpart.cli.job import Job, opened
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
-from seqpart.files.direct import explained
+from seqpart.files.scratch import own_folder
 from seqpart.memory.limit import limit_for
 from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
@@ -36,6 +33,7 @@ from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import PhaseKind
+from seqpart.settings import Method
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.verify.digests import Digests, Key
@@ -89,23 +87,9 @@ def verify(
     """
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, options)
-    with _own_folder(Path(options.get("offload_dir") or "runs")) as folder:
+    with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder:
         options = {"method": "streamed", **options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
         return _compared(model, train, loss, optimizer, steps, reference, reporter, folder / "tensor", options)
-
-
-@contextmanager
-def _own_folder(parent: Path) -> Iterator[Path]:
-    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="verify-", dir=parent))
-    except OSError as error:
-        raise explained(error, parent) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compared(
@@ -168,7 +152,7 @@ def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant
     for count in counts:
         starts = range(blocks) if count == blocks else (0, blocks // 2)
         digests = Digests(first.steps, expected=first.seen)
-        other = variant(f"cut in {count}", partitions=",".join(map(str, starts)))
+        other = variant(f"cut in {count}", partitions=tuple(starts))
         other.run(digests, reporter)
         if digests.first is not None:
             raise VerifyMismatch(
@@ -191,9 +175,9 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
     for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
         digests = Digests(first.steps)
         try:
-            other = variant(f"by {size}", micro_batch_size=size, partitions=",".join(map(str, starts)))
+            other = variant(f"by {size}", micro_batch_size=size, partitions=tuple(starts))
         except (ModelError, DataError) as error:
-            return f"; micro-batches of {size} are not compared, which the model does not take: {error}"
+            return f"; micro-batches of {size} are not compared, which the model does not take: {error.with_flags}"
         other.run(digests, reporter)
         pairs = list(zip(first.losses, digests.losses, strict=True))
         if not _near(*pairs[0], close):
@@ -332,7 +316,7 @@ class VerifyJob(Job):
     --reference, which needs the memory of full training. Exit code 0: every bit is the same; 5: not, or the check is blind.
     """
 
-    method: str = "streamed"
+    method: Method = "streamed"
     """What is to be verified: streamed, checkpointed, or auto (whichever training would take)."""
     steps: int = 3
     """Updates to compare, from the first one on."""
@@ -347,7 +331,7 @@ _NOT_OURS = (
 
 def verified(arguments: Sequence[str]) -> None:
     """`seqpart verify ARGUMENTS`. Raises what `verify` raises."""
-    job = options_of(VerifyJob, list(arguments), "seqpart verify")
+    job = options_of(VerifyJob, gathered(list(arguments), VerifyJob), "seqpart verify")
     given = [f"--{name.replace('_', '-')}" for name in _NOT_OURS if getattr(job, name)]
     if given:
         raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")

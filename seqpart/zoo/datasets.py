@@ -110,7 +110,7 @@ def _mnist(name: str, data_dir: Path | None, download: bool) -> tuple[Split, Spl
     try:
         return _idx(folder, f"--data {name}", prefix="emnist-balanced-" if name == "emnist" else "", turn=name == "emnist")
     except DataError as error:
-        raise DataError(f"{error}{cure}") from None
+        raise DataError(f"{error.with_flags}{cure}") from None
 
 
 def _fetch(name: str, data_dir: Path) -> None:

@@ -64,11 +64,11 @@ def main() -> None:
         job, trainer, train, test = opened(job, reporter)
         result = trainer.fit(train, test, reporter=reporter)
     except DoesNotFit as error:
-        answer.write(place / "answer.json", answer.NO_ROOM, asked=error.smallest, message=str(error))
+        answer.write(place / "answer.json", answer.NO_ROOM, asked=error.smallest, message=error.with_flags)
     except (LimitExceeded, OutOfMemory) as error:
-        answer.write(place / "answer.json", answer.OUT_OF_MEMORY, asked=None, message=str(error))
+        answer.write(place / "answer.json", answer.OUT_OF_MEMORY, asked=None, message=error.with_flags)
     except SeqpartError as error:
-        answer.write(place / "answer.json", answer.REFUSED, asked=None, message=str(error))
+        answer.write(place / "answer.json", answer.REFUSED, asked=None, message=error.with_flags)
     else:
         answer.write(place / "answer.json", answer.DONE, **_told(result, trainer.device.kind, reporter, log))
     finally:

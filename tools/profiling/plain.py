@@ -36,6 +36,7 @@ from seqpart.model.optimizers import choose
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
+from seqpart.settings import values_of
 from seqpart.data.row_file import RowLayout
 from seqpart.execution.metrics import Metrics
 
@@ -69,17 +70,18 @@ class Program:
         self._loss = default_loss(train.labels, count_classes(train, test))
         model, _ = model_of(job, limit_of(job, device), train, test, Reporter(quiet=True))
         self.blocks = nn.ModuleList(block.build(Device(), job.seed) for block in as_chain(model)).to(self.device)
-        rate = float(job.lr)
-        chosen = choose(job.optimizer, lr=rate, weight_decay=job.weight_decay, momentum=job.momentum)
+        (rate,), (name,) = values_of(job.lr), values_of(job.optimizer)  # one of each: the question refuses others
+        chosen = choose(name, lr=rate, weight_decay=job.weight_decay, momentum=job.momentum)
         self._parameters = [parameter for parameter in self.blocks.parameters() if parameter.requires_grad]
         self._optimizer, self._rate = chosen.build(self._parameters), rate
-        self._batch = min(int(job.batch_size), train.count)
+        self._batch = min(max(values_of(job.batch_size)), train.count)
         self._micro = min(job.micro_batch_size or self._batch, self._batch)
+        (self._epochs,) = values_of(job.epochs)
         self._factor = rate_schedule(job.lr_schedule, job.warmup_updates)
 
     def run(self) -> dict[str, Any]:
         self._log.start()
-        losses = [self._epoch(number) for number in range(1, int(self._job.epochs) + 1)]
+        losses = [self._epoch(number) for number in range(1, self._epochs + 1)]
         test = self._judge()
         return {
             "training_seconds": self._log.training, "train_losses": losses, "test_loss": test.mean_loss,
@@ -92,7 +94,7 @@ class Program:
         self.blocks.train()
         for done, start in enumerate(range(0, len(order), self._batch)):
             self._update(order[start : start + self._batch], metrics)
-            factor = self._factor((number - 1) * updates + done, int(job.epochs) * updates)
+            factor = self._factor((number - 1) * updates + done, self._epochs * updates)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rate * factor
             if job.clip_grad_norm is not None:
@@ -176,7 +178,7 @@ def main() -> None:
         runtime = context if context is not None else now.anon + now.shmem
         found = Program(job, way, place, log).run()
     except SeqpartError as error:
-        say(answer.REFUSED, asked=None, message=str(error))
+        say(answer.REFUSED, asked=None, message=error.with_flags)
     except (RuntimeError, MemoryError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:

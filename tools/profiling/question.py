@@ -5,13 +5,12 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
-from seqpart.cli.arguments import gathered
+from seqpart.cli.arguments import gathered, options_of
 from seqpart.cli.job import Job
 from seqpart.errors import OptionError
 from seqpart.methods import methods_named
 from seqpart.settings import OF_SIL
+from seqpart.values import as_text, flag_of
 
 PLAIN = ("full", "checkpointed", "save_on_cpu")
 OURS = ("streamed", "sil", "auto", "seqpart:checkpointed", "seqpart:full")
@@ -70,7 +69,7 @@ def asked(words: list[str], description: str) -> Question:
 
 def parsed(arguments: list[str]) -> Job:
     """The options of `python -m seqpart.train`, --config included."""
-    return tyro.cli(Job, args=gathered(arguments, Job), prog="profile_memory.py ...", config=(tyro.conf.OmitArgPrefixes,))
+    return options_of(Job, gathered(arguments, Job), "profile_memory.py ...")
 
 
 def way_named(name: str) -> Way:
@@ -87,11 +86,11 @@ def _refuse(job: Job, ways: tuple[Way, ...]) -> None:
     given = [f"--{name.replace('_', '-')}" for name in _OWN if getattr(job, name) != defaults[name]]
     if given:
         raise OptionError(f"{', '.join(given)}: goes with a single run. Leave it out (--methods says which ones are compared).")
-    several = [name for name in _PER_PARTITION if "," in getattr(job, name)]
+    several = [name for name in _PER_PARTITION if isinstance(getattr(job, name), tuple)]
     if several and any(way.name != "sil" for way in ways):
         raise OptionError(
-            f"--{several[0].replace('_', '-')} {getattr(job, several[0])}: values for each partition go with sil alone, and "
-            "the methods are compared on the same updates. Give one value."
+            f"{flag_of(several[0])} {as_text(getattr(job, several[0]))}: values for each partition go with sil alone, and the "
+            "methods are compared on the same updates. Give one value."
         )
 
 

@@ -19,6 +19,8 @@ from seqpart.model.blocks import as_chain
 from seqpart.model.optimizers import choose
 from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
+from seqpart.settings import values_of
+from seqpart.values import as_text
 
 _ROWS, _WIDTH = 256, 2048
 
@@ -29,27 +31,27 @@ def main() -> None:
     try:
         answer.write(place / "answer.json", answer.DONE, **_facts(arguments, place))
     except SeqpartError as error:
-        answer.write(place / "answer.json", answer.REFUSED, message=str(error), exit_code=error.exit_code)
+        answer.write(place / "answer.json", answer.REFUSED, message=error.with_flags, exit_code=error.exit_code)
 
 
 def _facts(arguments: list[str], place: Path) -> dict[str, Any]:
     job, trainer, train, _ = opened(parsed(arguments), Reporter(quiet=True))
     device, chain = trainer.device, as_chain(trainer.model)
-    batch = min(int(job.batch_size.split(",")[0]), train.count)
+    batch = min(values_of(job.batch_size)[0], train.count)
     costs = measure_chain(chain, train.shape, batch, dtype=train.dtype, autocast=job.autocast)
     parameters = sum(prod(spec.shape) for cost in costs for spec in cost.gradient_layout.specs)
-    optimizer = choose(job.optimizer.split(",")[0], lr=1.0)
+    optimizer = choose(values_of(job.optimizer)[0], lr=1.0)
     rates = measure_speeds(device, optimizer, min(batch, _ROWS), job.offload_dir or place)
     updates = -(-train.count // batch)
     flops = 3 * sum(cost.flops for cost in costs) / batch * train.count
     rate = _matrix_rate(device.torch, job.autocast or train.dtype if train.dtype.is_floating_point else torch.float32)
     return {
         "limit": limit_of(job, device), "device": device.kind, "device_name": device.name, "rows": train.count,
-        "parameters": parameters, "blocks": len(chain), "epochs": job.epochs, "batch_size": job.batch_size,
+        "parameters": parameters, "blocks": len(chain), "epochs": as_text(job.epochs), "batch_size": as_text(job.batch_size),
         "compute_seconds": flops / rate + updates * parameters / rates.optimizer, "flops_per_second": rate,
         "read": rates.read, "write": rates.write, "to_device": _copy_rate(device, to=True),
         "from_device": _copy_rate(device, to=False), "versions": describe_versions(),
-        "options": {key: str(value) for key, value in dataclasses.asdict(job).items() if value is not None},
+        "options": {key: as_text(value) for key, value in dataclasses.asdict(job).items() if value is not None},
     }  # fmt: skip
 
 

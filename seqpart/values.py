@@ -1,0 +1,90 @@
+"""Values of settings: whether one is of its field's type, and the text that means it on the command line.
+
+Types at run time are the annotations of the dataclass, so that a setting is described once.
+"""
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from seqpart.errors import OptionError
+from seqpart.files.text import short
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", Path: "a path", str: "a text"}
+_MISFIT = object()
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the only one."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The words that a value may be: those of Literal."""
+    return tuple(word for kind in alternatives(hint) if get_origin(kind) is Literal for word in get_args(kind))
+
+
+def items_of(hint: Any) -> Any:
+    """What a tuple of it holds, where a value may be a tuple; otherwise None."""
+    return next((get_args(kind)[0] for kind in alternatives(hint) if get_origin(kind) is tuple), None)
+
+
+def checked_value(name: str, value: Any, hint: Any, *, expected: str = "") -> Any:
+    """`value` as its type has it: a list becomes a tuple, 1 becomes 1.0 where numbers have a point, a text a Path.
+
+    expected: in words, where those of the types would not do. Raises OptionError for a value of another type.
+    """
+    for kind in alternatives(hint):
+        found = _as(kind, value)
+        if found is not _MISFIT:
+            return found
+    raise OptionError(f"{flag_of(name)}: expected {expected or _expected(hint)}; found {short(value)}.")
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def as_text(value: object) -> str:
+    """As the command line would have it: `5,160`, `yes`."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(str(item).removesuffix(".0") for item in value) if isinstance(value, tuple) else str(value)
+
+
+def _as(kind: Any, value: Any) -> Any:
+    if kind is NoneType:
+        return None if value is None else _MISFIT
+    if get_origin(kind) is Literal:
+        return value if isinstance(value, str) and value in get_args(kind) else _MISFIT
+    if get_origin(kind) is tuple:
+        return _as_tuple(get_args(kind)[0], value)
+    if kind is Path:
+        return Path(value) if isinstance(value, str | Path) else _MISFIT
+    if isinstance(value, bool) or kind is bool:
+        return value if isinstance(value, bool) and kind is bool else _MISFIT
+    if kind is str:
+        return value if isinstance(value, str) else _MISFIT
+    if not isinstance(value, Integral if kind is int else Real):  # numpy's numbers are such
+        return _MISFIT
+    try:
+        return kind(value)
+    except OverflowError:  # a whole number that no float holds
+        return _MISFIT
+
+
+def _as_tuple(kind: Any, value: Any) -> Any:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        return _MISFIT
+    items = tuple(_as(kind, item) for item in value)
+    return _MISFIT if any(item is _MISFIT for item in items) else items
+
+
+def _expected(hint: Any) -> str:
+    words = choices_of(hint)
+    if words:
+        return " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+    kinds = " or ".join(_WORDS[kind] for kind in alternatives(hint) if kind in _WORDS)
+    return kinds if items_of(hint) is None else f"{kinds}, or a list of them"
