@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from seqpart.data.reader import ReaderThread
 from seqpart.data.splits import write_rows
 from seqpart.directory.leftovers import tell_leftovers
 from seqpart.directory.run_directory import RunDirectory, new_name
-from seqpart.errors import CorruptFile, DataError, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory, SeqpartError
+from seqpart.errors import CorruptFile, DataError, Diverged, Interrupted, LimitExceeded, ModelError, OutOfMemory
 from seqpart.execution.boundary_exchange import BoundaryExchange, open_exchange
 from seqpart.execution.compute import Compute, PhaseDone, reads
 from seqpart.execution.executor import AllocationFailed, Event, Executor, Hooks, out_of_memory
@@ -30,8 +30,8 @@ from seqpart.files.checksummed import with_checksum
 from seqpart.files.direct import aligned
 from seqpart.files.scratch import WEIGHTS
 from seqpart.interrupts import Interrupts
-from seqpart.memory.device import Device, describe_versions
-from seqpart.memory.limit import enforced
+from seqpart.memory.device import describe_versions
+from seqpart.memory.limit import enforced, told
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.model.blocks import attach, detach, layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool
@@ -50,21 +50,6 @@ PLAN = "plan.json"
 JOB = "job.json"
 
 BeforeUpdate = Callable[[Partition, Step], None]
-
-
-@contextmanager
-def told(device: Device, when: str) -> Iterator[None]:
-    """Outside the loop no smaller micro-batch helps: say when memory ran out. Raises OutOfMemory."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, SeqpartError) or not device.is_out_of_memory(error):
-            raise
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")
-        for note in getattr(error, "__notes__", []):
-            found.add_note(note)
-        raise found from error
 
 
 class Session:

@@ -16,13 +16,13 @@ from seqpart.files.atomic import write_text
 from seqpart.files.text import read_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.device import Device
+from seqpart.memory.limit import told
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import refuse_small_disk
 from seqpart.report.output import lasting_output
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
 from seqpart.schedule.steps import steps_of, to_text
-from seqpart.session import told
 from seqpart.verify.verification import verified
 
 PROGRAM = "python -m seqpart.train"

@@ -15,6 +15,7 @@ from seqpart.evaluation import EvaluationInputs, EvaluationSession, evaluation_s
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
 from seqpart.memory.device import open_device
+from seqpart.memory.limit import told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage, highest
@@ -25,7 +26,7 @@ from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
-from seqpart.session import BeforeUpdate, Session, told
+from seqpart.session import BeforeUpdate, Session
 from seqpart.settings import Options, Settings, values_of
 
 __all__ = ["Result", "Trainer"]

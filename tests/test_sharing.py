@@ -234,7 +234,7 @@ def test_a_block_that_writes_into_its_input_is_no_user_s_mistake(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
     in_place = measure_chain(as_chain(model), (4,), 2)[1]
     assert (in_place.saved, in_place.saved_alone, in_place.inference_peak) == (0, 0, 0)
-    assert given.trained(tmp_path, model, (4,), partitions="0,2").accuracy is not None
+    assert given.trained(tmp_path, model, (4,), partitions=(0, 2)).accuracy is not None
 
 
 HOWS = [How(), How(slots=2, keeps=0), How(method="checkpointed"), How(boundary_tier="disk")]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from seqpart.errors import DoesNotFit
+from seqpart.errors import DoesNotFit, OutOfMemory, SeqpartError
 from seqpart.memory.device import Device
 from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.units import format_limit, format_size
@@ -104,3 +104,18 @@ def too_small(limit: int, held: int) -> DoesNotFit:
         f"the limit of {format_size(limit)} is used up before training begins: the process holds {format_size(held)}, for the "
         f"imported libraries and what the program has loaded beside the model. Give more than {format_limit(held)}."
     )
+
+
+@contextmanager
+def told(device: Device, when: str) -> Iterator[None]:
+    """Outside the loop no smaller micro-batch helps: say when memory ran out. Raises OutOfMemory."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SeqpartError) or not device.is_out_of_memory(error):
+            raise
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")
+        for note in getattr(error, "__notes__", []):
+            found.add_note(note)
+        raise found from error
