@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LAST_LINES = 12
@@ -49,3 +49,38 @@ def printed(
 def kept(module: str, *words: object, **popen: Any) -> "subprocess.Popen[Any]":
     """It is asked through its input and answers on its output."""
     return subprocess.Popen(command(module, *words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, **popen)
+
+
+class InTurn:
+    """`python -m module words`, which waits for a word before each piece of work and answers with a line of JSON behind it."""
+
+    def __init__(self, module: str, words: Sequence[str], environment: dict[str, str]) -> None:
+        self._process = kept(module, *words, text=True, env=environment)
+
+    def turn(self) -> Any:
+        """What it answers to the next word. Raises RuntimeError where it has ended."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Words enough for it to come to its end."""
+        self._process.communicate("go\n" * 4, timeout=300)
+
+
+def wait() -> None:
+    """In such a program: for the next word."""
+    sys.stdin.readline()
+
+
+def answer(found: object) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def own_settings() -> dict[str, str]:
+    """This process's environment with PyTorch's own settings: importing seqpart has set others for what runs beside a disk."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "THP_"))}

@@ -16,12 +16,11 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import children
+from benchmarks.children import InTurn, answer, wait
 
 WIDTH, BLOCKS, BATCH, ROWS = 2048, 6, 256, 4096
 PAIRS, WARM = 7, 1
@@ -48,8 +47,8 @@ def seqpart_worker(folder: Path) -> None:
 
     x, y = torch.randn(ROWS, 64), torch.arange(ROWS) % 10
     trainer = Trainer(
-        mlp(64, 10, width=WIDTH, depth=BLOCKS), mem_limit="2GB", method="sil", partitions=(0, 1, BLOCKS + 1),
-        epochs=[1, PAIRS + WARM, 1], batch_size=BATCH, output_dir=folder / "run", quiet=True,
+        mlp(64, 10, width=WIDTH, depth=BLOCKS), mem_limit="2GB", partitions=f"0,1,{BLOCKS + 1}", epochs=[1, PAIRS + WARM, 1],
+        batch_size=BATCH, output_dir=folder / "run", quiet=True,
     )  # fmt: skip
     trainer.fit((x, y), (x[:BATCH], y[:BATCH]), reporter=Alternating(quiet=True))
 
@@ -79,43 +78,24 @@ def plain_worker(*, settled: bool) -> None:
         answer(time.perf_counter() - began)
 
 
-def answer(seconds: float) -> None:
-    print(seconds, flush=True)
-
-
-def wait() -> None:
-    sys.stdin.readline()
-
-
-class Worker:
-    def __init__(self, name: str, folder: Path, environment: dict[str, str]) -> None:
-        self._process = children.kept(
-            "benchmarks.partition_speed", "--worker", name, "--folder", folder, text=True, env={**os.environ, **environment}
-        )
-
-    def epoch(self) -> float:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def end(self) -> None:
-        self._process.communicate("go\n" * 4, timeout=300)
+def worker(name: str, folder: Path, environment: dict[str, str]) -> InTurn:
+    words = ["--worker", name, "--folder", str(folder)]
+    return InTurn("benchmarks.partition_speed", words, {**os.environ, **environment})
 
 
 def epochs(folder: Path) -> dict[str, object]:
     defaults = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "300000"), "THP_MEM_ALLOC_ENABLE": "0"}
     workers = {
-        "seqpart": Worker("seqpart", folder, {}),
-        "plain_same_settings": Worker("settled", folder, {"GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}),
-        "plain_defaults": Worker("plain", folder, defaults),
+        "seqpart": worker("seqpart", folder, {}),
+        "plain_same_settings": worker("settled", folder, {"GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}),
+        "plain_defaults": worker("plain", folder, defaults),
     }
     seen: dict[str, list[float]] = {name: [] for name in workers}
     for turn in range(PAIRS + WARM):
         for name in list(workers)[:: 1 if turn % 2 else -1]:
-            seen[name].append(workers[name].epoch())
-    for worker in workers.values():
-        worker.end()
+            seen[name].append(workers[name].turn())
+    for running in workers.values():
+        running.end()
     seconds = {name: statistics.median(values[WARM:]) for name, values in seen.items()}
     return {
         "width": WIDTH, "blocks": BLOCKS, "batch": BATCH, "rows": ROWS, "epochs": seen, "median_seconds": seconds,

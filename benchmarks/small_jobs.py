@@ -1,0 +1,210 @@
+"""Small jobs, whose steps take a millisecond or five: an epoch against a plain PyTorch loop, and what a command takes to start.
+
+    python -m benchmarks.small_jobs                    both, 3 minutes
+    python -m benchmarks.small_jobs epochs --rounds 9  one of them
+
+right    the second partition of the PNN paper's network by `sil`: 93,785 rows of 60 floats, batch 1410 (EMNIST's shape, random)
+digits   `full` on a small MLP: 1,797 rows of 64 floats, batch 64
+start    `python -m seqpart.train --mem-limit 2GB --dry-run` and `seqpart --help` against `python -c "import torch"`
+
+The plain loop has the same layers, optimizer, batch and shuffling, all rows in memory, PyTorch's own process settings, and sums
+up no losses. seqpart has the settings that it gives itself. Both are asked for one epoch in turn; the ratios are of medians,
+and processor seconds stand beside those of the clock.
+"""
+
+import argparse
+import functools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.children import InTurn, answer, own_settings, wait
+
+WARM = 2
+"""Epochs that are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    rows: int
+    shape: tuple[int, ...]
+    """Of one row of the data."""
+    widths: tuple[int, ...]
+    """Of the linear layers; the first number is that of the inputs."""
+    cut: int
+    """The first layer of the partition that is timed."""
+    options: dict[str, Any]
+
+
+JOBS = {
+    "right": Job(
+        rows=93_785, shape=(1, 28, 28), widths=(784, 80, 60, 60, 60, 47), cut=2,
+        options={"method": "sil", "partitions": "0,2", "batch_size": 1410, "optimizer": "sgd", "momentum": 0.9, "lr": 0.01},
+    ),
+    "digits": Job(
+        rows=1_797, shape=(64,), widths=(64, 256, 256, 10), cut=0,
+        options={"method": "full", "batch_size": 64, "optimizer": "adam", "lr": 1e-3},
+    ),
+}  # fmt: skip
+
+
+class Taken:
+    """Seconds of the clock and of the processors since it was made."""
+
+    def __init__(self) -> None:
+        self._clock, self._processor = time.perf_counter(), time.process_time()
+
+    def so_far(self) -> list[float]:
+        return [time.perf_counter() - self._clock, time.process_time() - self._processor]
+
+
+def layers(job: Job) -> Iterator[Any]:
+    """Factories of the blocks: linear layers with a ReLU behind all but the last."""
+    from torch import nn
+
+    def block(inputs: int, outputs: int) -> nn.Module:
+        linear = nn.Linear(inputs, outputs)
+        return linear if outputs == job.widths[-1] else nn.Sequential(nn.Flatten(), linear, nn.ReLU())
+
+    for inputs, outputs in zip(job.widths, job.widths[1:], strict=False):
+        yield functools.partial(block, inputs, outputs)
+
+
+def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
+    from seqpart import Trainer  # before torch: then it has the settings that seqpart gives it
+    import torch  # isort: skip
+
+    from seqpart.execution.compute import PhaseBegun, PhaseDone
+    from seqpart.report.reporter import Reporter
+    from seqpart.schedule.steps import PhaseKind
+
+    timed = 1 if job.cut else 0
+
+    class Alternating(Reporter):
+        """Answers behind each timed epoch, and waits for a word before the next."""
+
+        def listen(self, event: object) -> None:
+            if not isinstance(event, PhaseBegun | PhaseDone):
+                return
+            phase = event.phase
+            if phase.kind is not PhaseKind.TRAIN or phase.partition != timed:
+                return
+            if isinstance(event, PhaseDone):
+                answer(self.taken.so_far())
+            if isinstance(event, PhaseDone) or phase.epoch == 1:
+                wait()
+                self.taken = Taken()
+
+    x, y = torch.rand(job.rows, *job.shape), torch.arange(job.rows) % job.widths[-1]
+    Trainer(
+        list(layers(job)), mem_limit="2GB", epochs=[1, epochs] if timed else epochs, output_dir=folder / "run", quiet=True,
+        **job.options,
+    ).fit((x, y), (x[:1000], y[:1000]), reporter=Alternating(quiet=True))  # fmt: skip
+
+
+def plain_worker(job: Job, epochs: int) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    model = torch.nn.Sequential(*[made() for made in layers(job)][job.cut :])
+    x, y = torch.rand(job.rows, job.widths[job.cut]), torch.arange(job.rows) % job.widths[-1]
+    options = {"lr": job.options["lr"], "fused": True}
+    if job.options["optimizer"] == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), momentum=job.options["momentum"], **options)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), **options)
+    for _ in range(epochs):
+        wait()
+        taken = Taken()
+        for rows in torch.randperm(job.rows).split(job.options["batch_size"]):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+        answer(taken.so_far())
+
+
+def epochs_of(name: str, rounds: int, folder: Path) -> dict[str, Any]:
+    count = rounds + WARM
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        words = [name, "--rounds", str(count), "--folder", place]
+        arms = {arm: InTurn(__spec__.name, ["--arm", arm, *words], own_settings()) for arm in ("seqpart", "plain")}
+        seen: dict[str, list[list[float]]] = {arm: [] for arm in arms}
+        for turn in range(count):
+            for arm in list(arms)[:: 1 if turn % 2 else -1]:
+                seen[arm].append(arms[arm].turn())
+        for running in arms.values():
+            running.end()
+    seconds, processor = (
+        {arm: statistics.median(pair[which] for pair in pairs[WARM:]) for arm, pairs in seen.items()} for which in (0, 1)
+    )
+    return {
+        "seconds": seconds, "processor_seconds": processor, "ratio": seconds["seqpart"] / seconds["plain"],
+        "ratio_of_processor_seconds": processor["seqpart"] / processor["plain"], "all": seen,
+    }  # fmt: skip
+
+
+COMMANDS = {
+    "import torch": ["-c", "import torch"],
+    "--dry-run": ["-m", "seqpart.train", "--mem-limit", "2GB", "--dry-run"],
+    "--help": ["-m", "seqpart", "--help"],
+}
+
+
+def start(rounds: int) -> dict[str, Any]:
+    seen: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for turn in range(rounds + 1):
+        for name in list(COMMANDS)[:: 1 if turn % 2 else -1]:
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *COMMANDS[name]], check=True, capture_output=True, env=own_settings())
+            seen[name].append(time.perf_counter() - began)
+    seconds = {name: statistics.median(took[1:]) for name, took in seen.items()}
+    return {
+        "seconds": seconds, "ratios": {name: took / seconds["import torch"] for name, took in seconds.items()}, "all": seen,
+    }  # fmt: skip
+
+
+def tell(found: dict[str, Any]) -> None:
+    for name in JOBS:
+        if one := found.get(name):
+            ours, plain = one["seconds"]["seqpart"], one["seconds"]["plain"]
+            print(
+                f"epoch of {name:<8}{1e3 * ours:8.1f} ms  plain loop {1e3 * plain:8.1f} ms  ratio {one['ratio']:.2f}  "
+                f"(processor seconds {one['ratio_of_processor_seconds']:.2f})"
+            )
+    if "start" in found:
+        for name, seconds in found["start"]["seconds"].items():
+            print(f"start of {name:<14}{seconds:6.2f} s  ratio to import torch {found['start']['ratios'][name]:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["all", "epochs", "start", *JOBS], default="all")
+    parser.add_argument("--rounds", type=int, default=21, help="of epochs; commands are started a third as often")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where homes and rows lie: a real disk")
+    parser.add_argument("--arm", choices=["seqpart", "plain"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.arm == "seqpart":
+        return seqpart_worker(JOBS[options.part], options.rounds, options.folder)
+    if options.arm:
+        return plain_worker(JOBS[options.part], options.rounds)
+    from benchmarks.record import load, save
+
+    found = load("small-jobs")
+    for name in JOBS:
+        if options.part in ("all", "epochs", name):
+            found[name] = epochs_of(name, options.rounds, options.folder)
+    if options.part in ("all", "start"):
+        found["start"] = start(max(3, options.rounds // 3))
+    tell(found)
+    print(f"written to {save('small-jobs', found)}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
