@@ -26,6 +26,9 @@ from seqpart.schedule.steps import Phase, Span
 WINDOW = 8
 """Chunks that are shuffled among themselves."""
 
+_PIECE = 32 << 10
+"""Bytes of small padded rows that are picked at a time."""
+
 RING = 3
 """Batches on the way between the reader and the device."""
 
@@ -201,9 +204,15 @@ class Reader:
         target = target.reshape(-1, layout.nbytes)[at : at + len(order)]
         if layout.stride == layout.nbytes:
             np.take(source, order, axis=0, out=target, mode="clip")
-            return
-        for place, row in enumerate(order):  # np.take would first copy the whole padded window
-            target[place] = source[row, : layout.nbytes]
+        elif layout.nbytes > _PIECE:
+            for place, row in enumerate(order):
+                target[place] = source[row, : layout.nbytes]
+        else:  # np.take would first copy the whole padded window; an index makes a copy of what it picks
+            rows = np.ndarray(len(source), f"V{layout.nbytes}", source, strides=(layout.stride,))
+            places = np.ndarray(len(target), rows.dtype, target)
+            some = _PIECE // layout.nbytes
+            for first in range(0, len(order), some):
+                places[first : first + some] = rows[order[first : first + some]]
 
     def _view(self, slot: int, rows: int) -> torch.Tensor:
         layout = self._rows.layout
