@@ -50,6 +50,10 @@ class Partition:
         self._borrowed = _borrowed(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self.optimizer: torch.optim.Optimizer | None = None
+        self.trainable: list[nn.Parameter] = []
+        """Parameters that learn in this visit, in the model's order."""
+        self._modules: list[list[nn.Module]] = []
+        """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
         self._slot: Slot | None = None
         self._regions: list[list[torch.Tensor]] = []
         self.transfer = Transfer()
@@ -64,13 +68,9 @@ class Partition:
         self._evolved: list[torch.Tensor] = []
 
     @property
-    def trainable(self) -> list[nn.Parameter]:
-        return [
-            parameter
-            for block, cost in zip(self.blocks, self._costs, strict=True)
-            for name, parameter in block.module.named_parameters()
-            if parameter.requires_grad and name in cost.trainable
-        ]
+    def _buffered(self) -> list[Block]:
+        """Blocks that have buffers."""
+        return [block for block, modules in zip(self.blocks, self._modules, strict=True) if any(m._buffers for m in modules)]
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -133,6 +133,13 @@ class Partition:
         for block, tie in self.tied if self._borrows else ():
             parameter = block.module.get_parameter(tie.name)
             parameter.requires_grad_(learns and tie.owner_name in self._borrowed[tie.owner].trainable)
+        self._modules = [list(block.module.modules()) for block in self.blocks]
+        self.trainable = [
+            parameter
+            for block, cost in zip(self.blocks, self._costs, strict=True)
+            for name, parameter in block.module.named_parameters()
+            if parameter.requires_grad and name in cost.trainable
+        ]
 
     def _build_optimizer(self) -> None:
         if not self.trainable:
@@ -165,9 +172,10 @@ class Partition:
         """
         if training and self._writes_input:
             x = clone_as_it_lies(x)
-        for block in self.blocks:
+        for block, modules in zip(self.blocks, self._modules, strict=True):
             module = block.module
-            module.train(training)
+            if any(part.training is not training for part in modules):
+                module.train(training)
             self._device.seed(self._seed, *key, block.number)
             with self.autocast():
                 x = module(x)
@@ -181,7 +189,7 @@ class Partition:
         self._at_update = self._copied_buffers()
 
     def _copied_buffers(self) -> list[_Copy]:
-        return [(block, name, buffer.clone()) for block in self.blocks for name, buffer in block.module.named_buffers()]
+        return [(block, name, buffer.clone()) for block in self._buffered for name, buffer in block.module.named_buffers()]
 
     def remember_buffers(self) -> None:
         """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
@@ -252,8 +260,7 @@ class Partition:
                 group["lr"] = group["initial_lr"] * rate
             self.optimizer.step()
         self._at_update, self._before = [], []
-        has_buffers = any(True for block in self.blocks for _ in block.module.buffers())
-        self._changed = self._changed or self.optimizer is not None or has_buffers
+        self._changed = self._changed or self.optimizer is not None or bool(self._buffered)
         self.forget_gradients()
 
     def abandon_update(self) -> None:
@@ -264,10 +271,8 @@ class Partition:
         self._at_update, self._before = [], []
 
     def forget_gradients(self) -> None:
-        for block, cost in zip(self.blocks, self._costs, strict=True):
-            for name, parameter in block.module.named_parameters():
-                if name in cost.trainable:
-                    parameter.grad = None
+        for parameter in self.trainable:
+            parameter.grad = None
 
     @contextmanager
     def apart(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
@@ -365,6 +370,7 @@ class Partition:
             detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
         self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
+        self.trainable, self._modules = [], []
         self._changed = False
 
     def release(self) -> None:
