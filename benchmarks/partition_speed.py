@@ -47,8 +47,8 @@ def seqpart_worker(folder: Path) -> None:
 
     x, y = torch.randn(ROWS, 64), torch.arange(ROWS) % 10
     trainer = Trainer(
-        mlp(64, 10, width=WIDTH, depth=BLOCKS), mem_limit="2GB", partitions=f"0,1,{BLOCKS + 1}", epochs=[1, PAIRS + WARM, 1],
-        batch_size=BATCH, output_dir=folder / "run", quiet=True,
+        mlp(64, 10, width=WIDTH, depth=BLOCKS), mem_limit="2GB", method="sil", partitions=(0, 1, BLOCKS + 1),
+        epochs=[1, PAIRS + WARM, 1], batch_size=BATCH, output_dir=folder / "run", quiet=True,
     )  # fmt: skip
     trainer.fit((x, y), (x[:BATCH], y[:BATCH]), reporter=Alternating(quiet=True))
 

@@ -119,6 +119,16 @@ def test_a_reader_gives_exactly_the_rows_and_labels_in_order(tmp_path, pool, lay
     rows.discard()
 
 
+def test_padded_rows_larger_than_a_piece_are_read_as_they_are(tmp_path, pool, monkeypatch):
+    monkeypatch.setattr(reading, "_PIECE", 59)
+    rows, data, labels = made(tmp_path, LAYOUTS["fp32, padded"])
+    phase = phase_of(shuffle=True)
+    reader = Reader(rows, labels, phase, Device(), pool, seed=3)
+    assert_read(reader, rows, data, labels, phase)
+    reader.close()
+    rows.discard()
+
+
 @pytest.mark.parametrize(("batch", "micro_batch"), [(1500, 1500), (400, 400), (64, 7), (7, 64), (1, 1), (5000, 999)])
 def test_micro_batches_need_not_divide_anything(tmp_path, pool, batch, micro_batch):
     count = 200 if batch == 1 else COUNT
