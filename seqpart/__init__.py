@@ -29,6 +29,10 @@ from seqpart.errors import (
     StoreError,
     VerifyMismatch,
 )
+from seqpart.memory.gpu_tables import release_when_loaded
+
+if "torch" not in sys.modules:
+    release_when_loaded()
 
 if TYPE_CHECKING:
     from seqpart.result import Result
