@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from seqpart.costs.fake_mode import FakeMode
+from seqpart.costs.flops import flops_of
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
@@ -113,8 +113,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in flop_registry:
-            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        self.flops += flops_of(func.overloadpacket.__name__, args, result)
         for tensor in _tensors(result):
             self._count(tensor.untyped_storage())
         return result
