@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from seqpart.memory.compiler import enter, leave, without_compiler
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode that takes real tensors too."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """torch's compiler, which a run has no use for, and how it stays out of the memory.
 
-torch._dynamo and sympy, which it computes shapes with, hold 76 MB, a quarter of what a process holds before anything of its own,
-and take 1.2 s to load. Parts of torch that compile nothing load them all the same. Where a run does need them (a block that is
-compiled, or gradient checkpointing inside one), they are loaded while its plan is made, and the plan counts them.
+torch._dynamo and sympy, which it computes shapes with, hold 76 MB: a quarter of what a process held before anything of its
+own, and 1.2 s of its start. Parts of torch that compile nothing load them all the same. Where a run does need them (a block
+that is compiled, or gradient checkpointing inside one), they are loaded while its plan is made, and the plan counts them.
 """
 
 # [Note: the compiler] Who asks for it, where nothing is compiled, and for what:
@@ -10,15 +10,16 @@ compiled, or gradient checkpointing inside one), they are loaded while its plan 
 #   `torch._disable_dynamo`   not to compile one of torch's own functions: of fake tensors, of optimizers
 #   fake tensors              for its switches, and whether a number may be a symbol (ours never are)
 #   a given gradient          whether its size may be a symbol
-# So while fake tensors or optimizers are at work, modules that are not loaded have a stand-in with these answers, and no others:
-# who asks for more, or changes something, gets the real module. What is answered must not be what a block asks, whose plan
-# would not know of it: hence the lists of callers. Another version of torch may ask for more: then a run holds more, and says so.
+# So while one of these is at work, modules that are not loaded have a stand-in with the answers, and no others: who asks for
+# more, or changes something, gets the real module. A block's own questions are not answered: it asks them in training too,
+# where there is no stand-in, and by then the plan is made. Hence the lists of callers. Another version of torch may ask for
+# more: then a run holds more, and says so.
 
 import functools
 import importlib
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
@@ -29,7 +30,15 @@ from typing import Any
 import torch
 
 COMPILER = "torch._dynamo"
-_UNCOMPILED = ("torch._subclasses.", "torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations", "torch.optim.", "seqpart.costs.")
+_UNCOMPILED = (
+    "torch._subclasses.",
+    "torch._prims",
+    "torch._refs",
+    "torch._decomp",
+    "torch._meta_registrations",
+    "torch.optim.",
+    "seqpart.costs.",
+)
 """Modules whose functions need not be kept from the compiler, since only we call them."""
 _KEPT = "__dynamo_disable"
 """Attribute of a function in which `torch._disable_dynamo` keeps what the compiler made of it."""
@@ -76,7 +85,7 @@ def leave() -> None:
 
 
 class _StandIn(ModuleType):
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []  # noqa: RUF012 (it stays empty)
 
     def __init__(self, name: str, answers: dict[str, object]) -> None:
         super().__init__(name)
@@ -156,8 +165,15 @@ def _graph_break(*arguments: Any, **options: Any) -> None:
         _COMPILER.real().graph_break(*arguments, **options)
 
 
-def _same(value: Any, *_: object, **__: object) -> Any:
-    return value
+def _of_number(name: str, answer: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`answer` to a number; a symbol gets the real one, from those too who have kept this function."""
+
+    def answered(value: Any, *more: Any, **options: Any) -> Any:
+        if isinstance(value, int | float):
+            return answer(value)
+        return getattr(_OF_SYMBOLS[0].real(), name)(value, *more, **options)
+
+    return answered
 
 
 def _joined(join: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -177,14 +193,16 @@ class _Unsaid:
 
 
 _SOURCES = ("ConstantSource", "AttrSource", "EphemeralSource", "CallMethodItemSource", "FloatTensorSource", "RandomValueSource")
+_AS_IT_IS = (
+    "guard_or_true", "guard_or_false", "guard_size_oblivious", "guarding_hint_or_throw", "guard_scalar", "guard_int",
+    "guard_bool", "statically_known_true", "expect_true", "optimization_hint",
+)  # fmt: skip
 _OF_NUMBERS = {
-    **dict.fromkeys(
-        ("guard_or_true", "guard_or_false", "guard_size_oblivious", "guarding_hint_or_throw", "guard_scalar", "guard_int",
-         "guard_bool", "statically_known_true", "expect_true", "optimization_hint"), _same,
-    ),
-    **dict.fromkeys(("is_symbolic", "is_nested_int", "has_free_unbacked_symbols"), lambda _: False),
+    **{name: _of_number(name, lambda value: value) for name in _AS_IT_IS},
+    **{name: _of_number(name, lambda _: False) for name in ("is_symbolic", "is_nested_int")},
     **dict.fromkeys(("free_unbacked_symbols", "_iterate_exprs", "_iterate_nodes"), lambda _: set()),
-    "compute_unbacked_bindings": lambda *_, **__: None, "has_guarding_hint": lambda _: True,
+    "has_free_unbacked_symbols": lambda _: False, "has_guarding_hint": _of_number("has_guarding_hint", lambda _: True),
+    "compute_unbacked_bindings": lambda *_, **__: None,
     "sym_and": _joined(operator.and_), "sym_or": _joined(operator.or_), "sym_eq": _equal,
     "DimDynamic": _Unsaid, "GuardOnDataDependentSymNode": type("GuardOnDataDependentSymNode", (RuntimeError,), {}),
 }  # fmt: skip

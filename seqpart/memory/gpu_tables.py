@@ -49,14 +49,14 @@ class _Notice:
 
     def find_spec(self, *_: object) -> None:
         if "torch._C" in sys.modules:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             release_gpu_tables()
 
 
 def release_when_loaded() -> None:
     """Where no GPU can be in use: as soon as torch's libraries are there, before the rest of torch is loaded on top."""
     if not any(path.exists() for path in _DRIVER_FILES):
-        sys.meta_path.insert(0, _Notice())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Notice())
 
 
 @cache

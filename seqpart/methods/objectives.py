@@ -138,7 +138,7 @@ class Prototypes:
         if (directions := self._directions.kept) is not None:
             return features @ directions.T
         draws = [functools.partial(self._directions.of, classes) for classes in self._directions.parts()]
-        return torch.cat([_Projection.apply(features, draw) for draw in draws], dim=1)  # type: ignore[no-untyped-call]
+        return torch.cat([_Projection.apply(features, draw) for draw in draws], dim=1)
 
 
 class _Projection(torch.autograd.Function):
