@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,7 +51,15 @@ class _Notice:
     def find_spec(self, *_: object) -> None:
         if "torch._C" in sys.modules:
             sys.meta_path.remove(self)
-            release_gpu_tables()
+            if release_gpu_tables():
+                _forget_the_copying()
+
+
+def _forget_the_copying() -> None:
+    """Let the kernel's mark of the most memory begin anew: it counts file pages, of which there were many for a moment. What
+    was held before, the tables and torch's libraries, is less than all of torch is."""
+    with suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as marks:
+        marks.write(b"5")
 
 
 def release_when_loaded() -> None:
