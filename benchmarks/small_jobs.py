@@ -47,7 +47,7 @@ class Job:
 JOBS = {
     "right": Job(
         rows=93_785, shape=(1, 28, 28), widths=(784, 80, 60, 60, 60, 47), cut=2,
-        options={"method": "sil", "partitions": "0,2", "batch_size": 1410, "optimizer": "sgd", "momentum": 0.9, "lr": 0.01},
+        options={"method": "sil", "partitions": (0, 2), "batch_size": 1410, "optimizer": "sgd", "momentum": 0.9, "lr": 0.01},
     ),
     "digits": Job(
         rows=1_797, shape=(64,), widths=(64, 256, 256, 10), cut=0,
@@ -105,7 +105,7 @@ def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
 
     x, y = torch.rand(job.rows, *job.shape), torch.arange(job.rows) % job.widths[-1]
     Trainer(
-        list(layers(job)), mem_limit="2GB", epochs=[1, epochs] if timed else epochs, output_dir=folder / "run", quiet=True,
+        list(layers(job)), mem_limit="2GB", epochs=(1, epochs) if timed else epochs, output_dir=folder / "run", quiet=True,
         **job.options,
     ).fit((x, y), (x[:1000], y[:1000]), reporter=Alternating(quiet=True))  # fmt: skip
 

@@ -29,6 +29,10 @@ from seqpart.errors import (
     StoreError,
     VerifyMismatch,
 )
+from seqpart.memory.gpu_tables import release_when_loaded as _release_when_loaded
+
+if "torch" not in sys.modules:
+    _release_when_loaded()  # what a process held while torch was loading counts too
 
 if TYPE_CHECKING:
     from seqpart.result import Evaluation, Result

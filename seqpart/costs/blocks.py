@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
+from seqpart.costs.fake_mode import FakeMode
+from seqpart.costs.flops import flops_of
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
@@ -94,11 +94,13 @@ def written_input(blocks: Iterable[BlockCost]) -> bool:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages alive among the results of operations; views and inputs are not counted twice."""
+    """Counts the bytes of storages alive among the results of operations; views and inputs are not counted twice. And what
+    the operations compute."""
 
     def __init__(self, granule: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
+        self.flops = 0
         self._granule = granule
         self._known: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}
@@ -111,6 +113,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func.overloadpacket.__name__, args, result)
         for tensor in _tensors(result):
             self._count(tensor.untyped_storage())
         return result
@@ -171,14 +174,14 @@ def measure_chain(
 def _measure_block(
     block: Block, shape: tuple[int, ...], dtype: torch.dtype, granule: int, autocast: torch.dtype | None
 ) -> BlockCost:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     module, tensors = block.fake(mode)
     with block.left_as_it_is():
         return _measure_module(block, module, mode, tensors, shape, dtype, granule, autocast)
 
 
 def _measure_module(
-    block: Block, module: nn.Module, mode: FakeTensorMode, tensors: dict[str, torch.Tensor], shape: tuple[int, ...],
+    block: Block, module: nn.Module, mode: FakeMode, tensors: dict[str, torch.Tensor], shape: tuple[int, ...],
     dtype: torch.dtype, granule: int, autocast: torch.dtype | None,
 ) -> BlockCost:  # fmt: skip
     module.train()
@@ -351,17 +354,14 @@ def _watch_inference(
     with torch.no_grad(), LiveBytes(granule) as live, cast(autocast):
         live.ignore([x, *tensors.values()])
         run_fake(module, tensors, x)
-        peak = live.peak
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, cast(autocast):
-        run_fake(module, tensors, x)
-    return peak, counter.get_total_flops()
+        return live.peak, live.flops
 
 
 def measure_loss(
     loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1, dtype: torch.dtype = torch.float32
 ) -> int:
     """Most bytes alive while `loss` judges an output (batch, *output_shape), forward and backward, beyond the output."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     with mode:
         y = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True)
     with mode, _SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ import torch
 
 from seqpart.costs.partition import PartitionCost
 from seqpart.files.direct import probe_disk
+from seqpart.memory.compiler import take_step
 from seqpart.memory.device import Device
 from seqpart.model.optimizers import Optimizer
 
@@ -56,14 +57,14 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
     parameter.grad = torch.ones_like(parameter)
     steps = optimizer.build([parameter])
 
-    def step() -> None:
-        steps.step()
+    def update() -> None:
+        take_step(steps)
         device.wait(device.mark())
 
-    step()
+    update()
     return Speeds(
         flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
-        optimizer=parameter.numel() / seconds_of(step),
+        optimizer=parameter.numel() / seconds_of(update),
         read=read,
         write=write,
     )

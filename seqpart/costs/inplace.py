@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.costs.blocks import BlockCost, cast, quiet_log, quiet_random
+from seqpart.costs.fake_mode import FakeMode
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, with_tensors
 
@@ -37,7 +37,7 @@ def refuse_lost_gradients(
 
 
 def _ask(blocks: Sequence[Block], like: torch.Tensor, autocast: torch.dtype | None) -> None:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     with ExitStack() as stack:
         modules = []
         for block in blocks:

@@ -16,10 +16,12 @@ from types import FunctionType
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
 from seqpart.costs.blocks import BlockCost
+from seqpart.costs.fake_mode import FakeMode
+from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.memory.usage import HighWater
 from seqpart.model.blocks import Block, run_fake, tensors_of, with_tensors
@@ -177,7 +179,7 @@ class Trials:
         edge, gradient = get_gradient_edge(y), torch.ones_like(y)
         del y
         held, began = self._meter.restart(), self._now()
-        torch.autograd.backward(edge, grad_tensors=gradient)
+        back_propagate(edge, gradient)
         backward_seconds = self._now() - began
         backward = self._most() - held
         leaf.grad = None
@@ -205,7 +207,7 @@ def _alone(cost: BlockCost) -> int:
 
 def _real(block: Block, device: Device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
-    module, fakes = block.fake(FakeTensorMode(allow_non_fake_inputs=True))
+    module, fakes = block.fake(FakeMode())
     if block.given_alive:
         return module, {name: _filled(fake, device) for name, fake in fakes.items()}
     module = block.another()
@@ -230,7 +232,7 @@ def _on(tensor: torch.Tensor, device: Device) -> torch.Tensor:
 
 def _structure(block: Block) -> Kind:
     """Types, plain settings, and the tensors' names and shapes: what tells kinds of blocks apart without running them."""
-    module, tensors = block.fake(FakeTensorMode(allow_non_fake_inputs=True))
+    module, tensors = block.fake(FakeMode())
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
     return tuple((type(part), _settings(part)) for part in module.modules()), shapes
 

@@ -21,6 +21,7 @@ from seqpart.execution.boundary_exchange import BoundaryExchange
 from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.saved_tensors import Arrival, entering
+from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.methods.method import PartitionLoss, SyntheticLoss
 from seqpart.model.blocks import Tied
@@ -192,7 +193,7 @@ class Compute:
                 roots.append(tie.owner.module.get_parameter(tie.owner_name))
                 gradients.append(self._exchange.take(key))
         if roots:
-            torch.autograd.backward(roots, grad_tensors=gradients)
+            back_propagate(roots, gradients)
         if root is None:
             self._exchange.forget((p + 1, m))
 

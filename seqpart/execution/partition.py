@@ -21,6 +21,7 @@ from seqpart.costs.partition import gradient_layouts, slot_bytes, state_layouts
 from seqpart.execution.boundary_exchange import clone_as_it_lies
 from seqpart.execution.saved_tensors import Arrival, packing
 from seqpart.execution.slots import Slot, Wait
+from seqpart.memory.compiler import take_step
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied, attach, detach
 from seqpart.model.optimizers import Optimizer
@@ -258,7 +259,7 @@ class Partition:
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * rate
-            self.optimizer.step()
+            take_step(self.optimizer)
         self._at_update, self._before = [], []
         self._changed = self._changed or self.optimizer is not None or bool(self._buffered)
         self.forget_gradients()

@@ -8,16 +8,18 @@ import ctypes
 import mmap
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import torch
+from typing import Any
 
 _LIBRARIES = ("libcublas", "libcufft", "libcusparse", "libnvJitLink", "libnvrtc")
 _DRIVER = "libcuda.so"
+_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _LASTING = "/var/tmp"
 """For temporary files on a disk: where /tmp lies in memory, as many systems have it, nothing would be gained."""
 _WORTH = 1 << 20
@@ -43,6 +45,29 @@ class _Mapping:
         return self.end - self.start
 
 
+class _Notice:
+    """Among the finders of modules: notices that torch's libraries are loaded, and finds nothing."""
+
+    def find_spec(self, *_: object) -> None:
+        if "torch._C" in sys.modules:
+            sys.meta_path.remove(self)
+            if release_gpu_tables():
+                _forget_the_copying()
+
+
+def _forget_the_copying() -> None:
+    """Let the kernel's mark of the most memory begin anew: it counts file pages, of which there were many for a moment. What
+    was held before, the tables and torch's libraries, is less than all of torch is."""
+    with suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as marks:
+        marks.write(b"5")
+
+
+def release_when_loaded() -> None:
+    """Where no GPU can be in use: as soon as torch's libraries are there, before the rest of torch is loaded on top."""
+    if not any(path.exists() for path in _DRIVER_FILES):
+        sys.meta_path.insert(0, _Notice())
+
+
 @cache
 def release_gpu_tables() -> int:
     """Move what NVIDIA's libraries keep in memory to a file without a name, once. Returns the bytes that left the memory.
@@ -51,7 +76,8 @@ def release_gpu_tables() -> int:
     the disk and writes to copies of its own. Nothing moves when a GPU may be in use, which could write meanwhile, or
     where the system offers no way: the runtime is then what it is.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    cuda: Any = sys.modules.get("torch.cuda")
+    if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
         return 0
     try:
         mappings = _mappings()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from seqpart.errors import DoesNotFit, OutOfMemory, SeqpartError
+from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.memory.device import Device
 from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.units import format_limit, format_size
@@ -26,11 +27,12 @@ def warm_up(device: Device) -> None:
     """One small training step: starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces."""
     width, out, batch = 1024, 256, 256
     layer = torch.nn.Linear(width, out, device=device.torch)
-    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+    with without_compiler():
+        optimizer = torch.optim.Adam(layer.parameters(), fused=True)
     for _ in range(2):
         layer(torch.ones(batch, width, device=device.torch)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(optimizer)
+        layer.zero_grad(set_to_none=True)
 
 
 def measure_runtime(device: Device) -> int:

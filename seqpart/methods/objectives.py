@@ -6,13 +6,13 @@ space, (rows, C, H, W) to (rows, 4 C): an average over all of it has no use for 
 (docs/objectives.md). The paper's `mse` takes all C x H x W of them.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from seqpart.memory.device import keyed_seed
 from seqpart.methods.labels import SyntheticLabels
@@ -137,15 +137,22 @@ class Prototypes:
         features: torch.Tensor = F.layer_norm(self._features(output), self._size) * self._scale
         if (directions := self._directions.kept) is not None:
             return features @ directions.T
-        # Pieces are drawn once more in backward: a graph would hold each of them, and with that all.
-        pieces: list[torch.Tensor] = [
-            checkpoint(self._project, features, classes, use_reentrant=False, preserve_rng_state=False)
-            for classes in self._directions.parts()
-        ]
-        return torch.cat(pieces, dim=1)
+        draws = [functools.partial(self._directions.of, classes) for classes in self._directions.parts()]
+        return torch.cat([_Projection.apply(features, draw) for draw in draws], dim=1)
 
-    def _project(self, features: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        return features @ self._directions.of(classes).T
+
+class _Projection(torch.autograd.Function):
+    """features @ directions.T, with directions that are drawn once more in backward: a graph would hold each piece of them,
+    and with that all. (torch.utils.checkpoint does the same, and loads torch's compiler for it.)"""
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.draw, ctx.type = draw, features.dtype
+        return features @ draw().T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (gradient @ ctx.draw().to(gradient.dtype)).to(ctx.type), None
 
 
 class Orthogonal(Prototypes):

@@ -280,7 +280,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         fake = torch.empty(tensor.shape, dtype=tensor.dtype)
         if stride is not None:
             fake = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,16 +4,17 @@ An optimizer creates its state in its first step, at a moment and a place of its
 and a layout like weights do, so it must be known ahead: one step on six numbers shows every tensor it keeps.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from seqpart.errors import OptionError
+from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.offload.layout import Layout, TensorSpec
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -66,7 +67,7 @@ class Optimizer:
             optimizer.state[parameter] = {tensor.name: views[f"{name}.{tensor.name}"] for tensor in self.state}
 
 
-@cache
+@functools.cache
 def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0) -> Optimizer:
     """`adam`, `adamw` or `sgd`, fused. Raises OptionError for another name or a negative number."""
     if name not in NAMES:
@@ -90,11 +91,16 @@ def describe(name: str, build: Build) -> Optimizer:
     nor shaped like its parameter, not zero at the start, or elsewhere than in the state of its parameters.
     """
     try:
-        return _tried(name, build)
+        return _tried(name, functools.partial(_without_compiler, build))
     except OptionError:
         raise
     except Exception as error:
         raise OptionError(f"optimizer {name}: a trial step failed: {type(error).__name__}: {error}") from error
+
+
+def _without_compiler(build: Build, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    with without_compiler():
+        return build(parameters)
 
 
 def _tried(name: str, build: Build) -> Optimizer:
@@ -107,7 +113,7 @@ def _tried(name: str, build: Build) -> Optimizer:
     if "closure" in inspect.signature(type(optimizer).step).parameters and isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError("optimizer: LBFGS calls the whole model again inside its step, which a partition cannot do.")
     parameter.grad = torch.zeros(2, 3)
-    optimizer.step()
+    take_step(optimizer)
     state = tuple(_state_tensor(name, key, value) for key, value in optimizer.state[parameter].items() if value is not None)
     tuned, options = (
         repr(
@@ -141,10 +147,10 @@ def _steps_both_ways(choice: Optimizer) -> Iterator[tuple[list[torch.Tensor], li
     for step in range(_TRIAL_STEPS):
         for parameter in (stays, visits):
             parameter.grad = torch.arange(1.0, 7.0).view(2, 3) * (-0.7) ** step
-        one.step()
+        take_step(one)
         other = choice.build([visits])
         choice.adopt(other, [("p", visits)], views)
-        other.step()
+        take_step(other)
         names = [tensor.name for tensor in choice.state]
         yield (
             [stays.detach(), *(one.state[stays][name] for name in names)],

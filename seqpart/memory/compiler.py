@@ -1,0 +1,221 @@
+"""torch's compiler, which a run has no use for, and how it stays out of the memory.
+
+torch._dynamo and sympy, which it computes shapes with, hold 76 MB: a quarter of what a process held before anything of its
+own, and 1.2 s of its start. Parts of torch that compile nothing load them all the same. Where a run does need them (a block
+that is compiled, or gradient checkpointing inside one), they are loaded while its plan is made, and the plan counts them.
+"""
+
+# [Note: the compiler] Who asks for it, where nothing is compiled, and for what:
+#   an optimizer's step       to break the graph that is recorded (there is none)
+#   `torch._disable_dynamo`   not to compile one of torch's own functions: of fake tensors, of optimizers
+#   fake tensors              for its switches, and whether a number may be a symbol (ours never are)
+#   a given gradient          whether its size may be a symbol
+# So while one of these is at work, modules that are not loaded have a stand-in with the answers, and no others: who asks for
+# more, or changes something, gets the real module. A block's own questions are not answered: it asks them in training too,
+# where there is no stand-in, and by then the plan is made. Hence the lists of callers. Another version of torch may ask for
+# more: then a run holds more, and says so.
+
+import functools
+import importlib
+import operator
+import sys
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any
+
+import torch
+
+COMPILER = "torch._dynamo"
+_UNCOMPILED = (
+    "torch._subclasses.",
+    "torch._prims",
+    "torch._refs",
+    "torch._decomp",
+    "torch._meta_registrations",
+    "torch.optim.",
+    "seqpart.costs.",
+)
+"""Modules whose functions need not be kept from the compiler, since only we call them."""
+_KEPT = "__dynamo_disable"
+"""Attribute of a function in which `torch._disable_dynamo` keeps what the compiler made of it."""
+_kept: list[Any] = []
+"""Functions that have it from us."""
+_inside = 0
+"""Bodies of `without_compiler` that run."""
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Inside, the compiler is not loaded for what can be answered without it. See [Note: the compiler]."""
+    enter()
+    try:
+        yield
+    finally:
+        leave()
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    with without_compiler():
+        optimizer.step()
+
+
+def back_propagate(roots: Any, gradients: Any) -> None:
+    with without_compiler():
+        torch.autograd.backward(roots, grad_tensors=gradients)
+
+
+def enter() -> None:
+    global _inside
+    _inside += 1
+    if _inside == 1 and COMPILER not in sys.modules:
+        sys.meta_path.insert(0, _PARTS)
+        for stand_in in _STAND_INS:
+            stand_in.stand_in()
+
+
+def leave() -> None:
+    global _inside
+    _inside -= 1
+    if not _inside and _PARTS in sys.meta_path:
+        _give_way(_STAND_INS)
+
+
+class _StandIn(ModuleType):
+    __path__: MutableSequence[str] = []  # noqa: RUF012 (it stays empty)
+
+    def __init__(self, name: str, answers: dict[str, object]) -> None:
+        super().__init__(name)
+        vars(self).update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{self.__name__} is not loaded, and has no {name}")
+        return getattr(self.real(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.real(), name, value)
+
+    def real(self) -> ModuleType:
+        _give_way(_OF_SYMBOLS if self in _OF_SYMBOLS else _STAND_INS)
+        return importlib.import_module(self.__name__)
+
+    def stand_in(self) -> None:
+        package, _, own = self.__name__.rpartition(".")
+        if self.__name__ not in sys.modules:
+            sys.modules[self.__name__] = self
+            if package in sys.modules:
+                vars(sys.modules[package])[own] = self
+
+    def give_way(self) -> None:
+        package, _, own = self.__name__.rpartition(".")
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        if package in sys.modules and vars(sys.modules[package]).get(own) is self:
+            del vars(sys.modules[package])[own]
+
+
+def _give_way(stand_ins: Sequence[_StandIn]) -> None:
+    for stand_in in stand_ins:
+        stand_in.give_way()
+    if stand_ins is _STAND_INS:
+        if _PARTS in sys.meta_path:
+            sys.meta_path.remove(_PARTS)
+        while _kept:
+            vars(_kept.pop()).pop(_KEPT, None)
+
+
+class _Parts(Loader):
+    """Finds modules inside the compiler's package, whose stand-in has none: the real ones."""
+
+    def __init__(self, module: ModuleType | None = None) -> None:
+        self._module = module
+        self._spec = module.__spec__ if module is not None else None
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if not name.startswith(f"{COMPILER}."):
+            return None
+        package = _COMPILER.real()
+        if name in sys.modules:  # loaded with the package
+            return spec_from_loader(name, _Parts(sys.modules[name]))
+        return PathFinder.find_spec(name, package.__path__)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+_PARTS: Any = _Parts()
+
+
+def _disable(function: Any, *arguments: Any, **options: Any) -> Any:
+    if function is None or not function.__module__.startswith(_UNCOMPILED):
+        return _COMPILER.real().disable(function, *arguments, **options)
+    _kept.append(function)
+    return function
+
+
+def _graph_break(*arguments: Any, **options: Any) -> None:
+    if sys._getframe(1).f_globals["__name__"] != "torch.optim.optimizer":
+        _COMPILER.real().graph_break(*arguments, **options)
+
+
+def _of_number(name: str, answer: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`answer` to a number; a symbol gets the real one, from those too who have kept this function."""
+
+    def answered(value: Any, *more: Any, **options: Any) -> Any:
+        if isinstance(value, int | float):
+            return answer(value)
+        return getattr(_OF_SYMBOLS[0].real(), name)(value, *more, **options)
+
+    return answered
+
+
+def _joined(join: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda *values: functools.reduce(join, values)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Sequence):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+class _Unsaid:
+    """What is asked for, and then not used, where there are no symbols."""
+
+    def __init__(self, *_: object) -> None: ...
+
+
+_SOURCES = ("ConstantSource", "AttrSource", "EphemeralSource", "CallMethodItemSource", "FloatTensorSource", "RandomValueSource")
+_AS_IT_IS = (
+    "guard_or_true", "guard_or_false", "guard_size_oblivious", "guarding_hint_or_throw", "guard_scalar", "guard_int",
+    "guard_bool", "statically_known_true", "expect_true", "optimization_hint",
+)  # fmt: skip
+_OF_NUMBERS = {
+    **{name: _of_number(name, lambda value: value) for name in _AS_IT_IS},
+    **{name: _of_number(name, lambda _: False) for name in ("is_symbolic", "is_nested_int")},
+    **dict.fromkeys(("free_unbacked_symbols", "_iterate_exprs", "_iterate_nodes"), lambda _: set()),
+    "has_free_unbacked_symbols": lambda _: False, "has_guarding_hint": _of_number("has_guarding_hint", lambda _: True),
+    "compute_unbacked_bindings": lambda *_, **__: None,
+    "sym_and": _joined(operator.and_), "sym_or": _joined(operator.or_), "sym_eq": _equal,
+    "DimDynamic": _Unsaid, "GuardOnDataDependentSymNode": type("GuardOnDataDependentSymNode", (RuntimeError,), {}),
+}  # fmt: skip
+"""What is said of symbols where there are none."""
+_CONFIG = _StandIn(
+    f"{COMPILER}.config",
+    {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enabled": False, "_custom_ops_profile": None},
+)
+_COMPILER = _StandIn(COMPILER, {"config": _CONFIG, "disable": _disable, "graph_break": _graph_break})
+_SOURCE = _StandIn(f"{COMPILER}.source", dict.fromkeys(_SOURCES, _Unsaid))
+_OF_SYMBOLS = (
+    _StandIn("torch.fx.experimental.symbolic_shapes", _OF_NUMBERS),
+    _StandIn("torch.utils._sympy.functions", {"Max": max}),
+    _StandIn("sympy", dict.fromkeys(("Basic", "Symbol", "Eq"), _Unsaid)),
+)
+_STAND_INS = (_COMPILER, _CONFIG, _SOURCE, *_OF_SYMBOLS)
