@@ -7,6 +7,7 @@ system refuses it the same calls go through the cache and drop the pages behind 
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import tempfile
@@ -31,14 +32,17 @@ def round_up(size: int, to: int = PAGE) -> int:
 
 def aligned_bytes(nbytes: int) -> int:
     """What `aligned(nbytes)` takes."""
-    return round_up(nbytes) + PAGE
+    return max(PAGE, round_up(nbytes))
 
 
 def aligned(nbytes: int) -> torch.Tensor:
-    """A new uint8 buffer, (round_up(nbytes),), that starts on a page. Owned by the caller; its pages are not touched."""
-    whole = torch.empty(aligned_bytes(nbytes), dtype=torch.uint8)
-    skip = -whole.data_ptr() % PAGE
-    return whole[skip : skip + round_up(nbytes)]
+    """A new uint8 buffer, (round_up(nbytes),), that starts on a page. Owned by the caller; its pages are not touched.
+
+    A mapping of its own, which leaves the process with it: on a heap that is kept it would be a hole, and threads have heaps
+    of their own. Raises OSError (ENOMEM) where memory is refused.
+    """
+    whole = mmap.mmap(-1, aligned_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(whole, dtype=torch.uint8)[: round_up(nbytes)]
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

@@ -10,7 +10,7 @@ from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.methods.sil import sil_phases
 from seqpart.planning.problem import Candidate, Part, Parts, Problem, buffers_of, exchange_bytes, largest_boundary
-from seqpart.planning.simulator import PredictedStep, Resources, simulate, slot_sizes
+from seqpart.planning.simulator import PredictedStep, Resources, simulate
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind, Verb
 
@@ -173,8 +173,7 @@ def predict(
     speeds = replace(problem.speeds, computing_share=COMPUTING_SHARE) if resources.keeps_heap else problem.speeds
     walked, predicted_steps, _ = simulate(phases, costs, speeds, resources)
     if resources.keeps_heap:
-        work = _work_on_heap(problem, candidate, walked, predicted_steps, len(parts))
-        candidate = replace(candidate, heap=_slots_on_heap(candidate) + work)
+        candidate = replace(candidate, heap=_heap(problem, predicted_steps, len(parts)))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
     seconds = _seconds(predicted_steps, len(parts), problem.contention)
     return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
@@ -228,40 +227,28 @@ def with_heap(problem: Problem, candidate: Candidate, available: int) -> Candida
     if not problem.may_keep_heap:
         return candidate
     simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
-    heap = _slots_on_heap(candidate) + max(_work_on_heap(problem, *one, len(candidate.parts)) for one in simulated)
+    heap = max(_heap(problem, predicted_steps, len(candidate.parts)) for _, _, predicted_steps in simulated)
     kept = replace(candidate, heap=heap, resources=replace(candidate.resources, keeps_heap=True))
-    return kept if _with_heap(problem, kept) <= available else candidate
+    alone = [peaks_by_partition(problem, replace(one, heap=heap), walked, steps) for one, walked, steps in simulated]
+    return kept if max(peak for (peak,) in alone) <= available else candidate
 
 
-def _work_on_heap(
-    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep], partitions: int
-) -> int:
-    """Bytes of a heap that has room for the work of all steps, and for buffers. partitions: that share it."""
-    buffers = max(_buffers(problem, candidate, phase) for phase in phases)  # made anew in every phase, so they leave holes too
+def _heap(problem: Problem, predicted_steps: Sequence[PredictedStep], partitions: int) -> int:
+    """Bytes of a heap that has room for the work of all steps. partitions: that share it."""
     alive = max(predicted.peak - predicted.slots for predicted in predicted_steps)
-    return heap_for(alive + buffers, several=partitions > 1) + problem.growth
-
-
-def _slots_on_heap(candidate: Candidate) -> int:
-    return sum(slot_sizes([cost for _, _, cost in candidate.parts], candidate.resources))
-
-
-def _with_heap(problem: Problem, candidate: Candidate) -> int:
-    """Peak of the whole process, where the heap of `candidate` is kept."""
-    return problem.peak(candidate.heap - problem.growth)  # which lies on the heap, too
+    return heap_for(alive, several=partitions > 1) + problem.growth
 
 
 def peaks_by_partition(
     problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
 ) -> list[int]:
     """Of the whole process or device, while each partition works. A heap that is kept is there from the first step on."""
-    if candidate.heap:
-        return [_with_heap(problem, candidate)] * len(candidate.parts)
     peaks = [0] * len(candidate.parts)
     buffers = [_buffers(problem, candidate, phase) for phase in phases]
     for predicted in predicted_steps:
         p = predicted.step.partition
-        peaks[p] = max(peaks[p], predicted.peak + buffers[predicted.step.phase])
+        work = predicted.slots + candidate.heap - problem.growth if candidate.heap else predicted.peak
+        peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
     return [problem.peak(peak) for peak in peaks]
 
 

@@ -56,13 +56,6 @@ class Resources:
         return self.slots + len(self.stays)
 
 
-def slot_sizes(partitions: Sequence[PartitionCost], resources: Resources) -> list[int]:
-    """Bytes of every slot, those of partitions that stay among them."""
-    own = [partitions[p].slot for p in resources.stays]
-    shared = (part.slot_bytes(resources.gradients_room) for p, part in enumerate(partitions) if p not in resources.stays)
-    return own + sorted(shared, reverse=True)[: resources.slots]
-
-
 class Simulator:
     """Takes the steps of a schedule one by one. A single slot grows to its largest partition so far and never shrinks."""
 
@@ -71,8 +64,12 @@ class Simulator:
     ) -> None:
         self._phases, self._partitions, self._speeds = phases, partitions, speeds
         self._resources = resources = resources or Resources()
+        gradients = resources.gradients_room
+        shared = sorted(
+            (part.slot_bytes(gradients) for p, part in enumerate(partitions) if p not in resources.stays), reverse=True
+        )
         self._own = sum(partitions[p].slot for p in resources.stays)
-        self._shared = sum(slot_sizes(partitions, resources)) - self._own if resources.slots > 1 else 0
+        self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
         self._held: dict[tuple[str, int, int], int] = {}
         """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries between partitions, kept graphs."""
         self._sum = 0
