@@ -24,7 +24,7 @@ def test_running_statistics_are_not_applied_twice_when_an_update_is_done_again(t
         def forward(self, x):
             if type(x) is torch.Tensor and self.training:
                 self.calls += 1
-                if self.calls == self.at:
+                if self.calls and self.calls in (self.at, 2 * self.at):  # without the heap that was kept it fails once more
                     raise MemoryError
             return self.linear(x)
 

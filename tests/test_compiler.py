@@ -93,7 +93,7 @@ def said(cwd, code):
     "runs",
     [
         ['mlp(), method="sil"', 'mlp(), method="sil", objective="mse"',
-         'mlp(), method="sil", recovery_epochs=1, partitions="3"'],
+         'mlp(), method="sil", recovery_epochs=1, partitions=3'],
         ['mlp(), method="streamed", clip_grad_norm=1.0, lr_schedule="cosine"',
          'mlp(), method="checkpointed", optimizer="adamw"'],
         ['mlp(), method="full", dtype="bf16", optimizer="sgd", momentum=0.9',
@@ -113,7 +113,7 @@ def test_no_run_loads_the_compiler(tmp_path, runs):
     "run", ["mlp(Checkpointed)", "mlp(Compiled)", "mlp(), optimizer=lambda parameters: Breaking(parameters, lr=0.1)"]
 )
 def test_what_needs_the_compiler_has_it_before_the_plan_is_made_and_keeps_its_limit(tmp_path, run):
-    at_end, at_measurement = said(tmp_path, f'fitted({run}, method="streamed", partitions="3")')
+    at_end, at_measurement = said(tmp_path, f'fitted({run}, method="streamed", partitions=3)')
     assert "torch._dynamo" in at_end
     assert at_measurement == at_end
 

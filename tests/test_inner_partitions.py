@@ -117,7 +117,7 @@ def test_after_a_failed_allocation_no_labels_of_before_are_kept(made, tmp_path, 
     def failing(self, output, labels):
         if type(output) is torch.Tensor:
             counts.append(len(made[1]))
-            if len(counts) == 2:
+            if len(counts) in (2, 3):  # without the heap that was kept it fails once more
                 raise MemoryError
         return real(self, output, labels)
 

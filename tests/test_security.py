@@ -30,8 +30,8 @@ ATTRIBUTES = {
     ("hub", "load"), ("os", "system"), ("os", "popen"), ("os", "execv"), ("os", "execve"), ("os", "spawnv"),
     ("builtins", "eval"),
 }  # fmt: skip
-IMPORTS_BY_NAME = {"zoo.loading"}
-"""Where the user's own `package.module:function` is imported, as the command line names it."""
+IMPORTS_BY_NAME = {"zoo.loading", "memory.compiler"}
+"""Where the user's own `package.module:function` is imported, as the command line names it; and torch's own compiler."""
 
 
 def dangers(tree, module):

@@ -248,7 +248,7 @@ def test_a_check_that_does_not_notice_a_wrong_replay_says_that_it_is_blind(monke
     ("options", "words"),
     [
         ({"method": "sil"}, 'method="sil" is approximate'),
-        ({"method": "full"}, "full is what the others are compared with"),
+        ({"method": "full"}, "is what the others are compared with"),
         ({"method": "auto"}, "as one partition, which is full training already"),
         ({"method": "streamed", "reference": "streamed"}, 'reference="streamed" is what is to be verified'),
         ({"reference": "sil"}, "reference: expected one of full, checkpointed, streamed; found 'sil'"),
