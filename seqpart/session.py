@@ -217,6 +217,7 @@ class Session:
                 continue
             failed, position, metrics = self._run_stage(stage, position, metrics, thread)
             if failed is not None:
+                self._sampler.known = max(self._sampler.known, self._prepared.plan.peak)  # of a plan that another replaces
                 self._saving.obey(position, metrics or Metrics())
                 if stage.heap:
                     self._return_heap(*failed)

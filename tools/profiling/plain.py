@@ -6,7 +6,7 @@ order, and nothing of how seqpart trains: no executor, no plan, no limit. PyTorc
 
 import os
 
-os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # importing seqpart would turn it on
+os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # as it is for seqpart
 import torch  # noqa: I001 (before seqpart, whose settings for OpenMP this program must not have)
 
 import resource
