@@ -110,12 +110,13 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     import torch
 
     from seqpart.costs.blocks import measure_chain
+    from seqpart.costs.partition import slot_bytes
     from seqpart.execution.partition import Partition
     from seqpart.execution.slots import Slot, at_once
     from seqpart.files.direct import probe_disk
     from seqpart.memory.device import open_device
     from seqpart.model.blocks import as_chain, tensors_of
-    from seqpart.model.optimizers import choose, slot_bytes
+    from seqpart.model.optimizers import choose
     from seqpart.offload.store import Store
     from seqpart.zoo.models import ResidualBlock
 
