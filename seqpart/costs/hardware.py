@@ -11,6 +11,7 @@ from seqpart.costs.partition import PartitionCost
 from seqpart.files.direct import probe_disk
 from seqpart.memory.compiler import take_step
 from seqpart.memory.device import Device
+from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.model.optimizers import Optimizer
 
 
@@ -23,15 +24,16 @@ class Speeds:
     """Parameters updated."""
     read: float
     write: float
-    computing_share: float = 1.0
-    """Of the seconds that blocks took when they were tried: less where the heap is kept."""
 
-    def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
-        """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows."""
+    def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int, keeps_heap: bool = False) -> float:
+        """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows.
+
+        keeps_heap: memory stays for the tensors to come; it was returned when blocks were tried.
+        """
         timed = forward * cost.forward_seconds + backward * cost.backward_seconds
         counted = (forward + 2 * backward) * cost.row_flops / self.flops
         timed *= (rows + _HALF_RATE_ROWS) / (cost.rows + _HALF_RATE_ROWS)
-        return self.computing_share * (timed + counted * (rows + _HALF_RATE_ROWS))
+        return (COMPUTING_SHARE if keeps_heap else 1.0) * (timed + counted * (rows + _HALF_RATE_ROWS))
 
 
 _HALF_RATE_ROWS = 12

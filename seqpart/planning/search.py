@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from seqpart.memory.heap import COMPUTING_SHARE, heap_for
+from seqpart.memory.heap import heap_for
 from seqpart.memory.limit import limit_for
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
@@ -170,8 +170,7 @@ def predict(
     candidate = Candidate(micro_batch, parts, resources, keeps)
     phases = _phases(problem, method, candidate)
     costs = [part[2] for part in parts]
-    speeds = replace(problem.speeds, computing_share=COMPUTING_SHARE) if resources.keeps_heap else problem.speeds
-    walked, predicted_steps, _ = simulate(phases, costs, speeds, resources)
+    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
     if resources.keeps_heap:
         candidate = replace(candidate, heap=_heap(problem, predicted_steps, len(parts)))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))

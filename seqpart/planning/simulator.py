@@ -179,7 +179,7 @@ class Simulator:
                 self._free("boundary", p, step.micro_batch)
                 if p < phase.last:
                     self._hold("boundary", p + 1, step.micro_batch, part.output)
-            computing = self._speeds.computing(part, rows, forward=1, backward=0)
+            computing = self._computing(part, rows, forward=1, backward=0)
             seconds = max(computing, read / self._speeds.read) + written / self._speeds.write
             if p == phase.last and phase.span(step.micro_batch).stop == phase.rows:
                 self._position = Position(step.phase + 1)
@@ -196,7 +196,7 @@ class Simulator:
             self._free("boundary", p, step.micro_batch)
         if p == phase.last:
             self._free("labels", 0, step.micro_batch)
-        return peak, read, 0, max(self._speeds.computing(part, rows, forward=1, backward=0), read / self._speeds.read)
+        return peak, read, 0, max(self._computing(part, rows, forward=1, backward=0), read / self._speeds.read)
 
     def _backward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         phase, p, m, rows = self._phases[step.phase], step.partition, step.micro_batch, self._rows(step)
@@ -219,8 +219,12 @@ class Simulator:
         if p == phase.lowest:
             self._free("boundary", p, m)
             self._free("tied", 0, m)
-        seconds = self._speeds.computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
+        seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
         return peak, read, 0, max(seconds, read / self._speeds.read)
+
+    def _computing(self, part: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
+        keeps_heap = self._resources.keeps_heap
+        return self._speeds.computing(part, rows, forward=forward, backward=backward, keeps_heap=keeps_heap)
 
     def _hold(self, kind: str, p: int, m: int, nbytes: int) -> None:
         if self._resources.boundary_tier == "device":
