@@ -291,15 +291,9 @@ class Session:
 
     def _return_heap(self, text: str, executor: Executor) -> None:
         """Its holes were more than the plan had room for: go on with the same micro-batch, without them."""
-        plan, self._preparation.may_keep_heap = self._prepared.plan, False
+        self._preparation.may_keep_heap = False
         micro_batch = max(stage.micro_batch for stage in self._prepared.stages)
-        self._preparation.methods = (self._prepared.method,)
-        self._prepared = self._preparation.prepare(micro_batch=micro_batch, starts=plan.starts)
-        self._reporter.record("allocation failed", step=str(executor.step), micro_batch=micro_batch, text=text)
-        self._reporter.say(
-            f"an allocation failed in {executor.step} inside the limit; going on from the last finished update; from now on "
-            "memory leaves the process as soon as it is free"
-        )
+        self._plan_anew(text, executor, micro_batch, "; from now on memory leaves the process as soon as it is free")
 
     def _halve_micro_batch(self, text: str, executor: Executor) -> None:
         plan = self._prepared.plan
@@ -311,18 +305,21 @@ class Session:
                 f"memory ran out in {executor.step} at micro-batch 1, inside the limit of {format_size(plan.limit)}: {text}. "
                 f"Give more than {format_limit(plan.limit)}, or cut finer with --partitions {len(plan.partitions) + 1}."
             )
-        self._preparation.methods = (self._prepared.method,)  # another one has other phases, and the position counts these
         try:
-            self._prepared = self._preparation.prepare(micro_batch=largest // 2, starts=plan.starts)
+            self._plan_anew(text, executor, largest // 2, f" with micro-batch {largest // 2} instead of {largest}")
         except (ModelError, DataError) as error:  # as BatchNorm says of a single row
             raise OutOfMemory(
                 f"memory ran out in {executor.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
                 f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
             ) from error
-        self._reporter.record("allocation failed", step=str(executor.step), micro_batch=largest // 2, text=text)
+
+    def _plan_anew(self, text: str, executor: Executor, micro_batch: int, how: str) -> None:
+        """Behind a failed allocation. The method stays: another one has other phases, and the position counts these."""
+        self._preparation.methods = (self._prepared.method,)
+        self._prepared = self._preparation.prepare(micro_batch=micro_batch, starts=self._prepared.plan.starts)
+        self._reporter.record("allocation failed", step=str(executor.step), micro_batch=micro_batch, text=text)
         self._reporter.say(
-            f"an allocation failed in {executor.step} inside the limit; going on from the last finished update with "
-            f"micro-batch {largest // 2} instead of {largest}"
+            f"an allocation failed in {executor.step} inside the limit; going on from the last finished update{how}"
         )
 
     def _listen(self, event: Event) -> None:

@@ -23,7 +23,7 @@ from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Build, describe
 from seqpart.planning.inputs import limit_of
 from seqpart.planning.plan import Plan
-from seqpart.planning.preparation import Preparation
+from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
 from seqpart.session import BeforeUpdate, Session
@@ -136,11 +136,7 @@ class Trainer:
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse)))
-            sampler.hold(preparation.limit)
-            prepared = resumed.planned(preparation) if resumed is not None else preparation.planned()
-            if self.device.kind == "cpu":
-                sampler.heed(preparation.trials.peak)
-            sampler.known = sampler.peak
+            prepared = self._planned(preparation, sampler, resumed)
             run = Session(
                 preparation, prepared, reporter, sampler, stack, resumed=resumed, job=job, before_update=before_update
             )
@@ -169,17 +165,22 @@ class Trainer:
                 final_loss=self._loss, folder=folder,
             )  # fmt: skip
             stack.enter_context(closing(preparation))
-            sampler.hold(preparation.limit)
-            prepared = preparation.planned()
-            if self.device.kind == "cpu":
-                sampler.heed(preparation.trials.peak)
-            sampler.known = sampler.peak
+            prepared = self._planned(preparation, sampler)
             reporter.plan(prepared.plan)
             found = EvaluationSession(preparation, prepared, sampler, stack, self._trained).evaluated()
             accuracy = "" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %, "
             reporter.say(f"evaluation of {split.count} rows: {accuracy}loss {found.loss:.4f}")
             reporter.proof(found.proof)
         return found
+
+    def _planned(self, preparation: Preparation, sampler: Sampler, resumed: ResumePoint | None = None) -> Prepared:
+        """The plan, made under the limit: what that took counts, and is no matter of the plan's own prediction."""
+        sampler.hold(preparation.limit)
+        prepared = resumed.planned(preparation) if resumed is not None else preparation.planned()
+        if self.device.kind == "cpu":
+            sampler.heed(preparation.trials.peak)
+        sampler.known = sampler.peak
+        return prepared
 
     def _begun(self, stack: ExitStack, reporter: Reporter) -> Sampler:
         """What watches the memory of a run, which `stack` ends."""

@@ -12,6 +12,7 @@ from seqpart.errors import OptionError
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
+from seqpart.values import flag_of
 
 FREE = {"mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size"}
 """Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
@@ -84,7 +85,7 @@ def refuse_fixed(
     if not fixed:
         return
     said = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
-    may = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(Settings) if field.name in TUNED)
+    may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in TUNED)
     raise OptionError(
         f"--resume: the run in {root} has other settings: {said}. Give the same, or start anew elsewhere. What may be changed: "
         f"{may}, limits and places."

@@ -91,10 +91,10 @@ def _touch(libc: ctypes.CDLL, nbytes: int) -> None:
     pieces = (ctypes.c_void_p * (nbytes // _PIECE))()
     try:
         for number in range(len(pieces)):
-            pieces[number] = libc.malloc(_PIECE)
-            if not pieces[number]:
+            piece = pieces[number] = libc.malloc(_PIECE)
+            if not piece:
                 raise MemoryError(f"no room for a heap of {nbytes} bytes")
-            ctypes.memset(pieces[number] or 0, 1, _PIECE)
+            ctypes.memset(piece, 1, _PIECE)
     finally:
         for piece in pieces:
             libc.free(piece)

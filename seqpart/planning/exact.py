@@ -75,14 +75,8 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
     heap = problem.may_keep_heap and saved.heap > 0
     stays = frozenset() if method.stays or not problem.may_stay else saved.stays - sharing(problem, parts)
     slots = len(parts) if method.stays else max(1, min(saved.slots, len(parts) - len(stays)))
-    return predict(
-        problem,
-        method,
-        micro_batch,
-        parts,
-        Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier, keeps_heap=heap),
-        saved.keeps,
-    )
+    resources = Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier, keeps_heap=heap)
+    return predict(problem, method, micro_batch, parts, resources, saved.keeps)
 
 
 def _variants(problem: Problem, method: Method, micro_batch: int, available: int) -> Iterator[Prediction]:

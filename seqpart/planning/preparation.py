@@ -30,6 +30,7 @@ from seqpart.planning.simulator import Resources, simulate
 from seqpart.schedule.phases import Phases
 from seqpart.settings import OF_SIL
 from seqpart.units import format_size, parse_size
+from seqpart.values import flag_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,7 +240,7 @@ class Preparation(Inputs):
         return found
 
     def _idle_options(self, count: int) -> list[str]:
-        given = [f"--{name.replace('_', '-')}" for name in OF_SIL if getattr(self.settings, name) is not None]
+        given = [flag_of(name) for name in OF_SIL if getattr(self.settings, name) is not None]
         if given and count == 1:
             return [f"without effect on one partition, which has the true loss: {', '.join(given)}"]
         spare = len(self.settings.prototype_scales) - max(1, count - 1)

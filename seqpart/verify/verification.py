@@ -36,6 +36,7 @@ from seqpart.schedule.steps import PhaseKind
 from seqpart.settings import Method
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
+from seqpart.values import flag_of
 from seqpart.verify.digests import Digests, Key
 from seqpart.verify.variant import Variant
 
@@ -332,7 +333,7 @@ _NOT_OURS = (
 def verified(arguments: Sequence[str]) -> None:
     """`seqpart verify ARGUMENTS`. Raises what `verify` raises."""
     job = options_of(VerifyJob, gathered(list(arguments), VerifyJob), "seqpart verify")
-    given = [f"--{name.replace('_', '-')}" for name in _NOT_OURS if getattr(job, name)]
+    given = [flag_of(name) for name in _NOT_OURS if getattr(job, name)]
     if given:
         raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
     reporter = Reporter(quiet=job.quiet)

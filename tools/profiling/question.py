@@ -83,7 +83,7 @@ def way_named(name: str) -> Way:
 
 def _refuse(job: Job, ways: tuple[Way, ...]) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(Job)}
-    given = [f"--{name.replace('_', '-')}" for name in _OWN if getattr(job, name) != defaults[name]]
+    given = [flag_of(name) for name in _OWN if getattr(job, name) != defaults[name]]
     if given:
         raise OptionError(f"{', '.join(given)}: goes with a single run. Leave it out (--methods says which ones are compared).")
     several = [name for name in _PER_PARTITION if isinstance(getattr(job, name), tuple)]
