@@ -1,101 +1,168 @@
 """Seconds per exact update against memory: `--method auto` from the smallest limit to that of plain training.
 
     python -m benchmarks.frontier                       S at batch 256 and 32, three rounds, about 40 minutes on 2 cores
-    python -m benchmarks.frontier S-32 --rounds 1       one of them
-    python -m benchmarks.frontier --picture             docs/frontier.png of what was measured
+    python -m benchmarks.frontier S-32 --rounds 1       one of the parts below
+    python -m benchmarks.frontier --all                 every part, three rounds: many hours, of which L takes most
+    python -m benchmarks.frontier T --limits 1GB,2GB --updates 5 --rounds 1 --try      a quick look, which is not kept
+    python -m benchmarks.frontier --picture             docs/frontier.png and the table of what was measured
+
+S-256, S-32, L-256, L-32  residual MLPs, by batch
+T                         a GPT of 151 million parameters at batch 8, as in benchmarks/peers
+R                         ResNet-50 with BatchNorm on 3 x 64 x 64 at batch 128
 
 The arms of a round run one after the other, each in a process of its own (benchmarks/streamed_arm.py): plain PyTorch, torch's
 checkpoint_sequential at several segment counts, and seqpart under ten limits. Ratios are to the plain loop of the same round.
+There is no save_on_cpu arm: without a GPU it copies saved tensors within the same memory, which saves none and costs time.
+File mappings are no arm here: their pages are counted and limited by a memory cgroup only, so benchmarks/peers measures them.
 Results: benchmarks/results/frontier-*.json
 """
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import frontier_report as report
+from benchmarks.peers.networks import BATCHES
 from benchmarks.record import load, save
-from benchmarks.streamed_arm import run_arm
-from benchmarks.streamed_networks import DEPTH, WIDTHS
+from benchmarks.streamed_arm import WARM_UP, run_arm
 
-LIMITS = {
-    "S-256": ("500MB", "620MB", "800MB", "1GB", "1.2GB", "1.4GB", "1.6GB", "1.8GB", "1.9GB", "2.1GB"),
-    "S-32": ("480MB", "620MB", "800MB", "1GB", "1.2GB", "1.4GB", "1.6GB", "1.8GB", "1.9GB", "2.1GB"),
-    "L-256": ("900MB", "1.2GB", "1.8GB", "2.5GB", "3.2GB", "4GB", "5GB", "6GB", "6.6GB", "7.4GB"),
-}
-SEGMENTS = (4, 8)
-UPDATES = {"S-256": 11, "S-32": 15, "L-256": 7}
+
+@dataclass(frozen=True)
+class Part:
+    network: str
+    """A name of benchmarks/frontier_networks.py."""
+    batch: int
+    updates: int
+    """Of a run, those of warm-up among them."""
+    segments: tuple[int, ...]
+    """Of checkpoint_sequential; the last of them, as many as there are blocks, checkpoints every block."""
+    limits: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.network}, batch {self.batch}"
+
+
+PARTS = {
+    "S-256": Part(
+        "S", 256, 11, (4, 8, 26),
+        ("375MB", "450MB", "600MB", "800MB", "1GB", "1.2GB", "1.4GB", "1.7GB", "1.9GB", "2.2GB"),
+    ),
+    "S-32": Part(
+        "S", 32, 15, (4, 8, 26),
+        ("355MB", "450MB", "600MB", "800MB", "1GB", "1.2GB", "1.4GB", "1.7GB", "1.9GB", "2.1GB"),
+    ),
+    "L-256": Part(
+        "L", 256, 7, (4, 8, 26),
+        ("605MB", "900MB", "1.4GB", "2GB", "2.8GB", "3.6GB", "4.5GB", "5.5GB", "6.5GB", "7.4GB"),
+    ),
+    "L-32": Part(
+        "L", 32, 9, (4, 8, 26),
+        ("565MB", "900MB", "1.4GB", "2GB", "2.8GB", "3.6GB", "4.5GB", "5.5GB", "6.3GB", "7GB"),
+    ),
+    "T": Part(
+        "T", BATCHES["T"], 7, (2, 4, 7, 14),
+        ("575MB", "700MB", "900MB", "1.2GB", "1.5GB", "1.9GB", "2.3GB", "2.8GB", "3.2GB", "3.7GB"),
+    ),
+    "R": Part(
+        "R", 128, 9, (2, 4, 9, 18),
+        ("680MB", "740MB", "800MB", "900MB", "1GB", "1.2GB", "1.4GB", "1.6GB", "1.8GB", "2.05GB"),
+    ),
+}  # fmt: skip
+DEFAULT = ("S-256", "S-32")
 FOLDER = Path("runs")
 """Where the homes lie while a run lasts: a real disk."""
-PICTURE = Path(__file__).parents[1] / "docs" / "frontier.png"
 
 
-def measured(part: str, rounds: int) -> dict[str, Any]:
+def arms_of(part: Part, limits: Sequence[str]) -> dict[str, tuple[object, ...]]:
+    """What to run, by name."""
     arms: dict[str, tuple[object, ...]] = {"plain": ("plain",)}
-    arms |= {f"checkpoint_sequential, {count} segments": ("plain", "--segments", count) for count in SEGMENTS}
-    arms |= {limit: ("streamed", "--method", "auto", "--limit", limit) for limit in LIMITS[part]}
-    network, batch = part.split("-")
-    common = ["--width", WIDTHS[network], "--depth", DEPTH, "--batch", batch, "--updates", UPDATES[part]]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for count in part.segments:
+        name = report.EVERY_BLOCK if count == part.segments[-1] else f"checkpoint_sequential, {count} segments"
+        arms[name] = ("plain", "--segments", count)
+    return arms | {limit: ("streamed", "--method", "auto", "--limit", limit) for limit in limits}
+
+
+def measured(name: str, rounds: int, limits: Sequence[str] = (), updates: int | None = None) -> dict[str, Any]:
+    part = PARTS[name]
+    arms = arms_of(part, limits or part.limits)
+    common = ["--network", part.network, "--batch", part.batch, "--updates", updates or part.updates]
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for number in range(rounds):
-        for name in arms if number % 2 == 0 else reversed(arms):
-            run = run_arm(str(arms[name][0]), *arms[name][1:], *common, folder=FOLDER)
-            runs[name].append(run)
-            print(f"  {part} round {number + 1}: {name:32} {run['median']:7.3f} s, {run['peak'] / 1e9:.3f} GB", flush=True)
-    return {name: _summary(found, runs["plain"]) for name, found in runs.items()}
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            run = _attempt(arms[arm], common)
+            runs[arm].append(run)
+            said = f"{run['median']:7.3f} s, {run['peak'] / 1e9:.3f} GB" if "failed" not in run else run["failed"]
+            print(f"  {name} round {number + 1}: {arm:34} {said}", flush=True)
+    return {arm: _summary(found, runs["plain"]) for arm, found in runs.items()}
+
+
+def _attempt(arm: tuple[object, ...], common: Sequence[object]) -> dict[str, Any]:
+    """An arm of seqpart that fails is noted and the others go on: its limit may not hold on this machine."""
+    try:
+        return run_arm(str(arm[0]), *arm[1:], *common, folder=FOLDER)
+    except RuntimeError as failure:
+        if arm[0] == "plain":
+            raise
+        return {"failed": str(failure).splitlines()[-1]}
 
 
 def _summary(found: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    if failed := [one for one in found if "failed" in one]:
+        return {**failed[0], "runs": found}
     ratio = median(one["median"] / base["median"] for one, base in zip(found, plain, strict=True))
     seconds, peak = median(one["median"] for one in found), max(one["peak"] for one in found)
     return {"to plain": round(ratio, 3), "seconds": seconds, "peak": peak, "runs": found}
 
 
-def table(part: str, points: dict[str, Any]) -> str:
-    lines = [f"{part}: {'arm':32} {'peak':>9} {'s/update':>9} {'x plain':>8}  plan"]
-    for name, point in points.items():
-        run = point["runs"][0]
-        plan = f"{run['method']}, {run['partitions']} partitions, {len(run['stays'])} stay" if "method" in run else ""
-        lines.append(f"  {name:37} {point['peak'] / 1e6:6.0f} MB {point['seconds']:9.3f} {point['to plain']:8.2f}  {plan}")
-    return "\n".join(lines)
+def peers_of(part: Part, known: dict[str, Any]) -> dict[str, Any]:
+    """What benchmarks/peers found on the same network, where it took the same batch."""
+    found: dict[str, Any] = known.get(part.network, {}) if BATCHES.get(part.network) == part.batch else {}
+    return found
 
 
-def picture(result: dict[str, Any]) -> None:
-    from matplotlib.figure import Figure
+def show(result: dict[str, Any], path: Path | None = None) -> None:
+    """Tables of all parts in `result`, and their picture at `path`."""
+    known = load("peers")
+    parts = {name: (PARTS[name].title, result[name], peers_of(PARTS[name], known)) for name in PARTS if name in result}
+    for name, (_, points, found) in parts.items():
+        print(report.table(name, points, found))
+    if path and parts:
+        report.picture(parts, path)
 
-    figure = Figure(figsize=(5.2 * len(result), 4), layout="constrained")
-    for place, (part, points) in enumerate(result.items()):
-        axes = figure.add_subplot(1, len(result), place + 1)
-        ours = [(p["peak"] / 1e9, p["to plain"]) for name, p in points.items() if name in LIMITS[part]]
-        axes.plot(*zip(*ours, strict=True), "o-", color="#1f5f99", label="seqpart --method auto")
-        others = [(p["peak"] / 1e9, p["to plain"]) for name, p in points.items() if name.startswith("checkpoint")]
-        axes.plot(*zip(*others, strict=True), "s", color="#b3541e", label="checkpoint_sequential")
-        axes.plot(points["plain"]["peak"] / 1e9, 1, "D", color="#444444", label="plain PyTorch")
-        network, batch = part.split("-")
-        axes.set(title=f"{network}, batch {batch}", xlabel="measured peak of the process, GB", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        if not place:
-            axes.set_ylabel("seconds per update, in those of plain PyTorch")
-            axes.legend(frameon=False)
-    figure.savefig(PICTURE, dpi=130)
-    print(f"  {PICTURE.relative_to(Path.cwd()) if PICTURE.is_relative_to(Path.cwd()) else PICTURE}")
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)} (default: {' '.join(DEFAULT)})")
+    parser.add_argument("--all", action="store_true", help="every part")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limits", default="", help="instead of the part's own: some, with commas between")
+    parser.add_argument("--updates", type=int, help=f"of a run, {WARM_UP} of warm-up among them (default: the part's)")
+    parser.add_argument("--try", action="store_true", dest="trial", help="keep nothing, and draw nothing")
+    parser.add_argument("--picture", action="store_true", help="only show what was measured")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - PARTS.keys():
+        parser.error(f"unknown parts {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
+    if (options.limits or options.updates) and not options.trial:
+        parser.error("--limits and --updates need --try: what is kept is measured alike")
+    if options.updates is not None and options.updates <= WARM_UP + 1:
+        parser.error(f"--updates: expected more than {WARM_UP + 1}")
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(LIMITS)} (default: S-256 S-32)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--picture", action="store_true", help="only draw what was measured")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - LIMITS.keys():
-        parser.error(f"unknown parts {', '.join(unknown)}: expected some of {', '.join(LIMITS)}")
-    result = load("frontier")
+    options = arguments()
+    result = {} if options.trial else load("frontier")
     FOLDER.mkdir(exist_ok=True)
-    for part in [] if arguments.picture else arguments.parts or ["S-256", "S-32"]:
-        result[part] = measured(part, arguments.rounds)
-        print(table(part, result[part]))
-        print(f"  {save('frontier', result)}")
-    picture(result)
+    wanted = list(PARTS) if options.all else options.parts or list(DEFAULT)
+    for name in [] if options.picture else wanted:
+        result[name] = measured(name, options.rounds, options.limits.split(",") if options.limits else (), options.updates)
+        if not options.trial:
+            print(f"  {save('frontier', result)}")
+    show(result, None if options.trial else report.PICTURE)
 
 
 if __name__ == "__main__":

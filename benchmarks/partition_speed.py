@@ -30,7 +30,7 @@ def seqpart_worker(folder: Path) -> None:
     import torch
 
     from seqpart import Trainer
-    from seqpart.execution.executor import PhaseDone
+    from seqpart.execution.events import PhaseDone
     from seqpart.report.reporter import Reporter
     from seqpart.schedule.steps import PhaseKind
     from seqpart.zoo.models import mlp

@@ -16,7 +16,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.data.splits import as_split
-from seqpart.execution.compute import PhaseDone
+from seqpart.execution.events import PhaseDone
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import PhaseKind
 from seqpart.zoo import datasets

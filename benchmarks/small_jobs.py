@@ -82,7 +82,7 @@ def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
     from seqpart import Trainer  # before torch: then it has the settings that seqpart gives it
     import torch  # isort: skip
 
-    from seqpart.execution.compute import PhaseBegun, PhaseDone
+    from seqpart.execution.events import PhaseBegun, PhaseDone
     from seqpart.report.reporter import Reporter
     from seqpart.schedule.steps import PhaseKind
 

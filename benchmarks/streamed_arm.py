@@ -23,44 +23,58 @@ from benchmarks import children
 WARM_UP = 3
 """Updates that are not timed: first touches, state that is not at home yet."""
 SETTLED, SMALL = 120, 4 << 20
+RATE, SEED = 1e-4, 0
 
 
-def rows(count: int) -> tuple[Any, Any]:
-    """Real digits, repeated until there are `count` of them, so that every update is whole."""
+def blocks_of(arguments: argparse.Namespace) -> list[Any]:
+    from benchmarks import frontier_networks, streamed_networks
+
+    if arguments.network:
+        return frontier_networks.blocks_of(arguments.network)
+    return streamed_networks.network(arguments.width, arguments.depth)
+
+
+def rows(network: str, count: int) -> tuple[Any, Any]:
+    """`count` rows from real digits, repeated where there are too few, so that every update is whole."""
     import torch
 
+    from benchmarks.frontier_networks import rows_of
     from seqpart.zoo.datasets import _digits_table  # a file of numbers, read without scikit-learn's 57 MB
 
     table = torch.from_numpy(_digits_table())
-    table = table[torch.arange(count) % len(table)]
-    return (table[:, :64] / 16).to(torch.float32), table[:, 64].to(torch.int64)
+    x, y = rows_of(network, table[:, :64], table[:, 64])
+    picked = torch.arange(count) % len(x)
+    return x[picked], y[picked]
 
 
-def plain(width: int, depth: int, batch: int, updates: int, segments: int | None = None) -> dict[str, Any]:
+def plain(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
-    import torch.nn.functional as F
     from sklearn.datasets import load_digits
     from torch.utils.checkpoint import checkpoint_sequential
 
-    from benchmarks.streamed_networks import network
+    from benchmarks.frontier_networks import rows_of
+    from benchmarks.peers.networks import build_all, mean_loss
 
     digits = load_digits()
-    x = (torch.from_numpy(digits.data) / 16).to(torch.float32)
-    y = torch.from_numpy(digits.target).to(torch.int64)
-    model = torch.nn.Sequential(*[block() for block in network(width, depth)])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    took, used = [], Used()
-    for number in range(updates):
+    x, y = rows_of(arguments.network or "", torch.from_numpy(digits.data), torch.from_numpy(digits.target))
+    model = torch.nn.Sequential(*build_all(blocks_of(arguments), SEED))
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+    batch, segments = arguments.batch, arguments.segments
+    took, losses, used = [], [], Used()
+    for number in range(arguments.updates):
         if number == WARM_UP:
             used = Used()
         began = time.perf_counter()
         picked = torch.arange(number * batch, (number + 1) * batch) % len(x)
         output = model(x[picked]) if not segments else checkpoint_sequential(model, segments, x[picked], use_reentrant=False)
-        F.cross_entropy(output, y[picked]).backward()
+        loss = mean_loss(output, y[picked])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
         took.append(time.perf_counter() - began)
-    return {"seconds": took[WARM_UP:], **used.per_update(Used(), updates - WARM_UP), "peak": peak_anonymous()}
+    used_by = used.per_update(Used(), arguments.updates - WARM_UP)
+    return {"seconds": took[WARM_UP:], **used_by, "peak": peak_anonymous(), "loss": sum(losses) / len(losses)}
 
 
 class Used:
@@ -85,9 +99,9 @@ def _status() -> list[str]:
 
 
 def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.streamed_networks import network
+    from benchmarks.peers.networks import mean_loss
     from seqpart import Trainer
-    from seqpart.execution.executor import StepDone
+    from seqpart.execution.events import StepDone
     from seqpart.report.reporter import Reporter
     from seqpart.schedule.steps import PhaseKind, Verb
 
@@ -115,14 +129,15 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.arm != "streamed":
         idle(arguments.arm)
     watch = Watch()
-    x, y = rows(arguments.batch * arguments.updates)
+    x, y = rows(arguments.network or "", arguments.batch * arguments.updates)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         options = {"micro_batch_size": arguments.batch} if not arguments.any_micro_batch else {}
         if arguments.partitions:
             options["partitions"] = arguments.partitions
         result = Trainer(
-            network(arguments.width, arguments.depth), mem_limit=arguments.limit, method=arguments.method, epochs=1,
-            batch_size=arguments.batch, lr=1e-4, shuffle=False, output_dir=Path(folder) / "run", save_every="never",
+            blocks_of(arguments), mean_loss if arguments.network == "T" else None,
+            mem_limit=arguments.limit, method=arguments.method, epochs=1,
+            batch_size=arguments.batch, lr=RATE, seed=SEED, shuffle=False, output_dir=Path(folder) / "run", save_every="never",
             **options,
         ).fit((x, y), (x[:256], y[:256]), reporter=watch)  # fmt: skip
     ends = watch.ends[WARM_UP - 1 :]
@@ -130,10 +145,11 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": [after - before for before, after in itertools.pairwise(ends)],
         **watch.used[WARM_UP - 1].per_update(watch.used[-1], len(ends) - 1),
-        "peak": result.proof.peak, "predicted": plan.peak, "predicted seconds": plan.seconds, "method": plan.method,
+        "peak": result.proof.peak, "predicted": plan.peak, "predicted seconds": plan.update_seconds, "method": plan.method,
+        "loss": result.train_losses[-1],
         "violations": result.proof.violations, "runtime": plan.runtime,
         "partitions": len(plan.partitions), "slots": plan.slots, "boundary_tier": plan.boundary_tier,
-        "stays": sorted(plan.stays), "keeps": sorted(plan.keeps),
+        "stays": sorted(plan.stays), "keeps": sorted(plan.keeps), "offloads": sorted(plan.offloads),
         "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,
         "verbs": {name: round(seconds / max(1, len(ends) - 1), 4) for name, seconds in watch.verbs.items()},
     }  # fmt: skip
@@ -204,7 +220,9 @@ def run_arm(name: str, *options: object, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arm", choices=["plain", "streamed", "compute", "io"])
-    parser.add_argument("--width", type=int, required=True)
+    network = parser.add_mutually_exclusive_group(required=True)
+    network.add_argument("--width", type=int, help="of a residual MLP of --depth blocks")
+    network.add_argument("--network", help="one of benchmarks/frontier_networks.py")
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--updates", type=int, default=10)
@@ -216,10 +234,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
-    if arguments.arm == "plain":
-        found = plain(arguments.width, arguments.depth, arguments.batch, arguments.updates, arguments.segments)
-    else:
-        found = streamed(arguments)
+    found = plain(arguments) if arguments.arm == "plain" else streamed(arguments)
     found["median"] = median(found["seconds"])
     print(json.dumps(found), file=sys.stdout if not arguments.verbose else sys.stderr)
 

@@ -1,18 +1,9 @@
 """An evaluation: a run whose phases are passes over the test rows, which leaves no files."""
 
-import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
-from seqpart.checkpoint.export import import_weights
-from seqpart.data.reader import ReaderThread
-from seqpart.memory.sampler import Sampler
-from seqpart.methods.exact import EVALUATION
-from seqpart.planning.preparation import Preparation, Prepared
-from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation
-from seqpart.session import Session
+from seqpart.session.session import Session
 from seqpart.settings import Settings, values_of
 
 
@@ -30,46 +21,15 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path) -> Settings
     )  # fmt: skip
 
 
-class EvaluationInputs(Preparation):
-    """A plan whose phases are those of an evaluation."""
-
-    learns = False
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.methods = (EVALUATION,)
-
-
-class _Done(Exception):
-    """The rows have been judged: nothing is to be written."""
-
-
-class EvaluationSession(Session):
-    """A run that ends behind its last phase, leaves no results and gives the modules back as they came.
+def evaluated(session: Session, weights: Path | None) -> Evaluation:
+    """What `session` finds: a run without results, after which modules are as they came.
 
     weights: the file that blocks from factories take their tensors from; None: as the factories make them.
     """
-
-    def __init__(
-        self, preparation: Preparation, prepared: Prepared, sampler: Sampler, stack: ExitStack, weights: Path | None
-    ) -> None:
-        silent = Reporter(quiet=True)
-        stack.callback(silent.close)
-        super().__init__(preparation, prepared, silent, sampler, stack, resumed=None, job=None, before_update=None)
-        self._weights = weights
-
-    def evaluated(self) -> Evaluation:
-        with suppress(_Done):
-            self.carry_out(time.perf_counter())
-        assert self._test is not None
-        loss, accuracy = self._test
-        return Evaluation(loss=loss, accuracy=accuracy, proof=self._proof())
-
-    def _build_homes(self, *, keep: bool) -> None:
-        super()._build_homes(keep=keep)
-        if self._weights is not None:
-            import_weights(self._weights, self._prepared.chain, self._prepared.costs, self._store)
-
-    def _run_stages(self, thread: ReaderThread) -> None:
-        super()._run_stages(thread)
-        raise _Done
+    with session.limited(), session.interrupts:
+        if weights is not None:
+            session.homes.take(weights)
+        session.run_stages()
+    assert session.test is not None
+    loss, accuracy = session.test
+    return Evaluation(loss=loss, accuracy=accuracy, proof=session.proof())

@@ -6,24 +6,21 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from pathlib import Path
 
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
-from seqpart.cli.job import Job, opened
+from seqpart.cli.job import Job, opened, saved_plan
 from seqpart.errors import Interrupted, OptionError, SeqpartError
 from seqpart.files.atomic import write_text
-from seqpart.files.text import read_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.device import Device
 from seqpart.memory.limit import told
-from seqpart.planning.plan import Plan
-from seqpart.planning.preparation import refuse_small_disk
 from seqpart.report.output import lasting_output
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
 from seqpart.schedule.steps import steps_of, to_text
-from seqpart.verify.verification import verified
+from seqpart.session.places import refuse_small_disk
+from seqpart.verify.command import verified
 
 PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130
@@ -101,18 +98,15 @@ def _origin(error: SystemExit) -> str | None:
 def _train(arguments: list[str], *, alone: bool) -> None:
     """alone: this process does nothing else."""
     job = options_of(Job, arguments, PROGRAM)
-    if job.plan and (job.partitions != "auto" or job.micro_batch_size is not None):
-        raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
     if job.resume and (job.plan or job.dry_run or job.plan_out or job.overwrite or job.output_dir):
         raise OptionError("--resume: leave --plan, --plan-out, --dry-run, --overwrite and --output-dir out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
-    reporter = Reporter(quiet=job.quiet)
+    reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet)
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)
     with told(Device(), "the data and the model were read"):
         job, trainer, train, test = opened(job, reporter, alone=alone)
-    reuse = _saved_plan(job.plan) if job.plan else None
     if job.print_schedule or job.plan_out or job.dry_run:
         with closing(trainer.prepare(train, test, reuse=reuse, dry=job.dry_run)) as preparation:
             prepared = preparation.planned()
@@ -126,16 +120,6 @@ def _train(arguments: list[str], *, alone: bool) -> None:
             reporter.say(to_text(steps, prepared.phases) + " ...")
     if not job.dry_run:
         trainer.fit(train, test, reuse=reuse, resume=job.resume, reporter=reporter, job=kept_options(job))
-
-
-def _saved_plan(path: Path) -> Plan:
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise OptionError(f"--plan: cannot read {path}: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise OptionError(f"--plan: cannot read {path}: {error}.") from None
-    return Plan.from_json(text, str(path))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,7 +13,7 @@ import torch
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.data.splits import as_split, first_rows
 from seqpart.errors import OptionError
-from seqpart.evaluation import EvaluationInputs, EvaluationSession, evaluation_settings
+from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
 from seqpart.memory.device import open_device
@@ -19,6 +21,7 @@ from seqpart.memory.limit import told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage, highest
+from seqpart.methods.exact import EVALUATION
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Build, describe
 from seqpart.planning.inputs import limit_of
@@ -26,7 +29,9 @@ from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
-from seqpart.session import BeforeUpdate, Session
+from seqpart.session.fitting import carry_out
+from seqpart.session.observer import BeforeUpdate, Observer
+from seqpart.session.session import Session
 from seqpart.settings import Options, Settings, values_of
 
 __all__ = ["Result", "Trainer"]
@@ -136,11 +141,11 @@ class Trainer:
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse)))
-            prepared = self._planned(preparation, sampler, resumed)
-            run = Session(
-                preparation, prepared, reporter, sampler, stack, resumed=resumed, job=job, before_update=before_update
-            )
-            result = run.carry_out(began)
+            plan = partial(resumed.planned, preparation) if resumed is not None else preparation.planned
+            prepared = self._planned(preparation, sampler, plan)
+            observer = Observer() if before_update is None else Observer(before_update=before_update)
+            run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
+            result = carry_out(run, began)
         self._trained = result.weights
         return result
 
@@ -160,23 +165,25 @@ class Trainer:
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))
             settings = evaluation_settings(self.settings, split.count, folder)
             stack.enter_context(told(self.device, "the evaluation was planned, begun or ended"))
-            preparation = EvaluationInputs(
+            preparation = Preparation(
                 self.model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                final_loss=self._loss, folder=folder,
+                final_loss=self._loss, folder=folder, learns=False,
             )  # fmt: skip
             stack.enter_context(closing(preparation))
-            prepared = self._planned(preparation, sampler)
+            request = replace(preparation.request, methods=(EVALUATION,))
+            prepared = self._planned(preparation, sampler, lambda: preparation.planned(request))
             reporter.plan(prepared.plan)
-            found = EvaluationSession(preparation, prepared, sampler, stack, self._trained).evaluated()
+            silent = stack.enter_context(closing(Reporter(quiet=True)))
+            found = evaluated(Session(preparation, prepared, silent, sampler, stack), self._trained)
             accuracy = "" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %, "
             reporter.say(f"evaluation of {split.count} rows: {accuracy}loss {found.loss:.4f}")
             reporter.proof(found.proof)
         return found
 
-    def _planned(self, preparation: Preparation, sampler: Sampler, resumed: ResumePoint | None = None) -> Prepared:
-        """The plan, made under the limit: what that took counts, and is no matter of the plan's own prediction."""
+    def _planned(self, preparation: Preparation, sampler: Sampler, plan: Callable[[], Prepared]) -> Prepared:
+        """What `plan` makes, under the limit: what that took counts, and is no matter of the plan's own prediction."""
         sampler.hold(preparation.limit)
-        prepared = resumed.planned(preparation) if resumed is not None else preparation.planned()
+        prepared = plan()
         if self.device.kind == "cpu":
             sampler.heed(preparation.trials.peak)
         sampler.known = sampler.peak

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 from safetensors.torch import load_file
 
-import seqpart.planning.exact as exactplan
 import seqpart.planning.search as search
 from seqpart import Trainer
 from seqpart.costs.blocks import measure_chain
+from seqpart.costs.simulator import Resources
 from seqpart.data.splits import Split
-from seqpart.planning.simulator import Resources
-from tests import machine
+from seqpart.planning.prediction import predict
+from seqpart.planning.problem import parts_of
+from tests import forced, machine
 
 ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
 
@@ -27,11 +28,14 @@ class How:
     boundary_tier: str = "device"
     keeps: float | None = None
     stays: float = 0
+    offloads: bool = False
+    """Whether the graphs that are kept wait elsewhere than on the device."""
 
     def __str__(self):
         kept = "" if self.keeps is None else f", keeps from {self.keeps}"
         stays = "" if not self.stays else f", {self.stays} stay"
-        return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}{stays}"
+        away = ", offloaded" if self.offloads else ""
+        return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}{away}{stays}"
 
 
 FULL = How(method="full")
@@ -41,6 +45,12 @@ HOWS = [
     How(stays=0.5),
     How(slots=2, stays=-0.5, keeps=0),
     How(stays=0.5, boundary_tier="disk"),
+    How(stays=1),
+    How(slots=2, keeps=0, offloads=True),
+    How(method="checkpointed", keeps=0, offloads=True),
+    How(keeps=0.4, offloads=True, boundary_tier="disk", stays=0.5),
+    How(keeps=0, offloads=True, boundary_tier="host"),
+    How(keeps=0, boundary_tier="disk"),
     How(),
     How(slots=2, keeps=0),
     How(slots=1, keeps=0.5),
@@ -130,9 +140,9 @@ class Trained:
         return how.slots if how.method == "streamed" else len(plan.partitions)
 
     def _force(self, how):
-        def only(problem, method, micro_batch, available):
+        def only(problem, method, micro_batch):
             starts = problem.starts if method.cuts else (0,)
-            parts = exactplan._parts(problem, micro_batch, starts)
+            parts = parts_of(problem, micro_batch, starts)
             count = len(parts)
             keeps = frozenset() if how.keeps is None else frozenset(range(int(how.keeps * (count - 1)), count - 1))
             staying = round(abs(how.stays) * count)
@@ -140,11 +150,10 @@ class Trained:
             shared = search.sharing(problem, parts)
             stays = frozenset(range(staying) if how.stays > 0 else range(count - staying, count)) - shared
             slots = len(parts) if method.stays else how.slots
-            yield exactplan.predict(
-                problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=how.boundary_tier, stays=stays), keeps
-            )
+            resources = Resources(slots=slots, boundary_tier=how.boundary_tier, stays=stays)
+            return predict(problem, method, micro_batch, parts, resources, keeps, keeps if how.offloads else frozenset())
 
-        self._patch.setattr(exactplan, "_variants", only)
+        forced.plans(self._patch, only)
         # Looked at by plans only, which are forced here; they take half of so short a run.
         machine.known(self._patch)
         self._patch.setattr("seqpart.planning.inputs.measure_chain", self._measured)

@@ -17,14 +17,14 @@ from itertools import count
 from pathlib import Path
 
 from seqpart import Trainer  # before torch: seqpart sets what torch reads when it loads
-from seqpart import session as run
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import Interrupted
-from seqpart.execution.executor import StepDone
+from seqpart.execution.events import StepDone
 from seqpart.execution.partition import Partition
 from seqpart.files.direct import DirectFile
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
+from seqpart.session import homes
 from seqpart.train import main
 from tests import machine
 from tests.command import ENVIRONMENT
@@ -119,7 +119,7 @@ PLACES = {
     "save": (os, "fsync"),
     "rename": (os, "replace"),
     "update": (Partition, "update"),
-    "export": (run, "export_weights"),
+    "export": (homes, "export_weights"),
     "publish": (RunDirectory, "publish"),
     "close": (RunDirectory, "close"),
 }

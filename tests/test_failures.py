@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from seqpart.execution.partition import Partition
 from seqpart.zoo.models import mlp
 from tests.command import SMALL, call, refused
 from tests.given import classified, trained
+from tests.test_same_as_plain import plain_modules
 
 CLASSES = 3
 REFUSAL = (
@@ -77,28 +79,49 @@ def test_a_run_that_failed_at_its_first_update_ends_with_the_bits_of_one_that_be
     assert halved.weights.read_bytes() == small.weights.read_bytes()
 
 
-def test_no_update_is_lost_or_done_twice_when_an_allocation_fails(tmp_path):
-    """With momentum and a mid-epoch failure: bit-equal to a plain loop whose micro-batch changes at the same update."""
-    result = fit(
-        tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=2)), method="full", partitions=1,
-        optimizer="sgd", momentum=0.9, lr=1e-2, epochs=2, shuffle=False,
-    )  # fmt: skip
-    from tests.test_same_as_plain import plain_modules
-
-    modules = plain_modules(network(lambda: Picky(None, rows=99)), 0)
-    chain = nn.Sequential(*modules)
+def same_as_plain(result, *, updates, whole):
+    """Every bit is that of a plain loop whose first `whole` updates are made in one piece, and the others in halves."""
+    chain = nn.Sequential(*plain_modules(network(lambda: Picky(None, rows=99)), 0))
     optimizer = torch.optim.SGD(chain.parameters(), 1e-2, momentum=0.9, fused=True)
     x, y = data()
-    for update in range(6):
-        rows = slice(update % 3 * 32, update % 3 * 32 + 32)
-        parts = [(x[rows], y[rows])] if update == 0 else list(zip(x[rows].split(16), y[rows].split(16), strict=True))
-        for part, labels in parts:
+    for update in range(updates):
+        of = slice(update % 3 * 32, update % 3 * 32 + 32)
+        for part, labels in zip(*(rows[of].split(32 if update < whole else 16) for rows in (x, y)), strict=True):
             (nn.functional.cross_entropy(chain(part), labels) * (len(part) / 32)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     found = load_file(result.weights)
     for name, tensor in chain.state_dict().items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_no_update_is_lost_or_done_twice_when_an_allocation_fails(tmp_path):
+    """With momentum and a mid-epoch failure: bit-equal to a plain loop whose micro-batch changes at the same update."""
+    result = fit(
+        tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=2)), method="full", partitions=1,
+        optimizer="sgd", momentum=0.9, lr=1e-2, epochs=2, shuffle=False,
+    )  # fmt: skip
+    same_as_plain(result, updates=6, whole=1)
+
+
+@pytest.mark.parametrize(
+    ("save_every", "call", "trained_with_half"), [("never", 12, 9), ("4", 12, 5), ("4", 4, 9), ("never", 11, 4)]
+)
+def test_where_partitions_stay_a_failed_update_goes_back(save_every, call, trained_with_half, tmp_path):
+    """Partitions that stay are updated at once, so an update that fails later on cannot be taken back alone: the run goes
+    back to its beginning, or to the last checkpoint. Compared with a plain loop whose micro-batch changes there."""
+    rows = {"method": "auto", "partitions": (0, 2, 3), "optimizer": "sgd", "momentum": 0.9, "lr": 1e-2, "shuffle": False}
+    options = {**rows, "mem_limit": "2GB", "epochs": 3, "batch_size": 32, "save_every": save_every}
+
+    def model():
+        return network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=call))
+
+    plan = Trainer(model(), quiet=True, output_dir=tmp_path / "planned", **options).plan(data(), data(12, 1))
+    parts = tuple(replace(part, stays=p != 1, keeps_graph=False) for p, part in enumerate(plan.partitions))
+    plan = replace(plan, method="streamed", partitions=parts, slots=1)
+    result = Trainer(model(), quiet=True, output_dir=tmp_path / "run", **options).fit(data(), data(12, 1), reuse=plan)
+    assert (result.plan.stays, result.final_micro_batch, len(result.train_losses)) == ({0, 2}, 16, 3)
+    same_as_plain(result, updates=9, whole=9 - trained_with_half)
 
 
 def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_cures(tmp_path):
@@ -110,7 +133,7 @@ def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_c
     ("place", "code", "told"),
     [
         ("seqpart.planning.inputs.measure_speeds", 3, "is too small to plan in"),
-        ("seqpart.session.data_digest", 4, "OutOfMemory: memory ran out while"),
+        ("seqpart.session.session.data_digest", 4, "OutOfMemory: memory ran out while"),
     ],
 )
 def test_memory_that_runs_out_before_training_is_one_message_too(place, code, told, tmp_path, monkeypatch, capsys):
@@ -234,7 +257,7 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
         classified(48, (4,)), classified(12, (4,))
     )
     first = preparation.planned()
-    again = preparation.prepare(micro_batch=8, starts=first.plan.starts)
+    again = preparation.prepare(replace(first.request, micro_batch=8, starts=first.plan.starts))
     assert again.host_pool_bytes == first.host_pool_bytes > 0
 
 

@@ -13,7 +13,7 @@ from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import OptionError
 from seqpart.files.atomic import write_text
 from seqpart.files.checksummed import with_checksum
-from seqpart.verify.verification import VerifyJob
+from seqpart.verify.command import VerifyJob
 from tests.command import call
 
 LIMIT = ("--mem-limit", "1GB")

@@ -13,7 +13,8 @@ import pytest
 
 from seqpart.directory.publication import latest
 from seqpart.files.scratch import has_checkpoint
-from seqpart.session import JOB, RESULT
+from seqpart.session.fitting import RESULT
+from seqpart.session.places import JOB
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, command, end, start
 from tests.resuming import Processes

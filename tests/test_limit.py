@@ -1,5 +1,6 @@
 """The limit: sampled, enforced by the kernel, proven."""
 
+import mmap
 import resource
 import threading
 
@@ -108,6 +109,21 @@ def test_an_allocation_beyond_the_limit_fails_and_can_be_caught(allocate):
         assert device.is_out_of_memory(caught.value)
         torch.ones(16 << 20, dtype=torch.uint8)  # what fits goes on
     torch.empty(4 << 30, dtype=torch.uint8)  # reserved and not touched; the limit is gone
+
+
+def test_memory_that_is_reserved_for_generated_code_is_granted_on_top_of_the_limit():
+    """A ResNet's convolutions reserved 50 MB for kernels during a run, touched one of them, and an allocation inside the limit
+    failed."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with enforced(Device(), held_now() + (256 << 20)) as grant:
+        capped = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        assert not grant()
+        with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7):  # read, write and execute
+            assert grant()
+            assert (60 << 20) <= resource.getrlimit(resource.RLIMIT_DATA)[0] - capped < (64 << 20)
+            assert not grant(), "it is granted once"
+    grant()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before, "also where somebody asks behind the end"
 
 
 def test_the_kernel_s_limit_is_the_old_one_again_whatever_happens_inside():

@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from seqpart.session import RESULT
+from seqpart.session.fitting import RESULT
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, SMALL, call, command, refused
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.schedule.phases import Epochs, Phases, counted, trains_again
+from seqpart.schedule.phases import Epochs, Phases, counted
+from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import Phase, PhaseKind, Position, steps_of
 
 TRAIN, CACHE, TEST = (
@@ -59,7 +60,7 @@ def test_an_optimizer_state_is_needed_again_as_a_walk_through_the_list_would_fin
         if number >= at
     )
     for known in (phases, found):
-        assert trains_again(known, Position(at, updates), p, stage, stepped=False) is again
+        assert Progress(known, Position(at, updates)).needs_state(p, stage) is again
 
 
 def test_a_billion_epochs_take_no_time():

@@ -1,11 +1,15 @@
 """A plan as a value: saved, read again, also as 0.2.0 wrote it, and shown."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from seqpart.errors import OptionError
+from seqpart import Trainer
+from seqpart.errors import DoesNotFit, OptionError
 from seqpart.planning.plan import PartitionPlan, Plan, as_text_rows
 
 PART = PartitionPlan(
@@ -49,3 +53,17 @@ def test_the_table_says_what_stays_and_what_is_kept_where_there_is_a_choice():
     assert said == [("in turn", "again"), ("stays", "again"), ("in turn", "kept")]
     assert as_text_rows(replace(PLAN, partitions=(replace(PART, keeps_graph=True), PLAN.partitions[1])))[1]["graph"] == "kept"
     assert "device" not in as_text_rows(replace(PLAN, partitions=(PART,)))[0]
+
+
+def test_the_same_request_gives_the_same_plan_whatever_was_asked_in_between(known_machine, tmp_path):
+    """A resumed run, an evaluation and a failed allocation once wrote into what every later plan was made from."""
+    rows = torch.randn(24, 8), torch.arange(24) % 4
+    blocks = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
+    trainer = Trainer(blocks, mem_limit="2GB", method="auto", partitions=2, batch_size=8, output_dir=tmp_path, quiet=True)
+    with closing(trainer.prepare(rows, rows)) as preparation:
+        first = preparation.planned()
+        other = preparation.prepare(replace(first.request, micro_batch=2, may_keep_heap=False))
+        with pytest.raises(DoesNotFit):
+            preparation.prepare(replace(first.request, limit=1 << 20, label_bytes=0))
+        assert preparation.prepare(first.request).plan == first.plan
+    assert (other.plan.micro_batch, other.plan.heap, other.request.micro_batch) == (2, 0, 2)

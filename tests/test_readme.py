@@ -48,6 +48,7 @@ HOW = {
     "seqpart train": "run by test_command_line",
     "seqpart plan": "run by test_command_line",
     "seqpart verify": "run as printed above",
+    "seqpart verify --sweep 8": "run by test_verify_plans",
     "seqpart doctor": "run by test_command_line",
     "python -m benchmarks.prediction": "there",
     "python -m benchmarks.prediction architectures": "there",

@@ -1,63 +1,39 @@
 """What the search spends memory on, against every plan that there is."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpart.costs.blocks import BlockCost
 from seqpart.costs.hardware import Speeds
-from seqpart.data.row_file import RowLayout
+from seqpart.costs.simulator import Resources
 from seqpart.memory.limit import margin_of
-from seqpart.methods.exact import CHECKPOINTED, STREAMED
-from seqpart.offload.layout import Layout, TensorSpec
-from seqpart.planning.exact import fastest_of
-from seqpart.planning.problem import Problem, costs_from
-from seqpart.planning.search import predict
-from seqpart.planning.simulator import Resources
+from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
+from seqpart.planning.exact import candidates, fastest_of
+from seqpart.planning.prediction import predict
+from seqpart.planning.problem import cost_of, parts_of
+from seqpart.planning.search import smallest_of
+from tests.chains import KB, block, blocks, problem_of, speeds
 
 SLOWER = 1.02
 """The search may miss the best by so much."""
 
 
-def block(weights, saved, output, flops):
-    """A block of so many bytes, for a micro-batch of 8 rows."""
-    layout = Layout.of([TensorSpec(name="w", shape=(weights // 4,), dtype=torch.float32)])
-    return BlockCost(
-        layout=layout, trainable=("w",), gradient_layout=layout, gradients=weights, held=0, buffers=0,
-        forward_peak=saved + output, saved=saved + output, saved_alone=saved, saved_sizes=(), backward_peak=weights + output,
-        accumulate_peak=2 * weights + output, inference_peak=output, input=output, input_row=output // 8,
-        input_shape=(output // 32,), output=output, output_shape=(output // 32,), input_dtype=torch.float32,
-        output_dtype=torch.float32, flops=flops,
-    )  # fmt: skip
-
-
-def problem_of(blocks, limit, *, micro_batch, starts, speeds):
-    rows = RowLayout((blocks[0].input_row // 4,), torch.float32)
-    states = [Layout.of([TensorSpec(name="m", shape=(2 * cost.weights // 4,), dtype=torch.float32)]) for cost in blocks]
-    return Problem(
-        chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], device="a test", host_counts=False,
-        limit=limit, runtime=0, growth=0, costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
-        loss_of=lambda _: lambda _: (0, 0), fused=True, heap_below=0, batch_size=16, the_batch=16, micro_batch=micro_batch,
-        starts=starts, count=None, speeds=speeds, clips=False, boundary_tiers=("device",), host_room=0, label_row=0,
-        input_row=rows, cache_row=lambda _: rows, cuts_behind=lambda _: True, train_rows=32, test_rows=8,
-        contention=0.15, may_stay=True,
-    )  # fmt: skip
-
-
 def every_plan(problem, method, available):
     """Seconds of the fastest plan with each block its own partition, of all ways to stay, to keep and to use slots."""
     count = len(problem.chain)
-    parts = tuple((first, first + 1, costs_from(problem, 8, first)[first + 1]) for first in range(count))
+    parts = tuple((first, first + 1, cost_of(problem, 8, first, first + 1)) for first in range(count))
     found = []
-    for stays, keeps in itertools.product(subsets(count if not method.stays else 0), subsets(count - 1)):
-        if len(stays) == count:
-            continue
-        for slots in (count,) if method.stays else range(1, min(2, count - len(stays)) + 1):
-            prediction = predict(problem, method, 8, parts, Resources(slots=slots, stays=stays), keeps)
+    answers = itertools.product(("again", "kept", "offloaded"), repeat=count - 1)
+    for stays, graphs in itertools.product(subsets(count if not method.stays else 0), answers):
+        keeps, offloads = (frozenset(p for p, graph in enumerate(graphs) if graph != no) for no in ("again", "kept"))
+        offloads = offloads & keeps
+        streaming = count - len(stays)
+        for slots in (count,) if method.stays else range(min(1, streaming), min(2, streaming) + 1):
+            prediction = predict(problem, method, 8, parts, Resources(slots=slots, stays=stays), keeps, offloads)
             if prediction.peak <= available:
                 found.append(prediction)
     return min((prediction.seconds for prediction in found), default=None)
@@ -65,17 +41,6 @@ def every_plan(problem, method, available):
 
 def subsets(count):
     return [frozenset(chosen) for size in range(count + 1) for chosen in itertools.combinations(range(count), size)]
-
-
-KB = 1 << 12
-blocks = st.builds(
-    block, weights=st.integers(1, 60).map(lambda n: n * KB), saved=st.integers(0, 40).map(lambda n: n * KB),
-    output=st.integers(1, 10).map(lambda n: n * KB), flops=st.integers(1, 100).map(lambda n: n * 10**6),
-)  # fmt: skip
-speeds = st.builds(
-    lambda read, write: Speeds(flops=1e10, optimizer=1e9, read=read, write=write),
-    st.sampled_from([2e7, 2e8, 2e9]), st.sampled_from([2e7, 2e8, 2e9]),
-)  # fmt: skip
 
 
 SLOW_DISK = Speeds(flops=1e10, optimizer=1e9, read=2e7, write=2e7)
@@ -95,25 +60,82 @@ def law(chain, speeds, share, method):
         assert found.seconds <= SLOWER * best, "a plan of the same space is faster"
 
 
-@settings(max_examples=30)
-@given(st.lists(blocks, min_size=2, max_size=4), speeds, st.floats(0, 1))
+@settings(max_examples=20)
+@given(st.lists(blocks, min_size=2, max_size=3), speeds, st.floats(0, 1))
 def test_the_search_finds_nearly_the_fastest_plan_of_a_small_chain(chain, speeds, share):
     law(chain, speeds, share, STREAMED)
 
 
 @settings(max_examples=50)
-@given(st.lists(blocks, min_size=2, max_size=6), speeds, st.floats(0, 1))
+@given(st.lists(blocks, min_size=2, max_size=5), speeds, st.floats(0, 1))
 def test_with_all_weights_on_the_device_it_keeps_nearly_the_best_graphs(chain, speeds, share):
     law(chain, speeds, share, CHECKPOINTED)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000)
-@given(st.lists(blocks, min_size=2, max_size=4), speeds, st.floats(0, 1))
+@given(st.lists(blocks, min_size=2, max_size=3), speeds, st.floats(0, 1))
 def test_on_a_thousand_small_chains_the_search_finds_nearly_the_fastest_plan(chain, speeds, share):
+    law(chain, speeds, share, STREAMED)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(st.lists(blocks, min_size=4, max_size=4), speeds, st.floats(0, 1))
+def test_and_on_a_hundred_of_four_blocks(chain, speeds, share):
     law(chain, speeds, share, STREAMED)
 
 
 def test_a_second_slot_is_given_up_for_a_large_partition_that_stays():
     """The search began at the fastest plan without partitions that stay, which had two slots, and never gave one up: 3.3 x."""
     law([block(KB, 0, KB, 10**6), block(12 * KB, 0, KB, 10**6), block(51 * KB, 0, KB, 10**6)], SLOW_DISK, 0.125, STREAMED)
+
+
+def test_graphs_that_are_gone_where_most_memory_is_needed_count_as_free():
+    """Bytes that add up ruled the second slot out before it was looked at: 3 % slower."""
+    chain = [(52, 0, 61), (20, 23, 75), (21, 0, 21), (1, 0, 1)]
+    law([block(weights * KB, saved * KB, KB, flops * 10**6) for weights, saved, flops in chain], SLOW_DISK, 0.09375, STREAMED)
+
+
+def test_a_saved_plan_is_used_again_where_the_next_process_has_a_little_less_room():
+    """It filled the limit, and the runtime of the process that used it again was larger by a page: all was chosen anew."""
+    chain, speeds = [block(40 * KB, 20 * KB, 4 * KB, 10**7)] * 6, Speeds(flops=1e10, optimizer=1e9, read=2e7, write=2e7)
+    problem = problem_of(chain, (17 << 20) + 640 * KB, micro_batch=8, starts=tuple(range(6)), speeds=speeds)
+    available = problem.limit - margin_of(problem.limit)
+    found = fastest_of(problem, STREAMED, available)
+    now = found.candidate
+    assert 0 < len(now.resources.stays) < 6, "some stay, and some stream"
+    saved = SimpleNamespace(
+        method="streamed", starts=problem.starts, heap=0, boundary_tier="device", stays=now.resources.stays, keeps=now.keeps,
+        offloads=now.offloads, slots=now.resources.slots,
+    )  # fmt: skip
+    faster = replace(speeds, read=4e7)
+    again = fastest_of(replace(problem, saved=saved, runtime=2 << 20, speeds=faster), STREAMED, available).candidate
+    assert (again.resources, again.keeps, again.offloads) == (now.resources, now.keeps, now.offloads)
+    assert fastest_of(replace(problem, saved=saved, runtime=20 << 20), STREAMED, available) is None, "that much does not fit"
+
+
+def seconds_at(chain, speeds, method, micro_batch, shares):
+    """Of the best plan at limits between the least memory and that of full training."""
+    problem = problem_of(chain, 0, micro_batch=micro_batch, starts=None, speeds=speeds)
+    least = smallest_of(problem, method, micro_batch, candidates(problem, method, micro_batch)).peak
+    most = predict(problem, FULL, micro_batch, parts_of(problem, micro_batch, (0,)), Resources(slots=1)).peak
+    limits = [least + int(share * max(0, most - least)) for share in shares]
+    return [fastest_of(problem, method, limit).seconds for limit in limits]
+
+
+@pytest.mark.parametrize("method", [STREAMED, CHECKPOINTED], ids=lambda method: method.name)
+@settings(max_examples=10)
+@given(
+    chain=st.lists(blocks, min_size=3, max_size=9), speeds=speeds, shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    micro_batch=st.sampled_from([8, 16]),
+)  # fmt: skip
+def test_more_memory_never_makes_a_slower_plan(chain, speeds, shares, micro_batch, method):
+    before, after = seconds_at(chain, speeds, method, micro_batch, sorted(shares))
+    assert after <= SLOWER * before
+
+
+def test_the_cut_that_is_the_fastest_before_memory_is_spent_well_need_not_be_so_behind_it():
+    """Only that one was made better, and of equal graphs the first were kept, for the longest time: 12 % slower with more."""
+    before, after = seconds_at([block(23 * KB, 34 * KB, 8 * KB, 10**8)] * 11, SLOW_DISK, CHECKPOINTED, 8, (0.625, 0.6875))
+    assert after <= before

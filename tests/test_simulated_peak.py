@@ -10,19 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-import seqpart.planning.exact as exactplan
 from seqpart import Trainer
 from seqpart.costs.blocks import LiveBytes
+from seqpart.costs.simulator import Resources, Simulator
 from seqpart.errors import DoesNotFit
-from seqpart.execution.executor import Executor, StepDone
+from seqpart.execution.events import StepDone
+from seqpart.execution.executor import Executor
 from seqpart.execution.slots import Slots
 from seqpart.files.direct import PAGE
-from seqpart.planning.problem import buffers_of, exchange_bytes, largest_boundary
-from seqpart.planning.simulator import Resources, Simulator
+from seqpart.planning.exact import cuts_of
+from seqpart.planning.prediction import predict
+from seqpart.planning.problem import buffers_of, exchange_bytes, largest_boundary, parts_of
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import PhaseKind, Position, Verb, checked, parse, steps_of, to_text
+from seqpart.schedule.progress import checked
+from seqpart.schedule.steps import PhaseKind, Position, Verb, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
-from tests import given, machine
+from tests import forced, given, machine
 from tests.choice import only_quick
 
 ROWS, TEST_ROWS, CLASSES, WIDTH = 150, 40, 4, 128
@@ -94,20 +97,20 @@ class Fit:
             self.prepared = self.preparation.planned()
         self.steps = watched(patch, lambda reporter: trainer.fit(train, test, reporter=reporter))
 
-    def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None, stays=()):
+    def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None, stays=(), offloads=()):
         """One way to stream, instead of the fastest; candidates are kept, for the costs of a recovery."""
 
-        def only(problem, method, micro_batch, available):
-            starts = exactplan._cuts(problem, method, micro_batch)[0]
-            parts = exactplan._parts(problem, micro_batch, starts)
+        def only(problem, method, micro_batch):
+            starts = cuts_of(problem, method, micro_batch)[0]
+            parts = parts_of(problem, micro_batch, starts)
             slots_now = len(parts) if method.stays else slots
             resources = Resources(slots=slots_now, boundary_tier=boundary_tier, stays=frozenset(stays))
             kept = frozenset() if keeps is None else frozenset(range(keeps, len(parts)))
-            found = exactplan.predict(problem, method, micro_batch, parts, resources, kept)
+            found = predict(problem, method, micro_batch, parts, resources, kept, frozenset(offloads))
             self.candidates.append(found.candidate)
-            yield found
+            return found
 
-        patch.setattr(exactplan, "_variants", only)
+        forced.plans(patch, only)
 
     def predicted_steps(self):
         """The run predicted, stage by stage."""
@@ -116,7 +119,7 @@ class Fit:
             costs = prepared.partition_costs if not number else [cost for _, _, cost in self.candidates[-1].parts]
             resources = replace(stage.resources, at_host=prepared.at_host)
             steps = checked(steps_of(prepared.phases[: stage.end], begin), resources.at_once)
-            predicted_steps += Simulator(prepared.phases, costs, prepared.speeds, resources).run(steps)
+            predicted_steps += Simulator(prepared.phases, costs, prepared.speeds, resources, begin).run(steps)
             begin = Position(stage.end)
         return predicted_steps
 
@@ -124,7 +127,7 @@ class Fit:
         """Host buffers beside the partition's work: of rows that are read and written, and of boundaries on disk."""
         phase, parts = self.prepared.phases[step.phase], self.prepared.plan.partitions
         first, last = parts[phase.partition], parts[phase.last]
-        problem = self.preparation.problem(None, None)
+        problem = self.preparation.problem(self.preparation.request)
         reading, _ = buffers_of(problem, first.first, first.last, phase.micro_batch)
         _, writing = buffers_of(problem, last.first, last.last, phase.micro_batch)
         return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0) + self.boundary_tier(step)
@@ -184,6 +187,11 @@ CASES = {
     "streamed in micro-batches through two slots": {**STREAMED, **SLICED, "optimizer": "sgd", "way": {"slots": 2}},
     "streamed with kept graphs": {**STREAMED, **SLICED, "way": {"keeps": 0}},
     "streamed with some graphs kept, through two slots": {**STREAMED, **SLICED, "way": {"slots": 2, "keeps": 1}},
+    "streamed with offloaded graphs": {**STREAMED, **SLICED, "way": {"keeps": 0, "offloads": [0, 1]}},
+    "streamed with one offloaded graph, through two slots, boundaries on disk": {
+        **STREAMED, "way": {"slots": 2, "keeps": 1, "offloads": [1], "boundary_tier": "disk"},
+    },
+    "streamed with kept graphs, boundaries on disk": {**STREAMED, **SLICED, "way": {"keeps": 0, "boundary_tier": "disk"}},
     "streamed and clipped": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {}},
     "streamed and clipped, with kept graphs, through two slots": {
         **STREAMED, "clip_grad_norm": 1.0, "way": {"slots": 2, "keeps": 0},
@@ -198,6 +206,8 @@ CASES = {
     "checkpointed with kept graphs": {**STREAMED, "method": "checkpointed", "way": {"keeps": 1}},
     "streamed, the first stays": {**STREAMED, **SLICED, "way": {"stays": [0]}},
     "streamed, all but one stay, with kept graphs": {**STREAMED, "way": {"stays": [0, 2], "keeps": 0}},
+    "streamed, all stay": {**STREAMED, **SLICED, "way": {"stays": [0, 1, 2]}},
+    "streamed and clipped, all stay": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"stays": [0, 1, 2]}},
     "streamed and clipped, the last stays": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"stays": [2], "slots": 2}},
     "checkpointed in micro-batches, clipped": {
         **STREAMED, **SLICED, "method": "checkpointed", "clip_grad_norm": 1.0, "way": {},
@@ -258,7 +268,8 @@ def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(
 def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(fit):
     *_, last = fit.steps
     assert last.done.step.verb is Verb.DROP
-    assert last.live <= last.slots + fit.boundary_tier(last.done.step) + PAGE
+    buffers = fit.boundary_tier(last.done.step) + fit.prepared.stages[-1].resources.graph_buffers
+    assert last.live <= last.slots + buffers + PAGE
 
 
 def test_the_printed_schedule_is_the_executed_one(fit):

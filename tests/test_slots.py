@@ -90,3 +90,23 @@ def test_idle_slots_let_go_of_their_memory_at_the_end():
     slots.give(one, at_once)
     slots.close()
     assert (len(one.buffer), len(other.buffer)) == (0, PAGE)
+
+
+class Refusing(Device):
+    """Has no memory the first time that it is asked."""
+
+    asked = 0
+
+    def empty(self, nbytes):
+        self.asked += 1
+        if self.asked == 1:
+            raise MemoryError
+        return super().empty(nbytes)
+
+
+def test_a_slot_whose_memory_was_refused_is_there_for_who_asks_again():
+    """A prefetch that came too early took the slot with it, and the partition's own LOAD ended in an assertion."""
+    slots = Slots([PAGE], Refusing())
+    with pytest.raises(MemoryError):
+        slots.take(0, PAGE)
+    assert len(slots.take(0, PAGE).buffer) == PAGE

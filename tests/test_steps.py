@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.errors import ScheduleError
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb, checked, parse, steps_of, to_text
+from seqpart.schedule.progress import checked
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb, parse, steps_of, to_text
 
 phases_of = st.builds(
     Phase,
@@ -118,7 +119,8 @@ def streamed_runs(draw, *, some_stay=False):
     count = draw(st.integers(2, 6))
     phase = Phase(
         kind=PhaseKind.TRAIN, partition=0, through=count - 1, epoch=1,
-        streams=draw(st.frozensets(st.integers(0, count - 1), min_size=1)) if some_stay else frozenset(range(count)),
+        breadth_first=True,
+        streams=draw(st.frozensets(st.integers(0, count - 1))) if some_stay else frozenset(range(count)),
         rows=draw(st.integers(1, 40)),
         batch=draw(st.integers(1, 25)), micro_batch=draw(st.integers(1, 12)), clips=draw(st.booleans()),
         frozen=draw(st.frozensets(st.integers(0, count - 1))),
@@ -141,42 +143,41 @@ def visits_of(steps):
 
 @given(streamed_runs())
 def test_streamed_steps_keep_every_rule_with_one_partition_at_a_time(phases):
-    steps = list(checked(steps_of(phases), slots=1))
+    steps = list(checked(steps_of(phases), at_once=1))
     assert parse(to_text(steps, phases)) == steps
 
 
 @given(streamed_runs(some_stay=True))
 def test_where_some_partitions_stay_one_more_is_loaded_at_a_time(phases):
-    stays = {p for phase in phases if phase.streams for p in phase.partitions} - max(
+    stays = {p for phase in phases if phase.breadth_first for p in phase.partitions} - max(
         (phase.streams for phase in phases), key=len
     )
-    steps = list(checked(steps_of(phases), slots=1 + len(stays)))
+    steps = list(checked(steps_of(phases), at_once=1 + len(stays)))
     for number, phase in enumerate(phases):
-        if phase.streams:
+        if phase.breadth_first:
             dropped = {step.partition for step in steps if step.verb is Verb.DROP and step.phase == number}
-            ends = number + 1 == len(phases) or not phases[number + 1].streams or phases[number + 1].stage != phase.stage
+            ends = number + 1 == len(phases) or not phases[number + 1].breadth_first or phases[number + 1].stage != phase.stage
             assert ends or not dropped & stays, "they stay from phase to phase"
 
 
 @given(streamed_runs(some_stay=True))
-def test_partitions_that_stay_are_updated_behind_all_other_work_so_that_it_can_be_undone(phases):
+def test_gradients_of_no_two_partitions_are_on_the_device_at_once_unless_updates_wait_for_the_norm_of_all(phases):
     for number, phase in enumerate(phases):
-        if not phase.streams:
-            continue
-        stayed = False
+        having = set()
         for step in (step for step in steps_of(phases) if step.phase == number):
-            if step.verb is Verb.UPDATE:
-                assert not stayed or step.partition not in phase.streams
-                stayed = step.partition not in phase.streams
-            elif step.verb is not Verb.DROP or not stayed:
-                stayed = False if step.verb in (Verb.FORWARD, Verb.BACKWARD) and step.micro_batch is not None else stayed
+            if step.verb is Verb.BACKWARD:
+                having.add(step.partition)
+            elif step.verb is Verb.UPDATE or step.more:
+                having.discard(step.partition)
+            limit = 1 if not phase.clips else 1 + len([p for p in phase.partitions if p not in phase.streams])
+            assert len(having) <= limit
 
 
 @given(streamed_runs(some_stay=True))
 def test_all_micro_batches_of_a_partition_come_before_the_next_and_the_last_runs_forward_in_its_backward(phases):
     steps = list(steps_of(phases))
     for number, phase in enumerate(phases):
-        if not phase.streams:
+        if not phase.breadth_first:
             continue
         up = range(phase.last if phase.lowest <= phase.last else phase.last + 1)
         down = range(phase.last, phase.lowest - 1, -1)
@@ -193,7 +194,7 @@ def test_in_each_update_every_partition_makes_its_step_once_behind_its_own_work(
     for number, phase in enumerate(phases):
         steps = [step for step in steps_of(phases) if step.phase == number and step.verb is not Verb.LOAD]
         updates = [step.partition for step in steps if step.verb is Verb.UPDATE]
-        if not phase.streams:
+        if not phase.breadth_first:
             assert updates == []
             continue
         count = len(phase.partitions)
@@ -201,14 +202,15 @@ def test_in_each_update_every_partition_makes_its_step_once_behind_its_own_work(
         assert len(updates) == count * phase.updates
         waiting = {p for p in phase.streams if phase.clips and phase.trains(p) and p > phase.lowest}
         for before, step in pairwise(steps):
-            if step.verb is Verb.UPDATE and step.partition in phase.streams - waiting:
+            stays_for_norm = phase.clips and step.partition not in phase.streams
+            if step.verb is Verb.UPDATE and step.partition not in waiting and not stays_for_norm:
                 assert before.partition == step.partition and before.micro_batch is not None
 
 
 @given(streamed_runs())
 def test_each_partition_comes_twice_an_update_at_most_and_once_more_for_the_norm_of_all(phases):
     for number, phase in enumerate(phases):
-        if phase.streams:
+        if phase.breadth_first:
             loads = [step.partition for step in steps_of(phases) if step.phase == number and step.verb is Verb.LOAD]
             for p in phase.partitions:
                 waits = phase.clips and phase.trains(p) and p > phase.lowest
@@ -228,19 +230,27 @@ def test_state_comes_where_the_step_is_made_and_gradients_go_home_where_it_is_no
 
 @given(streamed_runs(some_stay=True), st.data())
 def test_a_streamed_run_resumed_anywhere_does_exactly_the_work_that_was_left(phases, data):
-    index = data.draw(st.sampled_from([number for number, phase in enumerate(phases) if phase.streams]))
+    index = data.draw(st.sampled_from([number for number, phase in enumerate(phases) if phase.breadth_first]))
     position = Position(index, data.draw(st.integers(0, phases[index].updates - 1)))
     whole, left = (
         [step for step in steps if step.verb not in (Verb.LOAD, Verb.DROP)]
-        for steps in (list(steps_of(phases)), list(checked(steps_of(phases, position), slots=6)))
+        for steps in (list(steps_of(phases)), list(checked(steps_of(phases, position), at_once=6)))
     )
     assert left == whole[len(whole) - len(left) :]
     done = [step for step in whole[: len(whole) - len(left)] if step.phase == index and step.verb is Verb.UPDATE]
     assert len(done) == position.updates * len(phases[index].partitions)
 
 
+def streamed(count, *, rows):
+    """A pass over `count` partitions that all come and go, in updates of two micro-batches."""
+    return Phase(
+        kind=PhaseKind.TRAIN, partition=0, through=count - 1, rows=rows, batch=4, micro_batch=2, breadth_first=True,
+        streams=frozenset(range(count)),
+    )  # fmt: skip
+
+
 def test_kept_graphs_change_no_step():
-    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=3, rows=8, batch=4, micro_batch=2, streams=frozenset(range(4)))
+    phase = streamed(4, rows=8)
     steps = list(steps_of([phase]))
     for p in range(4):
         kept = replace(phase, keeps=frozenset({p}))
@@ -258,17 +268,22 @@ def test_kept_graphs_change_no_step():
         ),
         ({"frozen": {0}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1"),
         ({"frozen": {2}}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 D0"),
-        ({"streams": {0, 1}}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 U2 D2 D0"),
-        ({"streams": {1}}, "L0+ F0.0 F0.1 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 L1+ B1.0 B1.1 U1 D1 B0.0 B0.1 U2 U0 D0 D2"),
+        ({"streams": {0, 1}}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 D2 D0"),
+        ({"streams": {1}}, "L0+ F0.0 F0.1 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 L1+ B1.0 B1.1 U1 D1 B0.0 B0.1 U0 D0 D2"),
         (
             {"streams": {1, 2}, "clips": True, "frozen": {0}},
-            "L0 F0.0 F0.1 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 D2+ L1+ B1.0 B1.1 U1 D1 L2+ U2 D2 U0 D0",
+            "L0 F0.0 F0.1 U0 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 D2+ L1+ B1.0 B1.1 U1 D1 L2+ U2 D2 D0",
+        ),
+        ({"streams": set()}, "L0+ F0.0 F0.1 L1+ F1.0 F1.1 L2+ B2.0 B2.1 U2 B1.0 B1.1 U1 B0.0 B0.1 U0 D0 D1 D2"),
+        (
+            {"streams": {1}, "clips": True},
+            "L0+ F0.0 F0.1 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 L1 B1.0 B1.1 D1+ B0.0 B0.1 U0 L1+ U1 D1 U2 D0 D2",
         ),
         ({"frozen": {0, 1, 2}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 U1 D1 L2 F2.0 F2.1 U2 D2"),
     ],
 )
 def test_one_streamed_update_step_by_step(changes, text):
-    phase = Phase(kind=PhaseKind.TRAIN, partition=0, through=2, rows=4, batch=4, micro_batch=2, streams=frozenset(range(3)))
+    phase = streamed(3, rows=4)
     assert to_text(steps_of([replace(phase, **changes)])) == text
 
 
@@ -329,7 +344,7 @@ def test_gradients_may_wait_at_home_for_an_update_in_a_later_visit():
 
 def test_slots_are_what_the_plan_grants():
     text = "L0 L1 B0.0 B1.0 U0 U1 D0 D1"
-    assert list(checked(parse(text), slots=2)) == parse(text)
+    assert list(checked(parse(text), at_once=2)) == parse(text)
 
 
 def test_checking_passes_steps_on_lazily_until_the_one_that_breaks_a_rule():

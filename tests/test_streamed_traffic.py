@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-import seqpart.planning.exact as exactplan
 from seqpart import Trainer
-from seqpart.execution.executor import StepDone
-from seqpart.planning.simulator import Resources
+from seqpart.costs.simulator import Resources
+from seqpart.execution.events import StepDone
+from seqpart.planning.prediction import predict
+from seqpart.planning.problem import parts_of
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
-from tests import machine
+from tests import forced, machine
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
 UPDATES = ROWS // BATCH * EPOCHS
@@ -61,11 +62,11 @@ class Moves(Reporter):
 def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=frozenset(), **options):
     """The traffic of a whole run, by update and partition."""
 
-    def only(problem, method, micro_batch, available):
-        parts = exactplan._parts(problem, micro_batch, problem.starts)
-        yield exactplan.predict(problem, method, micro_batch, parts, Resources(slots=slots), keeps)
+    def only(problem, method, micro_batch):
+        parts = parts_of(problem, micro_batch, problem.starts)
+        return predict(problem, method, micro_batch, parts, Resources(slots=slots), keeps)
 
-    patch.setattr(exactplan, "_variants", only)
+    forced.plans(patch, only)
     machine.known(patch)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)))
     trainer = Trainer(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.execution.compute import PhaseDone
+from seqpart.execution.events import PhaseDone
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind

@@ -12,33 +12,15 @@ from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.execution.compute import Compute
 from seqpart.memory.device import Device
 from seqpart.verify.digests import Digests, Key
-from seqpart.verify.verification import verify
-from seqpart.zoo.models import gpt, mlp
+from tests import forced
 from tests.given import write_own
+from tests.test_failures import REFUSAL
+from tests.verifying import MODELS, check, normal, numbers, tokens
 
 
 @pytest.fixture(autouse=True)
 def surroundings(known_machine, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-
-
-def numbers(*shape, rows=22):
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(rows, *shape, generator=generator), torch.arange(rows) % 4
-
-
-def tokens(context=6, rows=22):
-    text = torch.randint(0, 11, (rows, context + 1), generator=torch.Generator().manual_seed(5))
-    return text[:, :-1], text[:, 1:]
-
-
-class Normal(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
-
-    def forward(self, x):
-        return x + self.layers(x)
 
 
 class Meddling(nn.Module):
@@ -62,24 +44,8 @@ class Calls:
         return 1 / self.count
 
 
-def normal():
-    return nn.Sequential(nn.Linear(8, 8), Normal(), Normal(), nn.Linear(8, 4))
-
-
 def meddling(scale):
     return lambda: nn.Sequential(nn.Linear(8, 8), Meddling(scale), nn.Linear(8, 8), nn.Linear(8, 4))
-
-
-MODELS = {
-    "mlp": (lambda: mlp(8, 4, width=16, depth=3), numbers(8)),
-    "gpt": (lambda: gpt(11, 6, width=8, depth=2, heads=2), tokens()),
-    "batch norm and dropout": (normal, numbers(8)),
-}
-
-
-def check(model, data, **options):
-    torch.manual_seed(0)  # of the weights of a model that lives
-    return verify(model(), data, **{"mem_limit": "2GB", "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, **options})
 
 
 # --- proof ------------------------------------------------------------------------------------------------------------
@@ -228,8 +194,7 @@ def test_a_wrong_replay_is_noticed_whatever_is_replayed(model, data, partitions)
 
 @pytest.mark.slow
 def test_a_wrong_replay_is_noticed_where_no_graph_is_kept(monkeypatch):
-    monkeypatch.setattr("seqpart.planning.exact.spent", lambda *_: ())
-    monkeypatch.setattr("seqpart.planning.exact.refined", lambda _, prediction, __: prediction)
+    forced.unspent(monkeypatch)
     report = check(*MODELS["mlp"], partitions=3)
     assert report.caught and not report.plan.keeps
 
@@ -268,6 +233,42 @@ def test_a_machine_that_cannot_hold_full_training_is_told_so_before_anything_is_
     monkeypatch.setattr("seqpart.verify.variant.Variant.run", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DoesNotFit, match=r'compares with full training, which needs .* and has .*reference="checkpointed"'):
         check(*MODELS["mlp"], partitions=2)
+
+
+# --- runs that do more than train --------------------------------------------------------------------------------------
+
+
+class FailsOnce(torch.autograd.Function):
+    """One allocation fails in a backward pass."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        FailsOnce.calls += type(gradient) is torch.Tensor
+        if FailsOnce.calls == 10:  # in the second update of the limited run
+            FailsOnce.calls += 1
+            raise RuntimeError(REFUSAL)
+        return gradient
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        return FailsOnce.apply(super().forward(x))
+
+
+def test_a_run_that_goes_on_without_its_heap_is_compared_update_by_update_all_the_same():
+    """An update that was undone half-way was counted for the partitions that had made it."""
+    assert check(lambda: nn.Sequential(Failing(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)), numbers(8), partitions=2).caught
+    assert FailsOnce.calls > 10
+
+
+def test_passes_over_the_test_rows_between_epochs_are_no_updates():
+    assert check(*MODELS["mlp"], partitions=2, epochs=3, test_every=1, steps=4).steps == 4
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

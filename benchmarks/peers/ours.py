@@ -21,7 +21,7 @@ from benchmarks.peers.networks import mean_loss
 
 def watching() -> Any:
     """A reporter that notes when each update ended."""
-    from seqpart.execution.executor import StepDone
+    from seqpart.execution.events import StepDone
     from seqpart.report.reporter import Reporter
     from seqpart.schedule.steps import PhaseKind, Verb
 

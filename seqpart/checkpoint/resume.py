@@ -1,7 +1,7 @@
 """How far a run has come: what a checkpoint says beside tensors, and whether it may go on here."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from seqpart.errors import CorruptFile, DoesNotFit, OptionError
 from seqpart.execution.metrics import Metrics
 from seqpart.files.scratch import WEIGHTS, has_checkpoint
 from seqpart.methods import methods_named
-from seqpart.planning.plan import Plan
+from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared
-from seqpart.schedule.phases import counted, trains_again
+from seqpart.schedule.phases import counted
+from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import START, Phase, Position
 from seqpart.settings import Settings
 from seqpart.units import format_limit
@@ -74,7 +75,7 @@ class ResumePoint:
         stage = phases[at.phase].stage if at.phase < len(phases) else None
         begun = [phase for phase, _ in counted(phases[: at.phase + bool(at.updates)]) if phase.stage == stage]
         for p, part in enumerate(prepared.plan.partitions):
-            midway = any(phase.trains(p) for phase in begun) and trains_again(phases, at, p, begun[0].stage, stepped=False)
+            midway = any(phase.trains(p) for phase in begun) and Progress(phases, at).needs_state(p, begun[0].stage)
             if not midway:
                 yield from (block.state_home for block in prepared.chain[part.first : part.last])
 
@@ -85,7 +86,6 @@ class ResumePoint:
         """
         if self.plan is None:
             return preparation.planned()
-        preparation.label_bytes = self.label_bytes or preparation.label_bytes
         found = data_digest(preparation.train, preparation.test)
         if found != self.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
@@ -97,12 +97,12 @@ class ResumePoint:
                 )
         if self.tuned != preparation.tuned:
             self.said.append(f"the optimizer's options were {self.tuned}, are {preparation.tuned}")
-        self._keep_epochs(preparation)
+        request = self._request(preparation)
         tests_between = preparation.settings.test_every is not None  # as many phases as there are partitions
         cut_matters = not preparation.exact or tests_between or (self.place is None or self.place.behind is not None)
         if cut_matters:  # `auto` must not take another method, whose phases are others
-            preparation.methods = methods_named(self.plan.method)
-        prepared = preparation.measured(lambda: self._prepared(preparation, cut_matters))
+            request = replace(request, methods=methods_named(self.plan.method))
+        prepared = preparation.measured(lambda: self._prepared(preparation, request, cut_matters))
         if prepared.plan.fingerprint != self.plan.fingerprint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
         if prepared.plan.starts != self.plan.starts and cut_matters:
@@ -111,20 +111,22 @@ class ResumePoint:
             self.position = self.place.position(prepared.phases, self.position.updates)
         return prepared
 
-    def _keep_epochs(self, preparation: Preparation) -> None:
+    def _request(self, preparation: Preparation) -> PlanRequest:
         """Partitions that are trained keep the epochs that they had, whatever --epochs says now."""
+        request = preparation.request
+        request = replace(request, label_bytes=self.label_bytes or request.label_bytes)
         if self.place is None:
-            return
+            return request
         asked = preparation.epochs(len(self.epochs))
         trained = trained_epochs(self.place, self.epochs, sorted(self.changed), exact=preparation.exact)
         self.said += kept_words(trained, asked)
-        preparation.trained_epochs = trained
+        return replace(request, trained_epochs=trained)
 
-    def _prepared(self, preparation: Preparation, cut_matters: bool) -> Prepared:
+    def _prepared(self, preparation: Preparation, request: PlanRequest, cut_matters: bool) -> Prepared:
         assert self.plan is not None
         starts = None if "partitions" in self.changed else self.plan.starts
         if "micro_batch_size" in self.changed:
-            return preparation.prepare(starts=starts)
+            return preparation.prepare(replace(request, starts=starts))
         largest = max(self.micro_batches)
         ways: list[dict[str, Any]] = [{"micro_batch": largest, "starts": starts}]
         if len(set(self.micro_batches)) > 1:  # recovery has its own, which only a plan that is free to choose finds again
@@ -133,7 +135,7 @@ class ResumePoint:
             ways.append({"micro_batch": largest})
         for way in ways:
             try:
-                prepared = preparation.prepare(**way)
+                prepared = preparation.prepare(replace(request, **way))
             except DoesNotFit:
                 if way is ways[-1]:
                     raise
@@ -202,10 +204,10 @@ def state_of(
     return {
         "settings": preparation.settings.texts(), "plan": prepared.plan.to_json(),
         "position": [position.phase, position.updates], "place": astuple(Place.of(prepared.phases, position)),
-        "epochs": preparation.epochs(len(prepared.plan.partitions)),
+        "epochs": preparation.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
         "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": metrics.to_json(), "losses": losses,
         "test": test, "data": data, "functions": preparation.functions, "tuned": preparation.tuned,
-        "label_bytes": preparation.label_bytes, "job": job,
+        "label_bytes": prepared.request.label_bytes, "job": job,
     }  # fmt: skip
 
 

@@ -23,6 +23,9 @@ from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Phase, PhaseKind, Position
 from seqpart.settings import Settings
 
+_HOME_EVERY = 600.0
+"""Seconds after which all goes home where nothing is saved: an update that fails can go back to there."""
+
 
 class Saving:
     """The checkpoints of the run in `root`, whose homes and rows are in `scratch`; `state` says the rest of a position."""
@@ -56,6 +59,9 @@ class Saving:
             or _begins_training(phases, executor.position)
         )
         self._look_for_proof(executor)
+        if not self._settings.saves and time.monotonic() - self._saved_at >= _HOME_EVERY:
+            executor.settle()
+            self._saved_at = time.monotonic()
         if due or self._interrupts.waiting:
             executor.refuse_divergence(weights=True)
             executor.settle()

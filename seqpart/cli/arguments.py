@@ -18,7 +18,7 @@ from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, refuse_unusable
-from seqpart.session import JOB
+from seqpart.session.places import JOB
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 GROUPS = {
     "limit-and-method": (
-        "mem_limit", "method", "steps", "reference", "partitions", "micro_batch_size", "device", "ram_limit", "plan",
+        "mem_limit", "method", "steps", "reference", "sweep", "partitions", "micro_batch_size", "device", "ram_limit", "plan",
     ),
     "training": (
         "epochs", "batch_size", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "lr_schedule",

@@ -8,9 +8,10 @@ from typing import Any
 
 from seqpart.data.splits import Split, as_split, count_classes, count_tokens
 from seqpart.errors import OptionError
-from seqpart.files.text import short
+from seqpart.files.text import read_text, short
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.inputs import limit_of
+from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.settings import MOST, Method, Settings
 from seqpart.trainer import Trainer
@@ -89,6 +90,22 @@ def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, T
     limit = limit_of(trainer.settings, trainer.device)
     trainer.model, depth = model_of(job, limit, train, test, reporter)
     return dataclasses.replace(job, depth=depth), trainer, train, test
+
+
+def saved_plan(job: Job) -> Plan | None:
+    """The one of --plan, if that is given. Raises OptionError."""
+    path = job.plan
+    if path is None:
+        return None
+    if job.partitions != "auto" or job.micro_batch_size is not None:
+        raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise OptionError(f"--plan: cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--plan: cannot read {path}: {error}.") from None
+    return Plan.from_json(text, str(path))
 
 
 def data_of(job: Job) -> tuple[Split, Split]:

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from seqpart.costs.blocks import BlockCost, written_input
+from seqpart.files.direct import round_up
 from seqpart.model.optimizers import Optimizer
 from seqpart.offload.layout import Layout
 
+LINE = 64
+"""Bytes of a cache line, on which new memory begins."""
 LossCost = Callable[[BlockCost], tuple[int, int]]
 """(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
 
@@ -30,6 +33,8 @@ class PartitionCost:
     """What autograd keeps between forward and backward, the output included."""
     kept: int
     """What a kept graph holds beyond the boundaries on its two sides."""
+    graph: int
+    """All that a graph holds, the boundaries on its two sides too, each storage from a cache line on."""
     forward_peak: int
     """Most bytes of a forward pass with a graph."""
     train_peak: int
@@ -77,7 +82,7 @@ def growing(
     """
     heaps = [0] * len(shares)
     slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
-    alive = forward = backward = again = inference = largest = 0
+    alive = forward = backward = again = inference = largest = graph = 0
     first, trainable, seconds = blocks[0], False, (0.0, 0.0)
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
@@ -98,6 +103,7 @@ def growing(
         again = max(again, start + block.accumulate_peak)
         kept = alive + block.saved_alone
         alive += block.saved
+        graph += sum(round_up(size, LINE) for size in block.saved_sizes)
         for index, share in enumerate(shares):
             sizes = (int(size * share) for size in block.saved_sizes)
             heaps[index] += sum(size for size in sizes if size < heap_below)
@@ -118,6 +124,7 @@ def growing(
         yield PartitionCost(
             weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, state=state,
             slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers,
+            graph=graph + round_up(first.input, LINE) + round_up(copied, LINE),
             forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
             train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
             accumulate_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),

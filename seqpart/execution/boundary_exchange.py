@@ -21,14 +21,11 @@ from typing import Protocol, Self
 
 import torch
 
-from seqpart.costs.partition import PartitionCost
+from seqpart.costs.partition import LINE, PartitionCost
 from seqpart.files.direct import DirectFile, aligned, bytes_of, round_up
 from seqpart.files.owned import remove
 from seqpart.memory.device import Device
 from seqpart.planning.problem import BUFFERS, boundary_bytes, boundary_places, largest_boundary
-
-_LINE = 64
-"""Bytes to which new memory is aligned at least."""
 
 Key = tuple[int, int]
 """(partition whose input it is, micro-batch); partition -1 - n: the gradient of tied weight n."""
@@ -36,6 +33,9 @@ Key = tuple[int, int]
 
 class BoundaryExchange(Protocol):
     """`put` what partition p will need for micro-batch m, `get` it in any later step; `take` or `forget` what is used up."""
+
+    lends: bool
+    """Whether what `get` gives may lie in memory that is used again, and a graph that is kept must not refer to it."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None: ...
 
@@ -66,7 +66,7 @@ class _Form:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-        lead = tensor.data_ptr() % _LINE // tensor.dtype.itemsize
+        lead = tensor.data_ptr() % LINE // tensor.dtype.itemsize
         return cls(tensor.shape, tensor.stride(), tensor.dtype, span, _once(tensor).numel(), lead)
 
     @property
@@ -104,6 +104,12 @@ def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     return clone.copy_(tensor)
 
 
+def copied_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own that lies like `tensor`, which may repeat elements. No gradients go through it."""
+    form = _Form.of(tensor)
+    return form.again(form.kept(tensor).clone())
+
+
 def _once(tensor: torch.Tensor) -> torch.Tensor:
     """Without the repetitions along dimensions of stride 0, as `expand` makes them."""
     for dim, step in enumerate(tensor.stride()):
@@ -114,6 +120,8 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 class OnDevice:
     """Holds references; what the plan counted is the tensors' own memory. Of parts of larger tensors it holds copies."""
+
+    lends = False
 
     def __init__(self) -> None:
         self._held: dict[Key, tuple[_Form, torch.Tensor]] = {}
@@ -179,6 +187,8 @@ class InHost:
     capacities: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
     """
 
+    lends = True
+
     def __init__(self, flat: torch.Tensor, capacities: Mapping[int, int], device: Device) -> None:
         self._flat, self._device = flat, device
         self._places = _Places(capacities)
@@ -207,6 +217,8 @@ class InHost:
 
 class OnDisk:
     """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch."""
+
+    lends = True
 
     def __init__(self, path: Path, largest: int, device: Device) -> None:
         self._device, self._file = device, DirectFile(path, write=True)

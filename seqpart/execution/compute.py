@@ -6,10 +6,10 @@ the loss, and between them the boundary exchange hands activations up and gradie
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -17,7 +17,9 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, Reader, ReaderThread
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import Diverged, ModelError, OptionError
-from seqpart.execution.boundary_exchange import BoundaryExchange
+from seqpart.execution.boundary_exchange import BoundaryExchange, copied_as_it_lies
+from seqpart.execution.events import PhaseBegun, PhaseDone
+from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.saved_tensors import Arrival, entering
@@ -29,23 +31,7 @@ from seqpart.model.losses import label_dtype
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseDone:
-    """One pass is over. `loss` is the mean over its rows, `accuracy` None where the outputs say nothing of classes."""
-
-    phase: Phase
-    loss: float | None
-    """None where no loss stands behind the partition."""
-    accuracy: float | None
-    rows: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseBegun:
-    phase: Phase
-    number: int
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 
 class Compute:
@@ -54,8 +40,8 @@ class Compute:
     def __init__(
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
         losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, cache_layouts: Sequence[RowLayout],
-        exchange: BoundaryExchange, device: Device, reader_thread: ReaderThread, seed: int, start: Position,
-        metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
+        exchange: BoundaryExchange, graphs: GraphOffload | None, device: Device, reader_thread: ReaderThread, seed: int,
+        start: Position, metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
     ) -> None:  # fmt: skip
         self.loaded: dict[int, Partition] = {}
         self.metrics, self.rested = Metrics(), metrics or Metrics()
@@ -63,7 +49,7 @@ class Compute:
         self.judged = 0
         """Losses that were computed."""
         self._phases, self._partitions, self._losses = phases, partitions, losses
-        self._boundaries, self._cache_layouts, self._exchange = boundaries, cache_layouts, exchange
+        self._boundaries, self._cache_layouts, self._exchange, self._graphs = boundaries, cache_layouts, exchange, graphs
         self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
         self._start, self._resumes = start, start.updates > 0
         self._own_loss: dict[int, PartitionLoss | None] = {}
@@ -121,9 +107,17 @@ class Compute:
             partition.begin_update()
         if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else the pass is not done again
             partition.remember_buffers()
+        if phase.keeps_graph(p) and self._exchange.lends:
+            x = copied_as_it_lies(x)
         x, arrival = self._entering(step, x)
-        with partition.packing() if phase.keeps_graph(p) else nullcontext():
+        offload = self._graphs if phase.offloads_graph(p) else None
+        if offload is not None:
+            offload.begin((p, m))
+        with partition.packing(offload) if phase.keeps_graph(p) else nullcontext():
             output = self._output(step, x, training=True)
+        if offload is not None:
+            offload.finish()
+            arrival.let_go()
         if phase.keeps_graph(p):
             partition.keep_graph(m, arrival, output)
         if p < phase.last:
@@ -147,16 +141,28 @@ class Compute:
         if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
             partition.begin_update()  # it runs forward here only
         partition.restore_buffers()
-        with partition.apart() as tied:
-            arrived = self._back_propagate(step).gradient
-        partition.part_gradients(arrived)
-        for tie, gradient in tied.items():
-            if gradient is not None:
-                key = self._key_of(tie, self._part(step))
-                self._exchange.put(key, gradient)
-                self._shared_gradients.add(key)
+        with self._offloaded_graph(step) as others:
+            with partition.apart() as tied:
+                arrived = _apart_from(others, self._back_propagate(step).gradient)
+            partition.part_gradients(arrived, others)
+            for tie, gradient in tied.items():
+                if gradient is not None:
+                    key = self._key_of(tie, self._part(step))
+                    self._exchange.put(key, _apart_from(others, gradient))
+                    self._shared_gradients.add(key)
         self._pass_down(step, arrived)
         return 0, 0
+
+    @contextmanager
+    def _offloaded_graph(self, step: Step) -> Iterator[frozenset[int]]:
+        """Inside, tensors of its graph that waited elsewhere are on the device. The addresses of their memory, which others
+        will use: a block may return one of them as a gradient."""
+        key = step.partition, self._part(step)
+        if self._graphs is None or not self._phases[step.phase].offloads_graph(step.partition):
+            yield frozenset()
+        else:
+            yield frozenset({self._graphs.open(key)})
+            self._graphs.release(key)
 
     def _back_propagate(self, step: Step) -> Arrival:
         """Of several partitions one: its own loss at the end, else the gradient that the next one left."""
@@ -374,6 +380,13 @@ class Compute:
         self._shared_gradients.clear()
         self._counted = None
         self._own_loss.clear()  # the executor that goes on has fixed targets of its own
+
+
+def _apart_from(others: frozenset[int], gradient: T) -> T:
+    """`gradient`, in memory of its own where it lies in one of `others`."""
+    if gradient is not None and gradient.untyped_storage().data_ptr() in others:
+        return gradient.clone()
+    return gradient
 
 
 def _micro_batch(step: Step) -> int:

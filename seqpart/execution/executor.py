@@ -2,7 +2,7 @@
 
 It looks ahead for the next LOAD and starts it as soon as a slot is free, so that a partition comes, and the one before
 goes home, while another computes. Whatever ends the loop, nothing stays loaded, and the error names the step. An
-allocation that fails inside the limit ends it too, with everything at home as the last finished update left it, and
+allocation that fails inside the limit ends it too, with everything at home as a finished update left it, and
 `position` telling where to go on with a smaller micro-batch.
 """
 
@@ -15,28 +15,16 @@ import torch
 
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import Diverged, OutOfMemory
-from seqpart.execution.compute import Compute, PhaseBegun, PhaseDone, reads
+from seqpart.execution.compute import Compute, reads
+from seqpart.execution.events import Event, StepDone
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
 from seqpart.offload.store import Store
-from seqpart.schedule.phases import counted, trains_again
+from seqpart.schedule.phases import counted
 from seqpart.schedule.prefetch import Lookahead
+from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepDone:
-    """One executed step: its disk traffic in bytes, and seconds. A transfer counts where it is waited for or begun."""
-
-    step: Step
-    bytes_read: int
-    bytes_written: int
-    seconds: float
-
-
-Event = StepDone | PhaseDone | PhaseBegun
-
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
 
@@ -58,12 +46,13 @@ class AllocationFailed(Exception):
 class Hooks:
     """What the executor calls: after every event, after every step, and whenever everything stands at a position.
 
-    `guard` and `at_rest` may raise; `before_update` sees a partition with its gradients before each of its updates.
+    `guard` and `at_rest` may raise, and the steps end there where `at_rest` returns False; `before_update` sees a partition
+    with its gradients before each of its updates.
     """
 
     listen: Callable[[Event], None]
     guard: Callable[[], None]
-    at_rest: Callable[["Executor"], None] = lambda _: None
+    at_rest: Callable[["Executor"], bool] = lambda _: True
     before_update: Callable[[Partition, Step], None] = lambda _, __: None
 
 
@@ -75,14 +64,15 @@ class Executor:
         slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float],
         hooks: Hooks, start: Position,
     ) -> None:  # fmt: skip
-        self.position, self.step, self.compute = start, Step(Verb.LOAD, 0), compute
+        self.step, self.compute = Step(Verb.LOAD, 0), compute
+        self.progress = Progress(phases, start)
         self._phases, self._partitions, self._boundaries, self._slots = phases, partitions, boundaries, slots
         self._store, self._device, self._clip, self._rate, self._hooks = store, device, clip_grad_norm, rate, hooks
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
         self._norms: dict[int, list[torch.Tensor]] = {}
-        self._updated: set[int] = set()
-        """Partitions that have made the step of the unfinished update."""
+        self._marked = start, compute.rested
+        """Where the homes stood when all of them were last up to date, and the sums of the pass there."""
         self._do = {
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
@@ -91,14 +81,23 @@ class Executor:
             Verb.DROP: self._drop,
         }
 
+    @property
+    def position(self) -> Position:
+        """Where the run stands: an unfinished update is behind it."""
+        return self.progress.position
+
     def run(self, steps: Iterable[Step]) -> None:
-        """Do all `steps`. Raises AllocationFailed when memory ran out inside the limit, and whatever a step raises."""
+        """Do `steps`, to their end or to where a hook stops them.
+
+        Raises AllocationFailed when memory ran out inside the limit, and whatever a step raises.
+        """
         failed = ""
         ahead = Lookahead(steps)
         try:
             for step in ahead:
                 self.step = step
-                self._one(step)
+                if not self._one(step):
+                    break
                 self._begin_next(ahead)
             self.settle()
         except Exception as error:
@@ -119,15 +118,27 @@ class Executor:
             self._slots.close()
             raise AllocationFailed(self.step, failed)
 
-    def _one(self, step: Step) -> None:
+    def _one(self, step: Step) -> bool:
+        """Whether to go on."""
         began = time.perf_counter()
         read, written = self._do[step.verb](step)
+        if self.progress.finish(step):
+            self._rest(step)
         took = time.perf_counter() - began
         self._hooks.listen(StepDone(step=step, bytes_read=read, bytes_written=written, seconds=took))
         self._hooks.guard()
-        resting = step.verb is Verb.UPDATE and not self._updated
+        resting = step.verb is Verb.UPDATE and not self.progress.updated
         if resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD):
-            self._hooks.at_rest(self)
+            return self._hooks.at_rest(self)
+        return True
+
+    def _rest(self, step: Step) -> None:
+        """An update is over, or a pass."""
+        if step.verb is Verb.UPDATE:
+            self._norms.clear()
+            self.compute.rest()
+        if self.position.phase != step.phase:
+            self.compute.end_phase(step.phase)
 
     def refuse_divergence(self, *, weights: bool = False) -> None:
         """Raises Diverged where the pass so far had a loss that is not finite, or with `weights` a partition that is loaded
@@ -189,8 +200,7 @@ class Executor:
 
     def _drop(self, step: Step) -> tuple[int, int]:
         p = step.partition
-        stage = self._phases[step.phase].stage
-        again = trains_again(self._phases, self.position, p, stage, stepped=p in self._updated)
+        again = self.progress.needs_state(p, self._phases[step.phase].stage)
         streams = again and p in self._phases[step.phase].streams
         slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams)
         self._slots.give(slot, free)
@@ -206,11 +216,7 @@ class Executor:
     # --- work -----------------------------------------------------------------------------------------------------
 
     def _forward(self, step: Step) -> tuple[int, int]:
-        phase = self._phases[step.phase]
-        traffic = self.compute.forward(step)
-        if phase.kind is not PhaseKind.TRAIN and step.partition == phase.last:
-            self._end_phase_if(self.compute.span(step).stop == phase.rows, step.phase)
-        return traffic
+        return self.compute.forward(step)
 
     def _backward(self, step: Step) -> tuple[int, int]:
         traffic = self.compute.backward(step)
@@ -224,28 +230,22 @@ class Executor:
         phase, partition = self._phases[step.phase], self._loaded[step.partition]
         if self._device.kind == "cpu":  # nothing has to wait for the number there
             self.compute.refuse_divergence(step.phase, self.position.updates + 1)
-        if not self._updated and phase.streams:  # what the last update left is all at home, or on its way
-            self._wait_for_homes()
-            self._store.mark()
+        if not self.progress.updated and phase.breadth_first:
+            self._mark_homes()
         self._hooks.before_update(partition, step)
         clip = None
         if self._clip is not None and phase.trains(step.partition):
             norms = [norm for p in sorted(self._norms) for norm in self._norms[p]]
             clip = (self._clip, torch.linalg.vector_norm(torch.stack(norms))) if norms else None
         partition.update(self._rate(phase, self.position.updates), clip)
-        self._updated.add(step.partition)
-        if len(self._updated) == len(phase.partitions):
-            self._updated.clear()
-            self._norms.clear()
-            self.position = Position(step.phase, self.position.updates + 1)
-            self.compute.rest()
-            self._end_phase_if(self.position.updates == phase.updates, step.phase)
         return 0, 0
 
-    def _end_phase_if(self, done: bool, number: int) -> None:
-        if done:
-            self.position = Position(number + 1, 0)
-            self.compute.end_phase(number)
+    def _mark_homes(self) -> None:
+        """If all that the last update left is at home, or on its way: one that fails can go back to here."""
+        if not any(partition.changed for partition in self._loaded.values()):
+            self._wait_for_homes()
+            self._store.mark()
+            self._marked = self.position, self.compute.rested
 
     # --- endings --------------------------------------------------------------------------------------------------
 
@@ -255,8 +255,8 @@ class Executor:
         self.compute.abandon()
         for p in list(self._coming):
             self._coming.pop(p).release()
-        if self._updated and phase.streams:
-            self._undo_update(phase.streams, text)
+        if self.progress.updated and phase.breadth_first:
+            self._undo_updates(text)
         for partition in self._partitions:
             partition.abandon_update()
         self._device.release_cached()
@@ -266,18 +266,20 @@ class Executor:
             self._slots.give(slot, free)
         self._loaded.clear()
 
-    def _undo_update(self, streams: frozenset[int], text: str) -> None:
-        """Some partitions that stream have made the step already: back to the versions of before. Those that stay have not."""
+    def _undo_updates(self, text: str) -> None:
+        """Some partitions have made the step already: back to the homes of the last mark, which is at this update's beginning
+        where nothing stays on the device, and else where a checkpoint was saved or this loop began."""
         for partition in self._partitions:
             partition.transfer.settle()
-        for p in streams:
-            self._partitions[p].release()
-            self._loaded.pop(p, None)
+            partition.release()
+        self._loaded.clear()
         if not self._store.rollback():
             raise OutOfMemory(
                 f"memory ran out in {self.step} in the middle of an update, and the homes in host memory cannot be taken back: "
                 f"{text}. Resume from the last checkpoint with a larger --mem-limit or a smaller --micro-batch-size."
             )
+        position, self.compute.rested = self._marked
+        self.progress = Progress(self._phases, position)
 
     def _release_all(self) -> None:
         for partition in self._partitions:

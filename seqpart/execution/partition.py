@@ -9,7 +9,7 @@ then gradients that wait for their norm. Parameters and state are views of it, s
 write out of it. Both go on in the store's threads while another partition computes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from seqpart.costs.blocks import BlockCost, written_input
 from seqpart.costs.partition import gradient_layouts, slot_bytes, state_layouts
 from seqpart.execution.boundary_exchange import clone_as_it_lies
+from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.saved_tensors import Arrival, packing
 from seqpart.execution.slots import Slot, Wait
 from seqpart.memory.compiler import take_step
@@ -59,7 +60,7 @@ class Partition:
         self._regions: list[list[torch.Tensor]] = []
         self.transfer = Transfer()
         """The last one, in or out; the next waits for it."""
-        self._to_update = self._changed = False
+        self._to_update = self.changed = False
         self._waiting: list[str] | None = None
         """Parameters whose gradients are at home."""
         self._at_update: list[_Copy] = []
@@ -226,16 +227,19 @@ class Partition:
         """(place of the input's gradient, gradient edge of the output) of micro-batch `m`; forgotten here."""
         return self._graphs.pop(m)
 
-    def packing(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def packing(self, offload: GraphOffload | None) -> torch.autograd.graph.saved_tensors_hooks:
         """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
         assert self._slot is not None
         changing = [buffer for block in self.blocks for buffer in block.module.buffers()]
-        return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None, changing)
+        return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None, changing, offload)
 
-    def part_gradients(self, passed_down: torch.Tensor | None) -> None:
+    def part_gradients(self, passed_down: torch.Tensor | None, others: Iterable[int] = ()) -> None:
         """Give each gradient memory of its own. Autograd may let two weights, or a weight and the input, have one tensor,
-        as in x + a[None] + b[None]; then what a later micro-batch adds to the one, or a norm clips, would change both."""
-        known = set() if passed_down is None else {passed_down.untyped_storage().data_ptr()}
+        as in x + a[None] + b[None]; then what a later micro-batch adds to the one, or a norm clips, would change both.
+
+        others: addresses of memory that somebody else will use again.
+        """
+        known = {*others} if passed_down is None else {*others, passed_down.untyped_storage().data_ptr()}
         for parameter in self.trainable:
             if parameter.grad is not None and (place := parameter.grad.untyped_storage().data_ptr()) in known:
                 parameter.grad = parameter.grad.clone()
@@ -261,7 +265,7 @@ class Partition:
                 group["lr"] = group["initial_lr"] * rate
             take_step(self.optimizer)
         self._at_update, self._before = [], []
-        self._changed = self._changed or self.optimizer is not None or bool(self._buffered)
+        self.changed = self.changed or self.optimizer is not None or bool(self._buffered)
         self.forget_gradients()
 
     def abandon_update(self) -> None:
@@ -295,14 +299,14 @@ class Partition:
         again: the next update does so too, and until then its files need no checksums.
         """
         items = []
-        if self._changed:
+        if self.changed:
             self._gather_replaced()
             items = [(b.home, c.layout, r) for b, c, r in zip(self.blocks, self._costs, self._regions[0], strict=True)]
             if keep_state and self._to_update:
                 items += [
                     (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
                 ]
-        self._changed = False
+        self.changed = False
         mark = self._device.mark()
         self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark), checksummed=not again)
         return self.transfer
@@ -372,7 +376,7 @@ class Partition:
         self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
         self.trainable, self._modules = [], []
-        self._changed = False
+        self.changed = False
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""

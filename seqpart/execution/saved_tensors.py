@@ -2,7 +2,8 @@
 
 Autograd saves weights for backward as views of the slot, and the slot will hold another partition before backward comes.
 So in place of each such tensor its place in the slot is saved, and backward finds the same bytes there in the slot of
-the partition's next visit. Activations are saved as they are, and buffers as they were: each forward pass changes them.
+the partition's next visit. Activations are saved as they are, or go to where the plan lets them wait, and buffers as they
+were: each forward pass changes them.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from seqpart.errors import ModelError
+from seqpart.execution.graph_offload import GraphOffload, Offloaded
 
 
 @dataclass(slots=True)
@@ -19,6 +21,13 @@ class Arrival:
     """What backward brings to a partition's input."""
 
     gradient: torch.Tensor | None = None
+    leaf: torch.Tensor | None = None
+    """The input itself, which autograd's graph refers to."""
+
+    def let_go(self) -> None:
+        """Free the input's memory, where what the graph needs of it is saved elsewhere."""
+        if self.leaf is not None:
+            self.leaf.data = self.leaf.data.new_empty(0)
 
 
 class _Entry(torch.autograd.Function):
@@ -39,7 +48,8 @@ def entering(x: torch.Tensor, *, wants_gradient: bool) -> tuple[torch.Tensor, Ar
     """`x` as the input of a graph of its own, and the place of its gradient."""
     x, arrival = x.detach(), Arrival()
     if wants_gradient:
-        x = _Entry.apply(x.requires_grad_(), arrival)
+        arrival.leaf = x.requires_grad_()
+        x = _Entry.apply(arrival.leaf, arrival)
     return x, arrival
 
 
@@ -75,24 +85,29 @@ class _Saved:
 
 
 def packing(
-    buffer: torch.Tensor, buffer_now: Callable[[], torch.Tensor | None], changing: Sequence[torch.Tensor]
-) -> torch.autograd.graph.saved_tensors_hooks:
+    buffer: torch.Tensor, buffer_now: Callable[[], torch.Tensor | None], changing: Sequence[torch.Tensor],
+    offload: GraphOffload | None = None,
+) -> torch.autograd.graph.saved_tensors_hooks:  # fmt: skip
     """Inside, autograd saves a place instead of a view of `buffer`; it is looked up in `buffer_now()` when it is needed.
 
-    Of what begins in one of the `changing` tensors it saves a copy.
+    Of what begins in one of the `changing` tensors it saves a copy. All else goes to `offload`, if there is one.
     """
-    storage, start = buffer.untyped_storage().data_ptr(), buffer.storage_offset()
+    # Not `buffer` itself: the graph keeps what these functions refer to, and the slot is to hold another partition.
+    storage, start, device = buffer.untyped_storage().data_ptr(), buffer.storage_offset(), buffer.device
     ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in changing]
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != storage:
-            return _Saved(tensor, tensor._version)
+            away = offload.pack(tensor) if offload is not None and tensor.device == device else None
+            return away or _Saved(tensor, tensor._version)
         if any(first <= tensor.data_ptr() < end for first, end in ranges):
             return tensor.clone()
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize - int(start)
         return _Place(offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def unpack(packed: Any) -> torch.Tensor:
+        if offload is not None and isinstance(packed, Offloaded):
+            return offload.unpack(packed)
         now = buffer_now() if isinstance(packed, _Place) else None
         if isinstance(packed, _Saved):
             return packed.unchanged()

@@ -70,7 +70,11 @@ class Slots:
         if not ready:
             best.free()
             self._drop(best)  # before the larger one comes
-            best.buffer = self._device.empty(nbytes)
+            try:
+                best.buffer = self._device.empty(nbytes)
+            except BaseException:
+                self._idle.append(best)  # who began too early asks again when its turn has come
+                raise
         return best
 
     def give(self, slot: Slot, free: Wait) -> None:

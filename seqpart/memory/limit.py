@@ -2,7 +2,7 @@
 
 import gc
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from seqpart.units import format_limit, format_size
 _SLACK = 16 << 20
 """Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
 
-_VARIES = 4 << 20
+RUNTIME_VARIES = 4 << 20
 """Bytes by which the runtimes of two processes may differ: 294 to 297 MB were seen."""
 
 WARM_UP_BYTES = 9 << 20
@@ -59,19 +59,20 @@ def refused(message: str, smallest: int) -> DoesNotFit:
 
 def limit_for(peak: int) -> int:
     """The least limit whose margin leaves room for `peak`, also where the runtime of the next process is a little larger."""
-    return -(-(peak + _SLACK + _VARIES) * 100 // 99) + 1
+    return -(-(peak + _SLACK + RUNTIME_VARIES) * 100 // 99) + 1
 
 
 @contextmanager
-def enforced(device: Device, limit: int) -> Iterator[None]:
+def enforced(device: Device, limit: int) -> Iterator[Callable[[], bool]]:
     """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
 
     CPU: RLIMIT_DATA counts what is reserved, so the difference to what is used now (library data, thread stacks:
-    a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context.
+    a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields what grants on top
+    what has been reserved for generated code since, less what is used of it, and says whether that was anything.
     """
     if device.kind == "cuda":
         with _capped_allocator(device, limit):
-            yield
+            yield lambda: False
         return
     now = read_process()
     if now.held >= limit:
@@ -80,10 +81,31 @@ def enforced(device: Device, limit: int) -> Iterator[None]:
     ours = limit + (now.data - now.anon)
     capped = [value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(capped), hard))
+    before = granted = generated_code()
+    over = False
+
+    def grant() -> bool:
+        nonlocal granted
+        if over:
+            return False
+        grown, granted = max(0, (now_reserved := generated_code()) - granted), max(granted, now_reserved)
+        capped = [value for value in (ours + (granted - before) * 15 // 16, soft, hard) if value != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(capped), hard))
+        return grown > 0
+
     try:
-        yield
+        yield grant
     finally:
+        over = True
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def generated_code() -> int:
+    """Bytes of this process's memory that is writable and executable. A convolution's kernel is generated for every shape, in a
+    reservation of up to megabytes of which it fills one part in 40: 100 MB of a ResNet."""
+    with open("/proc/self/maps", "rb") as maps:
+        ranges = [line.split(b" ", 1)[0].split(b"-") for line in maps if b" rwxp " in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
 
 
 @contextmanager

@@ -17,12 +17,13 @@ from seqpart.schedule.steps import Phase, PhaseKind
 def whole_network(work: Workload, *, streamed: bool) -> Phase:
     """One pass of updates through all partitions, as epoch 0."""
     first, last = work.partitions[0], len(work.partitions) - 1
-    streams = frozenset(range(last + 1)) - work.stays if streamed and last > 0 else frozenset[int]()
+    breadth_first = streamed and last > 0
+    streams = frozenset(range(last + 1)) - work.stays if breadth_first else frozenset[int]()
     return Phase(
         kind=PhaseKind.TRAIN, partition=0, through=last if last else None, rows=work.train_rows, batch=first.batch_size,
-        micro_batch=first.micro_batch, shuffle=work.shuffle, streams=streams, clips=work.clips,
+        micro_batch=first.micro_batch, shuffle=work.shuffle, breadth_first=breadth_first, streams=streams, clips=work.clips,
         frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
-        keeps=work.keeps,
+        keeps=work.keeps, offloads=work.offloads,
     )  # fmt: skip
 
 

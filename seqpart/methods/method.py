@@ -66,6 +66,8 @@ class Workload:
     """In a streamed pass: partitions that stay on the device all the same."""
     keeps: frozenset[int] = frozenset()
     """In a whole-network pass: partitions that keep their graphs."""
+    offloads: frozenset[int] = frozenset()
+    """Those of them whose graphs do not wait on the device."""
     recovery: Recovery | None = None
     synthetic_inputs: bool = False
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""

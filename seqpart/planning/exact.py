@@ -6,27 +6,31 @@ their graphs. All exact methods give the same bits, so only memory and time deci
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from seqpart.costs.partition import PartitionCost
+from seqpart.costs.simulator import Resources
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import left_of, margin_of, refused
+from seqpart.memory.limit import RUNTIME_VARIES, left_of, margin_of, refused
 from seqpart.methods.method import Method
-from seqpart.planning.cut import Piece, best_cut
+from seqpart.planning.dynamic import Piece, best_cut
+from seqpart.planning.plan import Plan
+from seqpart.planning.prediction import Prediction, predict
 from seqpart.planning.problem import (
     Candidate,
     Parts,
     Problem,
     boundary_bytes,
+    cost_of,
     costs_from,
     fewest_rows,
     measurable,
     micro_batches,
+    parts_of,
     refuse_given,
     starts_of,
     too_many,
 )
-from seqpart.planning.search import Prediction, never_fits, predict, refined, sharing, spent
-from seqpart.planning.simulator import Resources
+from seqpart.planning.search import Kind, Option, fastest, options_of, sharing, smallest_of
 from seqpart.units import format_size
 
 _SPEEDS_ERR = 0.25
@@ -36,12 +40,13 @@ _SPEEDS_ERR = 0.25
 def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, Candidate, tuple[str, ...]]:
     """The fastest that fits, and why. Raises DoesNotFit, naming what would help."""
     available = problem.limit - margin_of(problem.limit)
-    fastest = [(method, fastest_of(problem, method, available)) for method in methods]
-    found = [prediction for _, prediction in fastest if prediction is not None]
+    tried = [(method, fastest_of(problem, method, available)) for method in methods]
+    found = [prediction for _, prediction in tried if prediction is not None]
     if not found:
         raise _does_not_fit(problem, methods)
     best = _simplest(found)
-    return best.method, best.candidate, tuple(_reasons(problem, best, fastest))
+    best = replace(best, candidate=replace(best.candidate, why=_whys(problem, best, available), seconds=best.seconds))
+    return best.method, best.candidate, tuple(_reasons(problem, best, tried))
 
 
 def _simplest(found: Sequence[Prediction]) -> Prediction:
@@ -55,12 +60,10 @@ def fastest_of(problem: Problem, method: Method, available: int) -> Prediction |
     for micro_batch in micro_batches(problem):
         if not measurable(problem, micro_batch):
             return None
-        if (again := _saved_answers(problem, method, micro_batch)) is not None and again.peak <= available:
+        again = _saved_answers(problem, method, micro_batch)
+        if again is not None and again.peak <= available + RUNTIME_VARIES:  # it filled the limit beside another runtime
             return again
-        best: Prediction | None = None
-        for prediction in _variants(problem, method, micro_batch, available):
-            if prediction.peak <= available and (best is None or prediction.seconds < best.seconds):
-                best = prediction
+        best = fastest(problem, method, micro_batch, candidates(problem, method, micro_batch), available)
         if best is not None:
             return best
     return None
@@ -71,55 +74,35 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
     saved = problem.saved
     if saved is None or saved.method != method.name or saved.starts != problem.starts:
         return None
-    parts = _parts(problem, micro_batch, saved.starts)
-    heap = problem.may_keep_heap and saved.heap > 0
-    stays = frozenset() if method.stays or not problem.may_stay else saved.stays - sharing(problem, parts)
-    slots = len(parts) if method.stays else max(1, min(saved.slots, len(parts) - len(stays)))
+    parts = parts_of(problem, micro_batch, saved.starts)
+    heap = problem.may_keep_heap and saved.heap > 0 and saved.boundary_tier == "device"
+    stays = frozenset() if method.stays or not problem.auto else saved.stays - sharing(problem, parts)
+    offloads = saved.offloads - {len(parts) - 1} if problem.may_offload else frozenset()
+    streaming = len(parts) - len(stays)
+    slots = len(parts) if method.stays else max(min(1, streaming), min(saved.slots, streaming))
     resources = Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier, keeps_heap=heap)
-    return predict(problem, method, micro_batch, parts, resources, saved.keeps)
+    # Where boundaries wait elsewhere, a graph on the device would hold them a second time: no plan of ours does that.
+    keeps = saved.keeps - saved.offloads if saved.boundary_tier == "device" else frozenset()
+    return predict(problem, method, micro_batch, parts, resources, keeps | offloads, offloads)
 
 
-def _variants(problem: Problem, method: Method, micro_batch: int, available: int) -> Iterator[Prediction]:
-    best: dict[int, Prediction] = {}
-    for starts in _cuts(problem, method, micro_batch):
-        parts = _parts(problem, micro_batch, starts)
-        for slots in (len(parts),) if method.stays else (2, 1):
-            if slots > len(parts) or (available and never_fits(problem, method, parts, slots, available)):
-                continue
-            for prediction in _with_slots(problem, method, micro_batch, parts, slots, available):
-                # A second slot takes memory that a partition which stays may be worth more of: each is made better for itself.
-                rivals = 0 if method.stays else slots
-                known = best.get(rivals)
-                if prediction.peak <= available and (known is None or prediction.seconds < known.seconds):
-                    best[rivals] = prediction
-                yield prediction
-    for prediction in best.values():
-        if len(prediction.candidate.parts) > 1:
-            yield refined(problem, prediction, available)
+def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[tuple[Parts, Resources]]:
+    """Every cut of a series, with as many slots as may be, and boundaries in every place: what memory is left is not spent."""
+    for starts in cuts_of(problem, method, micro_batch):
+        parts = parts_of(problem, micro_batch, starts)
+        tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
+        if boundary_bytes([cost for _, _, cost in parts], problem.batch_size, micro_batch) > problem.host_room:
+            tiers = tuple(dict.fromkeys("disk" if tier == "host" else tier for tier in tiers))
+        for slots, tier in itertools.product((len(parts),) if method.stays else (2, 1), tiers):
+            if slots <= len(parts):
+                yield parts, Resources(slots=slots, boundary_tier=tier)
 
 
-def _with_slots(
-    problem: Problem, method: Method, micro_batch: int, parts: Parts, slots: int, available: int
-) -> Iterator[Prediction]:
-    """Boundaries wait in the fastest place with which it fits, the heap is kept if it can be; what memory is left is spent."""
-    tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
-    for tier, heap in itertools.product(tiers, (True, False) if problem.may_keep_heap else (False,)):
-        if tier == "host" and boundary_bytes([p[2] for p in parts], problem.batch_size, micro_batch) > problem.host_room:
-            tier = "disk"
-        plain = predict(problem, method, micro_batch, parts, Resources(slots=slots, boundary_tier=tier, keeps_heap=heap))
-        yield plain
-        if plain.peak <= available:
-            if len(parts) > 1:
-                yield from spent(problem, plain, available)
-            return
+_MANY = 40
+"""Partitions, above which small blocks are not cut apart from their neighbours: steps and simulations have their price too."""
 
 
-def _parts(problem: Problem, micro_batch: int, starts: Sequence[int]) -> tuple[tuple[int, int, PartitionCost], ...]:
-    ends = [*starts[1:], len(problem.chain)]
-    return tuple((first, last, costs_from(problem, micro_batch, first)[last]) for first, last in zip(starts, ends, strict=True))
-
-
-def _cuts(problem: Problem, method: Method, micro_batch: int) -> list[tuple[int, ...]]:
+def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[int, ...]]:
     """First blocks of the partitions: as asked, or from the finest cut to the coarsest, each in balance.
 
     In balance by what is counted, so that the same request gives the same cuts, whatever real runs happened to take.
@@ -131,9 +114,9 @@ def _cuts(problem: Problem, method: Method, micro_batch: int) -> list[tuple[int,
     possible = starts_of(problem)
     if problem.count is not None:
         return [_balanced(problem, micro_batch, problem.count)]
-    weights = [costs_from(problem, micro_batch, first, counted=True)[last] for first, last in _neighbours(problem)]
+    weights = [cost_of(problem, micro_batch, first, last, counted=True) for first, last in _neighbours(problem)]
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
-    found: list[tuple[int, ...]] = []
+    found = [tuple(possible)] if 1 < len(possible) <= _MANY else []
     bound = max(sizes)
     while True:
         starts, held = [possible[0]], 0
@@ -169,10 +152,9 @@ def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]
 
 
 def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
-    smallest = min(
-        (prediction for method in methods for prediction in _variants(problem, method, fewest_rows(problem), 0)),
-        key=lambda prediction: prediction.peak,
-    )
+    rows = fewest_rows(problem)
+    found = (smallest_of(problem, method, rows, candidates(problem, method, rows)) for method in methods)
+    smallest = min(found, key=lambda prediction: prediction.peak)
     refuse_given(problem, smallest.peak)
     first, last, cost = max(smallest.candidate.parts, key=lambda part: part[2].slot + part[2].train_peak)
     where = str(problem.chain[first]) if last - first == 1 else f"blocks {first}..{last - 1}"
@@ -210,29 +192,89 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
     count = len(candidate.parts)
     if count > 1:
         asked = " as asked" if problem.count or problem.starts else ""
-        slots = candidate.resources.slots
-        two = (
-            ""
-            if best.method.stays
-            else f", {slots} slot(s): "
-            + ("the next comes and the last goes while one computes" if slots > 1 else "there is no room for a second")
-        )
-        yield f"{count} partitions{asked}{two}"
-        if problem.saved is not None and problem.saved.keeps != candidate.keeps:
-            yield "which partitions stay and keep their graphs was chosen anew: as the plan says it does not fit"
-        if candidate.resources.stays:
-            yield f"{_named(candidate.resources.stays)} on the device: there is memory for that"
-        kept, tier = len(candidate.keeps), candidate.resources.boundary_tier
-        others = ", computed again for the others" if kept + 1 < count else ""
-        yield f"activations kept for {kept + 1} of {count} partitions{others}; boundaries wait on {tier}"
+        yield f"{count} partitions{asked}{_shared(best)}"
+        if problem.saved is not None and not _as_saved(problem.saved, best):
+            yield (
+                "not all is as the plan says: partitions that stay and offloaded graphs go with --method auto, and what does "
+                "not fit, or cannot be, is chosen anew"
+            )
+        yield from _in_runs(candidate.why)
+        yield f"boundaries wait on {candidate.resources.boundary_tier}"
     yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
         asked = "as asked" if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
 
 
+def _as_saved(saved: Plan, best: Prediction) -> bool:
+    """Whether each partition does what the plan that was to be used again says."""
+    now = best.candidate
+    stays = saved.stays if best.method.stays else now.resources.stays
+    return (saved.stays, saved.keeps, saved.offloads) == (stays, now.keeps, now.offloads)
+
+
+def _shared(best: Prediction) -> str:
+    """What partitions that come and go share, in words; "" where none does."""
+    slots = best.candidate.resources.slots
+    if best.method.stays or not slots:
+        return ""
+    why = "the next comes and the last goes while one computes" if slots > 1 else "there is no room for a second"
+    return f", {slots} slot(s): {why}"
+
+
+def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]:
+    """Of each partition, why it stays or comes in turn, and where its graph waits; in bytes, and seconds of one update."""
+    options = {(option.partition, option.kind): option for option in options_of(problem, best, offload=problem.may_offload)}
+    left = f"{format_size(max(0, available - best.peak))} are left"
+    return tuple(
+        "; ".join(filter(None, (_why_there(best, p, options, left), _why_graph(best, p, options, left))))
+        for p in range(len(best.candidate.parts))
+    )
+
+
+_Options = dict[tuple[int, Kind], Option]
+
+
+def _why_there(best: Prediction, p: int, options: _Options, left: str) -> str:
+    option = options.get((p, Kind.STAY))
+    if best.method.stays or len(best.candidate.parts) == 1:
+        return ""
+    if option is None:
+        return "in turn"
+    if p in best.candidate.resources.stays:
+        return f"on the device throughout ({format_size(option.nbytes)}, {_milliseconds(option.transfer)} less of transfers)"
+    return f"in turn (to stay takes {format_size(option.nbytes)}, {left})"
+
+
+def _why_graph(best: Prediction, p: int, options: _Options, left: str) -> str:
+    candidate, last = best.candidate, len(best.candidate.parts) - 1
+    kept, away = options.get((p, Kind.KEEP)), options.get((p, Kind.OFFLOAD))
+    if p == last:
+        return "forward in its backward" if last else ""
+    if p in candidate.offloads and away is not None:
+        moved = format_size(candidate.parts[p][2].graph)
+        return f"graph on the disk ({moved} a micro-batch, {_milliseconds(away.compute)} less of computing)"
+    if p in candidate.keeps and kept is not None:
+        return f"graph kept ({format_size(kept.nbytes)}, {_milliseconds(kept.compute)} less of computing)"
+    if kept is None and candidate.resources.boundary_tier == "device":
+        return "no backward: nothing up to it learns"
+    if kept is None:
+        return f"graph computed again (boundaries wait on {candidate.resources.boundary_tier})"
+    return f"graph computed again (it takes {format_size(kept.nbytes)}, {left})"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def _in_runs(whys: Sequence[str]) -> Iterator[str]:
+    """`partitions 0-3: why`, for partitions that have the same reasons."""
+    for why in dict.fromkeys(whys):
+        yield f"{_named([p for p, other in enumerate(whys) if other == why])}: {why}"
+
+
 def _named(numbers: Iterable[int]) -> str:
-    """`partitions 0-3, 7 stay`"""
+    """`partitions 0-3, 7`"""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:
@@ -240,4 +282,4 @@ def _named(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     said = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-    return f"partition {said} stays" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"partitions {said} stay"
+    return f"partition {said}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"partitions {said}"

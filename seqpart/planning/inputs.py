@@ -22,14 +22,14 @@ from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.memory.device import Device, host_memory_free
 from seqpart.memory.limit import enforced, margin_of, measure_runtime, warm_up
 from seqpart.methods import methods_named
-from seqpart.methods.method import PartitionLoss, Targets
+from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
 from seqpart.model.blocks import as_chain
 from seqpart.model.live_modules import LiveModules
 from seqpart.model.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
-from seqpart.planning.plan import Plan
+from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.settings import Settings, per_partition, values_of
 from seqpart.units import format_limit, format_size, parse_size
 from seqpart.values import as_text
@@ -56,16 +56,12 @@ def limit_of(settings: Settings, device: Device) -> int:
 class Inputs:
     """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
 
-    learns = True
-    """Whether anything is to be trained."""
-    falsify = False
-    """For `verify` alone: replay with other activations, which must not go unnoticed."""
-
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
         *, final_loss: LossFunction | None = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
-        reuse: Plan | None = None,
+        reuse: Plan | None = None, learns: bool = True,
     ) -> None:  # fmt: skip
+        """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device = settings, train, test, device
         self.chain, self.methods = as_chain(model), methods_named(settings.method)
@@ -74,15 +70,12 @@ class Inputs:
             self.methods = tuple(method for method in self.methods if method.cuts)
         if not self.exact and any(block.tied for block in self.chain):
             raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
-        self.classes = count_classes(train, test, ignored_label(final_loss), learns=self.learns)
+        self.classes = count_classes(train, test, ignored_label(final_loss), learns=learns)
         if not self.exact and not self.classes:
             raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
         if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):
             raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
         self.limit = limit_of(settings, device)
-        self.label_bytes = self.limit // 10
-        """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
-        since products with pieces round otherwise."""
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
         self._optimizer, self._reuse = optimizer, reuse
         self._label_shape = tuple(train.labels.shape[1:])
@@ -105,6 +98,11 @@ class Inputs:
             with self.under_limit():
                 self._measure_machine()
             undo.pop_all()
+
+    @property
+    def request(self) -> PlanRequest:
+        """For a plan as the settings say."""
+        return PlanRequest(methods=self.methods, limit=self.limit, label_bytes=self.limit // 10, saved=self._reuse)
 
     @contextmanager
     def under_limit(self) -> Iterator[None]:
@@ -324,48 +322,51 @@ class Inputs:
         return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
 
     def loss_for(
-        self, partition: int, partitions: int, output_shape: tuple[int, ...], device: torch.device, *, measured: bool = False,
+        self, method: Method, label_bytes: int, partition: int, partitions: int, output_shape: tuple[int, ...],
+        device: torch.device, *, measured: bool = False,
     ) -> PartitionLoss | None:  # fmt: skip
         """measured: on fake tensors, of which nothing can be counted."""
         settings = self.settings
-        return self.methods[0].loss(
+        return method.loss(
             Targets(
                 partition=partition, partitions=partitions, output_shape=output_shape,
                 label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
-                most=self.label_bytes, device=device, final_loss=self._final_loss,
+                most=label_bytes, device=device, final_loss=self._final_loss,
                 reduction=None if measured else self._reduction, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
                 prototype_scale=settings.prototype_scale_of(partition, self.classes),
             )
         )  # fmt: skip
 
-    def loss_cost(self, micro_batch: int) -> LossCost:
-        """(peak, targets) of the loss behind a block: the true loss after the last one, a partition's own after others."""
-        return self._loss_cost_of(micro_batch, inner=not self.exact)
+    def loss_cost(self, request: PlanRequest, micro_batch: int, *, true: bool = False) -> LossCost:
+        """(peak, targets) of the loss behind a block: the true loss after the last one, a partition's own after others.
 
-    def true_loss_cost(self, micro_batch: int) -> LossCost:
-        """The same where only the end of the network is judged."""
-        return self._loss_cost_of(micro_batch, inner=False)
-
-    def _loss_cost_of(self, micro_batch: int, *, inner: bool) -> LossCost:
-        last = self.costs_at(micro_batch)[-1]
+        true: only the end of the network is judged.
+        """
+        last, inner = self.costs_at(micro_batch)[-1], not (self.exact or true)
+        method, label_bytes = request.methods[0], request.label_bytes
 
         def cost(block: BlockCost) -> tuple[int, int]:
             if block is not last and not (inner and self.cuts_behind(block)):
                 return 0, 0  # no loss ever stands there, and none may suit that shape
-            return self._measured_loss(micro_batch, block.output_shape, block.output_dtype, block is last)
+            return self._measured_loss(
+                method, label_bytes, micro_batch, block.output_shape, block.output_dtype, block is last
+            )  # fmt: skip
 
         self._refuse_few_outputs(last)
         return cost
 
-    def _measure_loss(self, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool) -> tuple[int, int]:
+    def _measure_loss(
+        self, method: Method, label_bytes: int, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool
+    ) -> tuple[int, int]:
         labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=label_dtype(self.train.labels))
         targets = 0
 
         def judged(output: torch.Tensor) -> torch.Tensor:
             """As the executor does it: the scores are looked at while the loss still holds its graph."""
             nonlocal targets
-            loss = self.loss_for(0, 1 if final else 2, shape, torch.device("cpu"), measured=True)  # it may be large
+            count, cpu = 1 if final else 2, torch.device("cpu")  # it may be large
+            loss = self.loss_for(method, label_bytes, 0, count, shape, cpu, measured=True)
             assert loss is not None
             targets = loss.nbytes
             with Device().autocast(self.settings.autocast):

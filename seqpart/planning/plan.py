@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from seqpart.errors import OptionError
 from seqpart.files.text import parsed
+from seqpart.methods.method import Method
 from seqpart.units import format_size
 
 T = TypeVar("T")
@@ -40,6 +41,10 @@ class PartitionPlan:
     """On the device from the beginning of a phase to its end, while others come and go."""
     keeps_graph: bool = False
     """For backward, instead of computing its activations again."""
+    offloads_graph: bool = False
+    """The graph that it keeps does not wait on the device: its saved tensors go to the disk."""
+    why: str = ""
+    """Why it stays or comes in turn, and why its graph waits where it does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +72,8 @@ class Plan:
     """Partitions that may be on the device at once."""
     boundary_tier: str
     """Where boundaries wait within an update: device, host or disk."""
+    update_seconds: float = 0.0
+    """Of one update of an exact method, once it has begun."""
     heap: int = 0
     """Bytes of the C library's heap, which stays as large as it is; 0: memory leaves the process when it is free."""
     live_bytes: int = 0
@@ -85,8 +92,16 @@ class Plan:
         return frozenset(p for p, part in enumerate(self.partitions) if part.keeps_graph)
 
     @property
+    def offloads(self) -> frozenset[int]:
+        return frozenset(p for p, part in enumerate(self.partitions) if part.offloads_graph)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         return tuple(part.first for part in self.partitions)
+
+    @property
+    def micro_batch(self) -> int:
+        return max(part.micro_batch for part in self.partitions)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -113,6 +128,28 @@ class Plan:
             return _typed(cls, {**found, "partitions": parts})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OptionError(f"--plan: {name} is not a plan that --plan-out wrote ({error}).") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What a plan is asked for, beside what was checked and measured: whoever asks again makes one with `replace`."""
+
+    methods: tuple[Method, ...]
+    """To choose from."""
+    limit: int
+    label_bytes: int
+    """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
+    since products with pieces round otherwise."""
+    micro_batch: int | None = None
+    """None: that of the settings."""
+    starts: tuple[int, ...] | None = None
+    """First blocks of the partitions; None: as the settings say."""
+    trained_epochs: tuple[int, ...] = ()
+    """Of the first partitions, in a run that goes on after they were trained."""
+    may_keep_heap: bool = True
+    """Until memory ran out where it was kept."""
+    saved: Plan | None = None
+    """A plan whose answers are to be taken again."""
 
 
 def _typed(kind: type[T], values: dict[str, Any]) -> T:
@@ -149,4 +186,5 @@ def _choices(plan: Plan, number: int) -> dict[str, str]:
     """The last partition runs forward in its backward: its graph is there."""
     part, last = plan.partitions[number], len(plan.partitions) - 1
     kept = part.keeps_graph or number == last
-    return {"device": "stays" if part.stays else "in turn", "graph": "kept" if kept else "again"}
+    graph = "offloaded" if part.offloads_graph else "kept" if kept else "again"
+    return {"device": "stays" if part.stays else "in turn", "graph": graph}

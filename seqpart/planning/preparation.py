@@ -1,16 +1,16 @@
 """From checked inputs to a plan and everything that carrying it out needs: decided before anything is trained."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import seqpart.planning.problem as planning
 from seqpart.costs.blocks import BlockCost
-from seqpart.costs.hardware import Speeds, existing
+from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import PartitionCost, growing, state_layouts
+from seqpart.costs.simulator import Resources, simulate
 from seqpart.data.row_file import RowLayout
-from seqpart.errors import DiskFull, DoesNotFit, OptionError
+from seqpart.errors import DoesNotFit, OptionError
 from seqpart.files.direct import round_up
 from seqpart.memory.limit import margin_of, refused
 from seqpart.methods import methods_named
@@ -22,11 +22,10 @@ from seqpart.model.optimizers import Optimizer
 from seqpart.offload.host_pool import first_piece, piece_sizes
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
-from seqpart.planning.plan import PartitionPlan, Plan
+from seqpart.planning.plan import PartitionPlan, Plan, PlanRequest
+from seqpart.planning.prediction import Prediction, peaks_by_partition
 from seqpart.planning.problem import Candidate, Problem, boundary_bytes
-from seqpart.planning.search import Prediction, peaks_by_partition
 from seqpart.planning.sil import choose_cut
-from seqpart.planning.simulator import Resources, simulate
 from seqpart.schedule.phases import Phases
 from seqpart.settings import OF_SIL
 from seqpart.units import format_size, parse_size
@@ -41,6 +40,8 @@ class Stage:
     resources: Resources
     micro_batch: int
     heap: int
+    offloads: frozenset[int]
+    """Partitions whose graphs wait elsewhere than on the device."""
     optimizers: tuple[Optimizer, ...]
     """Of each partition. Those of two stages have the same kinds of state."""
 
@@ -49,6 +50,8 @@ class Stage:
 class Prepared:
     """A plan, and what carrying it out needs to know."""
 
+    request: PlanRequest
+    """What it was asked for."""
     plan: Plan
     chain: Chain
     method: Method
@@ -84,34 +87,32 @@ workspaces took 10 MB more than was counted."""
 class Preparation(Inputs):
     """Makes the plan, and makes it again when a failed allocation asks for a smaller micro-batch."""
 
-    trained_epochs: tuple[int, ...] = ()
-    """Of the first partitions, in a run that goes on after they were trained."""
-    may_keep_heap = True
-    """Until memory ran out where it was kept."""
-
-    def problem(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Problem:
+    def problem(self, request: PlanRequest) -> Problem:
         count, asked = self.settings.partition_choice()
         batch = self.full_batch
         heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
         return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.kind == "cpu",
-            limit=self.limit, runtime=self.runtime, growth=self.device.growth, costs_at=self.costs_at,
-            counted_at=self.counted_at, states=state_layouts(costs, heaviest), loss_of=self.loss_cost, fused=heaviest.fused,
+            limit=request.limit, runtime=self.runtime, growth=self.device.growth, costs_at=self.costs_at,
+            counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
+            loss_of=partial(self.loss_cost, request),
             heap_below=self.device.heap_below, speeds=self.speeds, clips=self.settings.clip_grad_norm is not None,
             boundary_tiers=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
-            batch_size=batch, the_batch=self.the_batch, micro_batch=micro_batch or self.settings.micro_batch_size,
-            starts=starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
+            batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
+            starts=request.starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
             cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
-            contention=self.device.contention, saved=self._reuse,
-            may_stay=self.settings.method == "auto", live_bytes=self.live_bytes,
-            may_keep_heap=self.device.keeps_heap and self.may_keep_heap,
+            contention=self.device.contention, saved=request.saved,
+            auto=self.settings.method == "auto", may_offload=self.settings.method == "auto" and self.device.kind == "cpu",
+            live_bytes=self.live_bytes,
+            may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
         )  # fmt: skip
 
-    def planned(self) -> Prepared:
-        """The plan: a new one, or the cut and micro-batch of the one to reuse. Raises like `prepare`."""
-        return self.measured(self._planned)
+    def planned(self, request: PlanRequest | None = None) -> Prepared:
+        """The plan: a new one, or the cut and micro-batch of the one that was saved. Raises like `prepare`."""
+        asked = request or self.request
+        return self.measured(lambda: self._planned(asked))
 
     def measured(self, plan: Callable[[], Prepared]) -> Prepared:
         """What `plan` decides once the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
@@ -123,7 +124,7 @@ class Preparation(Inputs):
             try:
                 prepared = plan()
             except DoesNotFit as refusal:  # the limit that it names is to be one that fits
-                smallest = planning.fewest_rows(self.problem(None, None))
+                smallest = planning.fewest_rows(self.problem(self.request))
                 if self.try_blocks([(smallest, 0, len(self.chain))]):
                     continue
                 if refusal.smallest is None or self.trials.has_run(smallest):
@@ -135,61 +136,58 @@ class Preparation(Inputs):
             if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
                 return prepared
 
-    def _planned(self) -> Prepared:
-        reuse = self._reuse
+    def _planned(self, request: PlanRequest) -> Prepared:
+        reuse = request.saved
         if reuse is None:
-            return self.prepare()
+            return self.prepare(request)
         now = planning.fingerprint(self.chain, self.costs_at(self.full_batch), self.train.shape)
-        names = [method.name for method in self.methods]
+        names = [method.name for method in request.methods]
         if reuse.method not in names or reuse.fingerprint != now:
             raise OptionError(
                 f"--plan: that plan is for another model or method ({reuse.method}, {reuse.fingerprint}); this run is "
                 f"{' or '.join(names)}, {now}. Make a new one with --plan-out."
             )
         self.refuse_cuts("--plan", reuse.starts)
-        self.methods = methods_named(reuse.method)  # `auto` takes the one of the plan
-        return self.prepare(micro_batch=max(part.micro_batch for part in reuse.partitions), starts=reuse.starts)
+        methods = methods_named(reuse.method)  # `auto` takes the one of the plan
+        return self.prepare(replace(request, methods=methods, micro_batch=reuse.micro_batch, starts=reuse.starts))
 
-    def prepare(self, *, micro_batch: int | None = None, starts: tuple[int, ...] | None = None) -> Prepared:
+    def prepare(self, request: PlanRequest) -> Prepared:
         """The plan and its parts. Raises DoesNotFit, DataError, ModelError or OptionError, in words."""
         try:
-            return self._prepare(micro_batch, starts)
+            return self._prepare(request)
         except DoesNotFit as refusal:
-            raise self._tried(refusal, micro_batch, starts) from None
+            raise self._tried(refusal, request) from None
 
-    def _tried(self, refusal: DoesNotFit, micro_batch: int | None, starts: tuple[int, ...] | None) -> DoesNotFit:
+    def _tried(self, refusal: DoesNotFit, request: PlanRequest) -> DoesNotFit:
         """The refusal with a limit at which a plan was really made: synthetic labels, and recovery, may need more there."""
-        limit, label_bytes, smallest = self.limit, self.label_bytes, refusal.smallest
-        try:
-            for _ in range(4):
-                if smallest is None:
-                    break
-                self.limit, self.label_bytes = smallest, smallest // 10 if label_bytes == limit // 10 else label_bytes
-                try:
-                    self._prepare(micro_batch, starts)
-                    return refused(refusal.message, smallest)
-                except DoesNotFit as again:
-                    smallest = again.smallest
-        finally:
-            self.limit, self.label_bytes = limit, label_bytes
+        smallest, follows = refusal.smallest, request.label_bytes == request.limit // 10
+        for _ in range(4):
+            if smallest is None:
+                break
+            label_bytes = smallest // 10 if follows else request.label_bytes
+            try:
+                self._prepare(replace(request, limit=smallest, label_bytes=label_bytes))
+                return refused(refusal.message, smallest)
+            except DoesNotFit as again:
+                smallest = again.smallest
         return refusal
 
-    def _prepare(self, micro_batch: int | None, starts: tuple[int, ...] | None) -> Prepared:
-        problem = self.problem(micro_batch, starts)
+    def _prepare(self, request: PlanRequest) -> Prepared:
+        problem = self.problem(request)
         if self.exact:
-            method, candidate, reasons = choose_exact(problem, self.methods)
+            method, candidate, reasons = choose_exact(problem, request.methods)
         else:
-            method = self.methods[0]
+            method = request.methods[0]
             candidate, reasons = choose_cut(problem)
             reasons = (*reasons, *self._idle_options(len(candidate.parts)))
         count = len(candidate.parts)
-        training = self._training(count, candidate)
-        recovery = self._recovery(problem, candidate)
+        training = self._training(request, candidate)
+        recovery = self._recovery(request, problem, candidate)
         if recovery is not None:
             reasons = (*reasons, *self._recovery_reasons(recovery))
         reasons = (*reasons, *self.trials.untold)
         optimizers = self.optimizers(count)
-        costs = self._partition_costs(candidate, training, optimizers)
+        costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
         block_costs = self.costs_at(candidate.micro_batch)
         cache_layouts = tuple(self.cache_row(block_costs[last - 1]) for _, last, _ in candidate.parts)
@@ -200,20 +198,20 @@ class Preparation(Inputs):
         )
         shapes = [block_costs[last - 1].output_shape for _, last, _ in candidate.parts]
         return Prepared(
-            plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
+            request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
             cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
-            loss=lambda p: self.loss_for(p, count, shapes[p], self.device.torch), at_host=at_host,
+            loss=lambda p: self.loss_for(method, request.label_bytes, p, count, shapes[p], self.device.torch), at_host=at_host,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes,
         )  # fmt: skip
 
-    def epochs(self, count: int) -> list[int]:
-        """Of each of `count` partitions."""
-        asked = self.values("--epochs", self.settings.epochs, count)
-        return [*self.trained_epochs, *asked[len(self.trained_epochs) :]]
+    def epochs(self, count: int, trained: tuple[int, ...] = ()) -> list[int]:
+        """Of each of `count` partitions; `trained`: those that the first of them had, which are trained."""
+        return [*trained, *self.values("--epochs", self.settings.epochs, count)[len(trained) :]]
 
-    def _training(self, count: int, candidate: Candidate) -> tuple[PartitionTraining, ...]:
-        epochs = self.epochs(count)
+    def _training(self, request: PlanRequest, candidate: Candidate) -> tuple[PartitionTraining, ...]:
+        count = len(candidate.parts)
+        epochs = self.epochs(count, request.trained_epochs)
         batches = self.values("--batch-size", self.settings.batch_size, count)
         batches = tuple(min(batch, self.train.count) for batch in batches)
         return tuple(
@@ -221,7 +219,7 @@ class Preparation(Inputs):
             for e, b, part in zip(epochs, batches, candidate.parts, strict=True)
         )
 
-    def _recovery(self, problem: Problem, candidate: Candidate) -> Prediction | None:
+    def _recovery(self, request: PlanRequest, problem: Problem, candidate: Candidate) -> Prediction | None:
         """How the second stage runs on the same cut: the streamed schedule, under the same limit."""
         if not self.settings.recovery_epochs:
             return None
@@ -232,9 +230,9 @@ class Preparation(Inputs):
             )
         asked = replace(
             problem, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
-            the_batch=self.recovery_batch, loss_of=self.true_loss_cost, known={},
+            the_batch=self.recovery_batch, loss_of=partial(self.loss_cost, request, true=True), known={},
         )  # fmt: skip
-        found = fastest_of(asked, STREAMED, self.limit - margin_of(self.limit))
+        found = fastest_of(asked, STREAMED, request.limit - margin_of(request.limit))
         if found is None:
             choose_exact(asked, (STREAMED,))  # says in words what is missing
         return found
@@ -256,17 +254,14 @@ class Preparation(Inputs):
         ]
 
     def _stages(self, phases: Phases, candidate: Candidate, recovery: Prediction | None) -> tuple[Stage, ...]:
-        count = len(candidate.parts)
-        begun = Stage(
-            end=len(phases.of_stage(0)), resources=candidate.resources, micro_batch=candidate.micro_batch,
-            heap=candidate.heap, optimizers=self.optimizers(count),
-        )  # fmt: skip
-        if recovery is None:
-            return (begun,)
-        return begun, Stage(
-            end=len(phases), resources=recovery.candidate.resources, micro_batch=recovery.candidate.micro_batch,
-            heap=recovery.candidate.heap, optimizers=self.optimizers(count, recovery=True),
-        )  # fmt: skip
+        def stage(end: int, used: Candidate, *, recovers: bool) -> Stage:
+            return Stage(
+                end=end, resources=used.resources, micro_batch=used.micro_batch, heap=used.heap, offloads=used.offloads,
+                optimizers=self.optimizers(len(used.parts), recovery=recovers),
+            )  # fmt: skip
+
+        begun = stage(len(phases.of_stage(0)), candidate, recovers=False)
+        return (begun,) if recovery is None else (begun, stage(len(phases), recovery.candidate, recovers=True))
 
     def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
         stage = None
@@ -280,20 +275,23 @@ class Preparation(Inputs):
         kept = recovery.candidate if recovery is not None else candidate
         return Workload(
             train_rows=self.train.count, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
-            clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps, recovery=stage,
-            test_every=self.settings.test_every, synthetic_inputs=self.settings.sil_inputs == "synthetic",
+            clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
+            offloads=kept.offloads, recovery=stage, test_every=self.settings.test_every,
+            synthetic_inputs=self.settings.sil_inputs == "synthetic",
         )  # fmt: skip
 
     def _partition_costs(
-        self, candidate: Candidate, training: Sequence[PartitionTraining], optimizers: Sequence[Optimizer]
-    ) -> tuple[PartitionCost, ...]:
+        self, request: PlanRequest, candidate: Candidate, training: Sequence[PartitionTraining],
+        optimizers: Sequence[Optimizer],
+    ) -> tuple[PartitionCost, ...]:  # fmt: skip
         """Costs with every partition's own micro-batch and optimizer."""
         found = []
         for (first, last, _), part, optimizer in zip(candidate.parts, training, optimizers, strict=True):
             blocks = self.costs_at(part.micro_batch)[first:last]
             states = state_layouts(blocks, optimizer)
             *_, cost = growing(
-                blocks, states, self.loss_cost(part.micro_batch), fused=optimizer.fused, heap_below=self.device.heap_below,
+                blocks, states, self.loss_cost(request, part.micro_batch), fused=optimizer.fused,
+                heap_below=self.device.heap_below,
                 shares=planning.shares_of(self.train.count, part.batch_size, part.micro_batch),
             )  # fmt: skip
             found.append(cost)
@@ -355,38 +353,32 @@ class Preparation(Inputs):
                     activations=cost.saved, buffers=reading + writing,
                     boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, keeps_graph=p in used.keeps,
+                    offloads_graph=p in used.offloads, why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
                 )
             )  # fmt: skip
         if recovery is not None:
             seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
         return Plan(
-            method=method.name, device=self.device.name, limit=self.limit, margin=margin_of(self.limit),
+            method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
-            disk_bytes=self._disk_bytes(costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
+            disk_bytes=self._disk_bytes(candidate, costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.resources.slots, boundary_tier=used.resources.boundary_tier, heap=used.heap,
+            slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
+            boundary_tier=used.resources.boundary_tier, heap=used.heap,
             live_bytes=self.live_bytes,
         )  # fmt: skip
 
-    def _disk_bytes(self, costs: Sequence[PartitionCost], cache_layouts: Sequence[RowLayout]) -> int:
-        """Homes in as many versions as checkpoints ask for, rows, and the result."""
+    def _disk_bytes(self, candidate: Candidate, costs: Sequence[PartitionCost], cache_layouts: Sequence[RowLayout]) -> int:
+        """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result."""
         count = self.train.count + self.test.count
         weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
         state = sum(states) if self.exact or self.settings.recovery_epochs else max(states)
-        versions = 4 if self.settings.saves else 2
+        # Where partitions stay, homes are kept as they all were when the last of them was up to date.
+        versions = 4 if self.settings.saves else 3 if candidate.resources.stays else 2
         rows = self.input_layout.home_bytes(count)
         rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
-        return versions * (weights + state) + weights + rows + self.live_bytes
-
-
-def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:
-    """Raises DiskFull; `written`: what of the plan's bytes is there already."""
-    free = written + shutil.disk_usage(existing(folder)).free
-    if free < plan.disk_bytes:
-        raise DiskFull(
-            f"{folder} has {format_size(free)} free, and the plan needs {format_size(plan.disk_bytes)} for homes, boundary "
-            "rows, checkpoints and the result. Free some space, give another place with --offload-dir, or do without "
-            "checkpoints (--save-every never)."
-        )
+        batches = -(-self.full_batch // candidate.micro_batch)
+        graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads)
+        return versions * (weights + state) + weights + rows + graphs + self.live_bytes

@@ -1,12 +1,14 @@
 """What a plan is asked to fit: the chain and its costs, the machine and the limit; and what follows from these alone."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from seqpart.costs.blocks import BlockCost
+from seqpart.costs.clock import GRAPH_BUFFERS
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import LossCost, PartitionCost, growing
+from seqpart.costs.simulator import Resources
 from seqpart.data.boundary_cache import writer_bytes
 from seqpart.data.reader import reader_bytes
 from seqpart.data.row_file import RowLayout
@@ -16,7 +18,6 @@ from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.model.blocks import Chain
 from seqpart.offload.layout import Layout
 from seqpart.planning.plan import Plan
-from seqpart.planning.simulator import Resources
 from seqpart.units import format_size
 
 
@@ -64,14 +65,16 @@ class Problem:
     """Whose answers are to be taken again, if they fit."""
     contention: float = 0.0
     """Seconds that the computation loses to a second of transfers behind it."""
-    may_stay: bool = False
-    """Whether some partitions may stay on the device while others stream."""
+    auto: bool = False
+    """Whether each partition may stay on the device while others stream."""
+    may_offload: bool = False
+    """Whether graphs may wait on the disk. Behind a GPU host memory would come first; no plan knows the link to there yet."""
     may_keep_heap: bool = False
     """Whether memory of tensors that die may stay for those that come."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
-    known: dict[tuple[int, int, bool], dict[int, PartitionCost]] = field(default_factory=dict, compare=False)
-    """Of `costs_from`: what it has found already."""
+    known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
+    """Of `cost_of`: what it has found already."""
 
     def peak(self, work: int) -> int:
         """Of the process or device, where a partition takes `work` bytes."""
@@ -94,8 +97,15 @@ class Candidate:
     parts: Parts
     resources: Resources = ALONE
     keeps: frozenset[int] = frozenset()
+    """Partitions that keep their graphs."""
+    offloads: frozenset[int] = frozenset()
+    """Those of them whose graphs wait elsewhere than on the device."""
     heap: int = 0
     """Bytes of a heap that is kept; 0: memory leaves the process when it is free."""
+    why: tuple[str, ...] = ()
+    """Of each partition, why it does what it does."""
+    seconds: float = 0.0
+    """Of one update, where that was what decided."""
 
     @property
     def heap_reason(self) -> list[str]:
@@ -166,18 +176,43 @@ def starts_of(problem: Problem) -> list[int]:
     return [0, *(number for number in learning[1:] if problem.cuts_behind(costs[number - 1]))]
 
 
-def costs_from(problem: Problem, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:
-    """Cost of every partition that may begin at `first`, by its last block (not included), shortest first."""
+class _Grown:
+    """Costs of the partitions that begin at one block, by their last block (not included): as far as they were asked for."""
+
+    def __init__(self, costs: Iterator[PartitionCost], first: int) -> None:
+        self._more, self._last = costs, first
+        self._known: dict[int, PartitionCost] = {}
+
+    def until(self, last: int) -> PartitionCost:
+        while self._last < last:
+            self._last += 1
+            self._known[self._last] = next(self._more)
+        return self._known[last]
+
+
+def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counted: bool = False) -> PartitionCost:
+    """Cost of blocks first..last (last not included) as one partition: as much work as it has blocks, once."""
     key = micro_batch, first, counted
     if key not in problem.known:
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
-        ends = {*starts_of(problem), len(problem.chain)}
         grown = growing(
             costs[first:], problem.states[first:], problem.loss_of(micro_batch), fused=problem.fused,
             heap_below=problem.heap_below, shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip
-        problem.known[key] = {last: cost for last, cost in enumerate(grown, start=first + 1) if last in ends}
-    return problem.known[key]
+        problem.known[key] = _Grown(grown, first)
+    return problem.known[key].until(last)
+
+
+def costs_from(problem: Problem, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:
+    """Cost of every partition that may begin at `first`, by its last block (not included), shortest first."""
+    ends = [start for start in [*starts_of(problem), len(problem.chain)] if start > first]
+    return {last: cost_of(problem, micro_batch, first, last, counted=counted) for last in ends}
+
+
+def parts_of(problem: Problem, micro_batch: int, starts: Sequence[int]) -> Parts:
+    """The partitions that begin at `starts`."""
+    ends = [*starts[1:], len(problem.chain)]
+    return tuple((first, last, cost_of(problem, micro_batch, first, last)) for first, last in zip(starts, ends, strict=True))
 
 
 def buffers_of(problem: Problem, first: int, last: int, micro_batch: int) -> tuple[int, int]:
@@ -247,3 +282,8 @@ BUFFERS = 6
 def exchange_bytes(largest: int) -> int:
     """Memory of the buffers of boundaries on disk, for tensors of at most `largest` bytes."""
     return BUFFERS * aligned_bytes(largest)
+
+
+def graph_buffer_bytes(parts: Sequence[PartitionCost], offloads: Collection[int]) -> int:
+    """Memory of the buffers through which graphs of the partitions `offloads` go to the disk, one micro-batch at a time."""
+    return GRAPH_BUFFERS * aligned_bytes(max(parts[p].graph for p in offloads)) if offloads else 0

@@ -1,80 +1,275 @@
-"""What a cut costs in memory and time by the simulator, and how memory that is left is spent on time."""
+"""Which of many ways to run a cut is the fastest that fits, and how memory that is left is spent on time."""
 
+import enum
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from seqpart.memory.heap import heap_for
-from seqpart.memory.limit import limit_for
-from seqpart.methods.exact import whole_network
-from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
-from seqpart.methods.sil import sil_phases
-from seqpart.planning.problem import Candidate, Part, Parts, Problem, buffers_of, exchange_bytes, largest_boundary
-from seqpart.planning.simulator import PredictedStep, Resources, simulate
-from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.costs.simulator import Resources
+from seqpart.memory.heap import COMPUTING_SHARE, heap_for
+from seqpart.methods.method import Method
+from seqpart.planning.dynamic import best_use
+from seqpart.planning.prediction import Prediction, first_that_learns, heap_of, least_peak, predict
+from seqpart.planning.problem import Parts, Problem, graph_buffer_bytes
 
-WALKED_UPDATES = 2
-"""The second is one of many: its beginning waits for what the first has left."""
-
-_REPAIRS = 3000
+_REPAIRS = 800
 """Partitions that are simulated, once each, to make a plan a little better."""
 
+_LOOKED_AT = 2000
+"""Moves that are weighed before any of them is simulated."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """A candidate with its peak of the whole process or device, and seconds for one update."""
+_RIVALS, _NEAR = 4, 1.5
+"""So many plans are made better, if they are not slower than the fastest by more."""
 
-    method: Method
-    candidate: Candidate
-    peak: int
-    seconds: float
+_WORTH_IT = 0.98
+"""Of a plan's seconds: one with graphs on the disk is taken where it needs less."""
 
-    @property
-    def fits_in(self) -> int:
-        """The least limit under which it runs."""
-        return limit_for(self.peak)
+_ROUGHLY = 1.01
+"""What was not simulated itself may take less by so much."""
+
+
+class Kind(enum.Enum):
+    """Of an option."""
+
+    STAY = enum.auto()
+    KEEP = enum.auto()
+    OFFLOAD = enum.auto()
+    """Keep the graph elsewhere than on the device; where it is kept there too, that comes before."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Option:
-    """One partition that might stay, or keep its graphs: what it takes, and seconds of each kind that it saves an update."""
+class Option:
+    """What one partition might do: the memory that takes, and seconds of each kind that it saves an update."""
 
     partition: int
-    stays: bool
+    kind: Kind
     nbytes: int
     compute: float
     transfer: float
 
+    def worth(self, price: float) -> float:
+        """Seconds that it saves, where one of transfers counts as `price` of computing."""
+        return self.compute + price * self.transfer
+
+    def takes(self, resources: Resources) -> int:
+        """Bytes, about: a heap that is kept has room for holes between graphs."""
+        return _heap_bytes(self.nbytes) if self.kind is Kind.KEEP and resources.keeps_heap else self.nbytes
+
+
+def _heap_bytes(nbytes: int) -> int:
+    return heap_for(nbytes, several=True, streamed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rough:
+    """A candidate that was not simulated itself: no plan made of it takes fewer seconds than `least`."""
+
+    parts: Parts
+    resources: Resources
+    least: float
+
+
+def fastest(
+    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
+) -> Prediction | None:
+    """Of all that fits, with memory that is left spent. The most promising first, and none that cannot be the fastest."""
+    best: dict[tuple[int, Resources], Prediction] = {}
+    rough = _roughly(problem, method, micro_batch, candidates, available)
+    for one in sorted(rough, key=lambda one: one.least):
+        # What takes a slot, a heap or boundaries may be worth more where partitions stay: each is made better for itself.
+        rivals = len(one.parts), one.resources
+        known = min((prediction.seconds for prediction in best.values()), default=math.inf)
+        if one.least >= known:
+            break
+        plain = predict(problem, method, micro_batch, one.parts, one.resources)
+        if plain.peak > available:
+            continue
+        for prediction in (plain, *(spent(problem, plain, available) if len(one.parts) > 1 else ())):
+            if rivals not in best or prediction.seconds < best[rivals].seconds:
+                best[rivals] = prediction
+    ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
+    near = [prediction for prediction in ranked if prediction.seconds <= _NEAR * ranked[0].seconds]
+    near += [away for prediction in near if (away := _offloading(problem, prediction, available)) is not None]
+    better = [refined(problem, prediction, available, _REPAIRS // len(near)) for prediction in near]
+    return min(better, key=_rank, default=None)
+
+
+def _rank(prediction: Prediction) -> float:
+    """Seconds, with what graphs on the disk must bring before they are worth it."""
+    return prediction.seconds / (_WORTH_IT if prediction.candidate.offloads else 1.0)
+
+
+def _offloading(problem: Problem, found: Prediction, available: int) -> Prediction | None:
+    """Another way to spend the memory of `found`, with graphs that do not wait on the device."""
+    if not problem.may_offload or _holds_all(found):
+        return None
+    now = found.candidate
+    resources = replace(now.resources, stays=frozenset(), slots=now.resources.slots or 1)
+    plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
+    if plain.peak > available:
+        return None
+    options = options_of(problem, plain, offload=True)
+    orders = _orders(problem, plain, options, available)
+    # Memory for partitions that stay and not for graphs: the buffers first, through which all graphs go.
+    streamed = _orders(problem, plain, [option for option in options if option.kind is not Kind.KEEP], available)
+    orders += [tuple(sorted(order, key=lambda option: option.kind is not Kind.OFFLOAD)) for order in streamed]
+    others = [_filled(problem, plain, (), order, available) for order in orders]
+    return min((other for other in others if other.candidate.offloads), key=_rank, default=None)
+
+
+def _holds_all(prediction: Prediction) -> bool:
+    """Whether all partitions stay, and all graphs that can be kept are, on the device: there is nothing to gain."""
+    candidate = prediction.candidate
+    graphs = len(candidate.parts) - 1 - first_that_learns(candidate.parts)
+    stays = prediction.method.stays or len(candidate.resources.stays) == len(candidate.parts)
+    return stays and len(candidate.keeps - candidate.offloads) >= graphs
+
+
+_PRICES = (0.1, 0.4, 1.0)
+"""Of a second of transfers, in seconds of computing: nearly hidden behind it, in part, not at all."""
+
+
+def _orders(problem: Problem, plain: Prediction, options: Sequence[Option], available: int) -> list[tuple[Option, ...]]:
+    """Those that save time, at each price: first the best ones that fit where bytes add up, each by the time saved a byte."""
+
+    def ordered(price: float) -> tuple[Option, ...]:
+        gaining = [option for option in options if option.worth(price) > 0]
+        # Of equal ones the last comes first: its graph is there for the shortest time.
+        gaining.sort(key=lambda option: (-option.worth(price) / max(1, option.nbytes), -option.partition))
+        best = _knapsack(problem, plain, gaining, available, price)
+        return tuple(sorted(gaining, key=lambda option: option not in best))
+
+    return list(dict.fromkeys(map(ordered, _PRICES)))
+
+
+_BUCKETS = 128
+"""In which a knapsack counts memory."""
+
+
+def _knapsack(problem: Problem, plain: Prediction, options: Sequence[Option], available: int, price: float) -> "set[Option]":
+    rooms, behind = _rooms(problem, plain, available)
+    unit = max(1.0, max(rooms) / _BUCKETS)
+    stays = [option for option in options if option.kind is Kind.STAY]
+    graphs = {option.partition: option for option in options if option.kind is Kind.KEEP}
+
+    def item(option: Option) -> tuple[int, float]:
+        return round(option.takes(plain.candidate.resources) / unit), option.worth(price)
+
+    staying, kept = best_use(
+        [int(room / unit) for room in rooms], [item(option) for option in stays],
+        {p + behind: item(option) for p, option in graphs.items()},
+    )  # fmt: skip
+    return {*(stays[index] for index in staying), *(graphs[q - behind] for q in kept)}
+
+
+def _roughly(
+    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
+) -> Iterator[_Rough]:
+    """Candidates that may fit, with a kept heap and without: one is simulated for all that differ in slots and heap alone."""
+    simulated: dict[tuple[tuple[int, ...], str], Prediction] = {}
+    for parts, resources in candidates:
+        if least_peak(problem, method, parts, resources.slots) > available:
+            continue
+        key = tuple(first for first, _, _ in parts), resources.boundary_tier
+        if key not in simulated:
+            simulated[key] = predict(problem, method, micro_batch, parts, resources)
+        plain = simulated[key]
+        peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
+        may_keep = problem.may_keep_heap and resources.boundary_tier == "device"
+        for heap in (True, False) if may_keep else (False,):
+            kept = heap_of(problem, plain.working, len(parts)) - problem.growth - plain.working if heap else 0
+            if peak + kept <= available * _ROUGHLY:
+                way = replace(resources, keeps_heap=heap)
+                yield _Rough(parts, way, _least(problem, plain, way, max(0, available - peak - kept)))
+
+
+def _slots(parts: Parts, resources: Resources) -> int:
+    return sum(sorted((cost.slot for _, _, cost in parts), reverse=True)[: resources.slots])
+
+
+def _least(problem: Problem, plain: Prediction, resources: Resources, left: int) -> float:
+    """Seconds that no way to spend the bytes `left` gets below: on computing alone, or on transfers alone."""
+    share, parts = COMPUTING_SHARE if resources.keeps_heap else 1.0, plain.candidate.parts
+    options = options_of(problem, plain)
+    if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # one behind the other
+        return plain.moving * (1 + problem.contention) + share * plain.computing
+    # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
+    last = parts[-1][2].train_peak
+    if resources.boundary_tier == "device":
+        last += sum(problem.batch_size * cost.input_row for _, _, cost in parts[1:-1])
+    room = left + max(0, plain.working - last)
+    computing = plain.computing - _saved(((o.compute, o.takes(resources)) for o in options), room)
+    moving = plain.moving - _saved(((o.transfer, o.takes(resources)) for o in options), left)
+    return max(share * computing, moving) + problem.contention * moving
+
+
+def _saved(options: Iterable[tuple[float, int]], left: float) -> float:
+    """The most seconds that bytes can save, were options divisible."""
+    seconds = 0.0
+    for saves, nbytes in sorted(options, key=lambda option: -option[0] / max(1, option[1])):
+        if left <= 0:
+            break
+        seconds += saves * min(1.0, left / max(1, nbytes))
+        left -= nbytes
+    return seconds
+
+
+def smallest_of(
+    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
+) -> Prediction:
+    """The one that takes least, looked at in the order of what each takes at least."""
+    best: Prediction | None = None
+    bounds = ((least_peak(problem, method, parts, way.slots), parts, way) for parts, way in candidates)
+    for least, parts, way in sorted(bounds, key=lambda bound: bound[0]):
+        if best is not None and least >= best.peak:
+            break
+        prediction = predict(problem, method, micro_batch, parts, way)
+        best = prediction if best is None or prediction.peak < best.peak else best
+    assert best is not None
+    return best
+
 
 def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Prediction]:
-    """Memory that is left, spent on partitions that stay and on kept graphs: a knapsack, priced at two rates of exchange.
+    """Memory that is left, spent on partitions that stay and on kept graphs: a knapsack, priced at several rates of exchange.
 
     The time of an update is the larger of computing and of transfers, in part behind each other, so what a second of transfers
-    is worth is not known beforehand: at one price it is nearly hidden, at the other it is worth as much as computing.
+    is worth is not known beforehand.
     """
-    options = _options(problem, plain)
-    orders = (
-        tuple(sorted(options, key=lambda o: -(o.compute + price * o.transfer) / max(1, o.nbytes))) for price in (0.1, 1.0)
-    )
-    for order in dict.fromkeys(orders):  # of graphs alone both are one
-        yield _filled(problem, plain, order, available)
+    options = options_of(problem, plain)
+    orders = _orders(problem, plain, options, available)
+    for order in orders:
+        yield _filled(problem, plain, (), order, available)
+    parts, staying = plain.candidate.parts, [option for option in options if option.kind is Kind.STAY]
+    if plain.candidate.resources.slots == 1 and len(staying) == len(parts):  # then nothing needs the slot
+        everything = least_peak(problem, plain.method, parts, len(parts)) <= available
+        whole = _with(problem, plain, staying) if everything else plain
+        if whole.peak <= available and whole is not plain:
+            yield _filled(problem, whole, staying, [option for option in orders[0] if option.kind is Kind.KEEP], available)
 
 
-def _options(problem: Problem, plain: Prediction) -> list[_Option]:
+def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) -> list[Option]:
+    """What partitions might do at the cut, the tier and the micro-batch of `plain`; with `offload` graphs may go elsewhere."""
     candidate, speeds = plain.candidate, problem.speeds
     micro_batches = -(-problem.batch_size // candidate.micro_batch)
-    shared = sharing(problem, candidate.parts)
+    shared, costs = sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
     found = []
-    for p, (_, _, cost) in enumerate(candidate.parts):
-        if candidate.resources.boundary_tier == "device" and p < len(candidate.parts) - 1:
+    lowest = first_that_learns(candidate.parts)
+    for p, cost in enumerate(costs):
+        if lowest <= p < len(costs) - 1:
             seconds = micro_batches * speeds.computing(cost, candidate.micro_batch, forward=1, backward=0)
             at_once = 1 if plain.method.stays else micro_batches
-            found.append(_Option(p, False, cost.kept * at_once, seconds, 0.0))
-        if problem.may_stay and not plain.method.stays and p not in shared:
-            read, written = 2 * cost.weights + cost.state, cost.weights + cost.state
+            if candidate.resources.boundary_tier == "device":
+                found.append(Option(p, Kind.KEEP, cost.kept * at_once, seconds, 0.0))
+            if offload:
+                moved = -micro_batches * (cost.graph / speeds.read + cost.graph / speeds.write)
+                nbytes = graph_buffer_bytes(costs, [p]) // len(costs)  # which all that offload share
+                found.append(Option(p, Kind.OFFLOAD, nbytes, seconds, moved))
+        if problem.auto and not plain.method.stays and p not in shared:
+            visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
+            read, written = visits * cost.weights + cost.state, cost.weights + cost.state
             transfer = read / speeds.read + written / speeds.write
-            found.append(_Option(p, True, cost.slot + cost.gradients, 0.0, transfer))
+            found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))
     return found
 
 
@@ -85,179 +280,103 @@ def sharing(problem: Problem, parts: Parts) -> set[int]:
     return {p for pair in pairs if pair[0] != pair[1] for p in pair}
 
 
-def _filled(problem: Problem, plain: Prediction, options: Sequence[_Option], available: int) -> Prediction:
-    """As many of `options`, in their order, as fit."""
-    best, fits, fails = plain, 0, len(options) + 1
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        tried = _with(problem, plain, options[:middle])
-        if tried.peak <= available and _streams(tried):
-            best, fits = tried, middle
-        else:
-            fails = middle
-    return best
+def _filled(
+    problem: Problem, plain: Prediction, chosen: Sequence[Option], options: Sequence[Option], available: int
+) -> Prediction:
+    """As many of `options`, in their order, as fit behind those that `plain` has chosen."""
+    best, taken = plain, tuple(chosen)
+    while True:
+        more = _packed(problem, best, [option for option in options if option not in taken], available)
+        while more and (tried := _with(problem, plain, (*taken, *more))).peak > available:
+            more = more[: len(more) // 2]
+        if not more:
+            return best
+        best, taken = tried, (*taken, *more)
 
 
-def _with(problem: Problem, plain: Prediction, chosen: Sequence[_Option]) -> Prediction:
+def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int], int]:
+    """(bytes that are left while each partition works, partitions from its own on behind which a kept graph takes room)."""
+    candidate = now.candidate
+    per_byte = _heap_bytes(1) if candidate.resources.keeps_heap else 1
+    others_wait = not now.method.stays and candidate.micro_batch < problem.batch_size  # graphs of other micro-batches
+    return [available - now.peak + per_byte * (now.working - work) for work in now.works], 0 if others_wait else 1
+
+
+def _packed(problem: Problem, now: Prediction, options: Sequence[Option], available: int) -> list[Option]:
+    """Those of `options`, in their order, that fit where bytes add up: what stays while all partitions work, and a kept graph
+    from its own forward pass to its backward pass, so while later partitions work."""
+    left, behind = _rooms(problem, now, available)
+    packed = []
+    for option in options:
+        nbytes = option.takes(now.candidate.resources)
+        first = option.partition + behind if option.kind is Kind.KEEP else 0
+        if min(left[first:], default=0) >= nbytes:
+            packed.append(option)
+            left[first:] = (room - nbytes for room in left[first:])
+    return packed
+
+
+def _with(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:
     candidate = plain.candidate
-    stays = frozenset(option.partition for option in chosen if option.stays)
-    keeps = frozenset(option.partition for option in chosen if not option.stays)
-    streaming = max(1, len(candidate.parts) - len(stays))
-    slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots, streaming)
+    stays, keeps, away = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
+    streaming = len(candidate.parts) - len(stays)
+    slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots or 1, streaming)
     resources = replace(candidate.resources, stays=stays, slots=slots)
-    return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps)
+    return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps | away, away - keeps)
 
 
-def refined(problem: Problem, best: Prediction, available: int) -> Prediction:
+def refined(problem: Problem, best: Prediction, available: int, repairs: int) -> Prediction:
     """`best` with one option more, or one or two in the place of another, as long as that makes it faster and fits.
 
-    In so many simulations that their time does not grow with the number of partitions.
+    In simulations of so many partitions together that their time does not grow with the number of partitions.
     """
-    left = _REPAIRS // len(best.candidate.parts)
-    options = _options(problem, best)
-    better = True
+    count = len(best.candidate.parts)
+    left, better = repairs // count if count > 1 else 0, True
+    options = options_of(problem, best, offload=bool(best.candidate.offloads))
     while better and left > 0:
         better = False
-        stays, keeps = best.candidate.resources.stays, best.candidate.keeps
-        chosen = [option for option in options if option.partition in (stays if option.stays else keeps)]
-        for out, come in _moves(chosen, [option for option in options if option not in chosen]):
-            if left <= 0:
-                break
+        now = best.candidate
+        answers = {Kind.STAY: now.resources.stays, Kind.KEEP: now.keeps - now.offloads, Kind.OFFLOAD: now.offloads}
+        chosen = [option for option in options if option.partition in answers[option.kind]]
+        others = [option for option in options if option not in chosen]
+        for out, come in _promising(chosen, others, best.candidate.resources, available - best.peak, left):
             left -= 1
             tried = _with(problem, best, [option for option in (*chosen, *come) if option not in out])
-            if tried.peak <= available and _streams(tried) and tried.seconds < best.seconds:
+            if tried.peak <= available and tried.seconds < best.seconds:
                 best, better = tried, True
                 break
     return best
 
 
-_Chosen = tuple[_Option, ...]
+def _promising(
+    chosen: Sequence[Option], others: Sequence[Option], resources: Resources, room: int, count: int
+) -> "Iterator[tuple[_Chosen, _Chosen]]":
+    """At most `count` moves that save seconds of some kind: those that fit where bytes add up, then others."""
+    seldom = []
+    for out, come in itertools.islice(_moves(chosen, others), _LOOKED_AT):
+        computing = sum(o.compute for o in come) - sum(o.compute for o in out)
+        moving = sum(o.transfer for o in come) - sum(o.transfer for o in out)
+        if computing >= 0 or moving >= 0:
+            unlikely = computing <= 0 and moving <= 0
+            if unlikely or sum(o.takes(resources) for o in come) - sum(o.takes(resources) for o in out) > room:
+                seldom.append((out, come))
+                continue
+            count -= 1
+            yield out, come
+        if count <= 0:
+            return
+    yield from seldom[:count]
 
 
-def _moves(chosen: Sequence[_Option], others: Sequence[_Option]) -> Iterator[tuple[_Chosen, _Chosen]]:
+_Chosen = tuple[Option, ...]
+
+
+def _moves(chosen: Sequence[Option], others: Sequence[Option]) -> Iterator[tuple[_Chosen, _Chosen]]:
     """(what goes, what comes), the most promising first."""
-    others = sorted(others, key=lambda option: -(option.compute + option.transfer))
-    chosen = sorted(chosen, key=lambda option: option.compute + option.transfer)
+    others = sorted(others, key=lambda option: -option.worth(1.0))
+    chosen = sorted(chosen, key=lambda option: option.worth(1.0))
     yield from (((), (option,)) for option in others)
     yield from (((out,), (option,)) for option in others for out in chosen)
     yield from (((), pair) for pair in itertools.combinations(others, 2))
     yield from (((out,), pair) for pair in itertools.combinations(others, 2) for out in chosen)
     yield from ((pair, (option,)) for pair in itertools.combinations(chosen, 2) for option in others)
-
-
-def _streams(prediction: Prediction) -> bool:
-    """Whether some partition still comes and goes, where the method says so: else it is another method."""
-    return prediction.method.stays or len(prediction.candidate.resources.stays) < len(prediction.candidate.parts)
-
-
-def never_fits(problem: Problem, method: Method, parts: Parts, slots: int, available: int) -> bool:
-    """Whether what is on the device whatever the micro-batch is too much already: then nothing needs to be simulated."""
-    if method.stays:
-        held = sum(cost.slot + (cost.gradients if cost.trainable else 0) for _, _, cost in parts)
-    else:
-        held = sum(sorted((cost.slot for _, _, cost in parts), reverse=True)[:slots])
-    return problem.peak(held) > available
-
-
-def predict(
-    problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources,
-    keeps: frozenset[int] = frozenset(),
-) -> Prediction:  # fmt: skip
-    resources = replace(
-        resources, label_row=problem.label_row, borrows=not method.stays,
-        gradients_room=problem.clips and len(parts) > 1 and not method.stays,
-    )  # fmt: skip
-    candidate = Candidate(micro_batch, parts, resources, keeps)
-    phases = _phases(problem, method, candidate)
-    costs = [part[2] for part in parts]
-    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
-    if resources.keeps_heap:
-        candidate = replace(candidate, heap=_heap(problem, predicted_steps, len(parts)))
-    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    seconds = _seconds(predicted_steps, len(parts), problem.contention)
-    return Prediction(method=method, candidate=candidate, peak=peak, seconds=seconds)
-
-
-def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: float) -> float:
-    """Of one update, where a second of transfers behind the computation takes `contention` seconds of it."""
-    updates = [number for number, predicted in enumerate(predicted_steps) if predicted.step.verb is Verb.UPDATE]
-    first, last = (updates[count - 1], updates[-1]) if len(updates) > count else (-1, updates[-1])
-    steady = predicted_steps[first + 1 : last + 1]
-    moved = sum(predicted.seconds for predicted in steady if predicted.step.verb in (Verb.LOAD, Verb.DROP))
-    began = predicted_steps[first].ends if first >= 0 else 0.0
-    return (predicted_steps[last].ends - began + contention * moved) / max(1, len(updates) // count - 1)
-
-
-def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
-    batch = problem.batch_size
-    training = tuple(
-        PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
-        for _, _, cost in candidate.parts
-    )
-    rows = min(problem.train_rows, WALKED_UPDATES * batch)
-    work = Workload(
-        train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
-        clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps,
-    )  # fmt: skip
-    train = replace(whole_network(work, streamed=not method.stays), epoch=1)
-    return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
-
-
-def peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
-    """Of the process or device while `sil` trains this partition and makes the next one's rows with it."""
-    return max(peaks_by_partition(problem, *_alone(problem, part, micro_batch)))
-
-
-def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, Sequence[Phase], Sequence[PredictedStep]]:
-    batch = problem.batch_size
-    one = PartitionTraining(epochs=1, batch_size=batch, micro_batch=min(micro_batch, batch), trainable=part[2].trainable)
-    rows = min(problem.train_rows, WALKED_UPDATES * batch)
-    work = Workload(
-        train_rows=rows, test_rows=min(problem.test_rows, micro_batch), shuffle=False,
-        partitions=(one,) if part[1] == len(problem.chain) else (one, one),
-    )  # fmt: skip
-    phases = Phases(sil_phases(work).stretches[:1])  # of an inner partition with what makes rows of its outputs
-    walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
-    return Candidate(micro_batch, (part,)), walked, predicted_steps
-
-
-def with_heap(problem: Problem, candidate: Candidate, available: int) -> Candidate:
-    """`candidate` of `sil` with a heap that is kept for the whole run, where there is memory for that."""
-    if not problem.may_keep_heap:
-        return candidate
-    simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
-    heap = max(_heap(problem, predicted_steps, len(candidate.parts)) for _, _, predicted_steps in simulated)
-    kept = replace(candidate, heap=heap, resources=replace(candidate.resources, keeps_heap=True))
-    alone = [peaks_by_partition(problem, replace(one, heap=heap), walked, steps) for one, walked, steps in simulated]
-    return kept if max(peak for (peak,) in alone) <= available else candidate
-
-
-def _heap(problem: Problem, predicted_steps: Sequence[PredictedStep], partitions: int) -> int:
-    """Bytes of a heap that has room for the work of all steps. partitions: that share it."""
-    alive = max(predicted.peak - predicted.slots for predicted in predicted_steps)
-    return heap_for(alive, several=partitions > 1) + problem.growth
-
-
-def peaks_by_partition(
-    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
-) -> list[int]:
-    """Of the whole process or device, while each partition works. A heap that is kept is there from the first step on."""
-    peaks = [0] * len(candidate.parts)
-    buffers = [_buffers(problem, candidate, phase) for phase in phases]
-    for predicted in predicted_steps:
-        p = predicted.step.partition
-        work = predicted.slots + candidate.heap - problem.growth if candidate.heap else predicted.peak
-        peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
-    return [problem.peak(peak) for peak in peaks]
-
-
-def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
-    """Host buffers of rows and of boundaries on disk, where they count against the limit."""
-    if not problem.host_counts:
-        return 0
-    first, last, _ = candidate.parts[phase.partition]
-    reading, writing = buffers_of(problem, first, last, phase.micro_batch)
-    if phase.through is None:
-        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
-    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
-    return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)

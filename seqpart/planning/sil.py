@@ -1,15 +1,22 @@
 """The plan of `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few; or why none does."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from seqpart.costs.partition import PartitionCost
+from seqpart.costs.simulator import PredictedStep, Resources, simulate
 from seqpart.errors import DoesNotFit
 from seqpart.memory.limit import left_of, limit_for, margin_of, refused
-from seqpart.planning.cut import Piece, best_cut
+from seqpart.methods.method import PartitionTraining, Workload
+from seqpart.methods.sil import sil_phases
+from seqpart.planning.dynamic import Piece, best_cut
+from seqpart.planning.prediction import WALKED_UPDATES, heap_of, peaks_by_partition, works_of
 from seqpart.planning.problem import (
     Candidate,
+    Part,
     Problem,
+    cost_of,
     costs_from,
     fewest_rows,
     measurable,
@@ -18,7 +25,8 @@ from seqpart.planning.problem import (
     starts_of,
     too_many,
 )
-from seqpart.planning.search import peak_alone, with_heap
+from seqpart.schedule.phases import Phases
+from seqpart.schedule.steps import Phase
 from seqpart.units import format_size
 
 SMALLEST_EASY_MICRO_BATCH = 32
@@ -39,7 +47,7 @@ def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
     if not found:
         raise _does_not_fit(problem)
     best = min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch))
-    best = with_heap(problem, best, problem.limit - margin_of(problem.limit))
+    best = _with_heap(problem, best, problem.limit - margin_of(problem.limit))
     return best, _reasons(problem, best)
 
 
@@ -52,8 +60,8 @@ def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Can
         pieces = [piece for first in starts_of(problem) for piece in _pieces(problem, micro_batch, first, available)]
     count = len(problem.starts) if problem.starts is not None else problem.count
     while (chosen := best_cut(pieces, chain, count)) is not None:
-        parts = {p: (p.first, p.last, costs_from(problem, micro_batch, p.first)[p.last]) for p in chosen}
-        too_large = [p for p, part in parts.items() if peak_alone(problem, part, micro_batch) > available]
+        parts = {p: (p.first, p.last, cost_of(problem, micro_batch, p.first, p.last)) for p in chosen}
+        too_large = [p for p, part in parts.items() if _peak_alone(problem, part, micro_batch) > available]
         if not too_large:
             return Candidate(micro_batch, tuple(parts.values()))
         pieces = [piece for piece in pieces if piece not in too_large]
@@ -62,7 +70,7 @@ def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Can
 
 def _fits_whole(problem: Problem, micro_batch: int, available: int) -> bool:
     *_, (last, cost) = costs_from(problem, micro_batch, 0).items()
-    return peak_alone(problem, (0, last, cost), micro_batch) <= available
+    return _peak_alone(problem, (0, last, cost), micro_batch) <= available
 
 
 def _pieces(problem: Problem, micro_batch: int, first: int, available: int) -> Iterator[Piece]:
@@ -72,10 +80,40 @@ def _pieces(problem: Problem, micro_batch: int, first: int, available: int) -> I
     """
     counted = costs_from(problem, micro_batch, first, counted=True)
     longer = list(costs_from(problem, micro_batch, first).items())
-    fitting = bisect_right(longer, available, key=lambda part: peak_alone(problem, (first, *part), micro_batch))
+    fitting = bisect_right(longer, available, key=lambda part: _peak_alone(problem, (first, *part), micro_batch))
     for last, cost in longer[:fitting]:
         if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
             yield Piece(first, last, cost.output_row, counted[last].slot + counted[last].train_peak)
+
+
+def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
+    """Of the process or device while `sil` trains this partition and makes the next one's rows with it."""
+    return max(peaks_by_partition(problem, *_alone(problem, part, micro_batch)))
+
+
+def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, Sequence[Phase], Sequence[PredictedStep]]:
+    batch = problem.batch_size
+    one = PartitionTraining(epochs=1, batch_size=batch, micro_batch=min(micro_batch, batch), trainable=part[2].trainable)
+    rows = min(problem.train_rows, WALKED_UPDATES * batch)
+    work = Workload(
+        train_rows=rows, test_rows=min(problem.test_rows, micro_batch), shuffle=False,
+        partitions=(one,) if part[1] == len(problem.chain) else (one, one),
+    )  # fmt: skip
+    phases = Phases(sil_phases(work).stretches[:1])  # of an inner partition with what makes rows of its outputs
+    walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
+    return Candidate(micro_batch, (part,)), walked, predicted_steps
+
+
+def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candidate:
+    """`candidate` of `sil` with a heap that is kept for the whole run, where there is memory for that."""
+    if not problem.may_keep_heap:
+        return candidate
+    simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
+    working = max(works_of(predicted_steps, 1)[0] for _, _, predicted_steps in simulated)
+    heap = heap_of(problem, working, len(candidate.parts))
+    kept = replace(candidate, heap=heap, resources=replace(candidate.resources, keeps_heap=True))
+    alone = [peaks_by_partition(problem, replace(one, heap=heap), walked, steps) for one, walked, steps in simulated]
+    return kept if max(peak for (peak,) in alone) <= available else candidate
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFit:
@@ -108,7 +146,7 @@ def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, st
         for last, cost in costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
             if cost.trainable:
                 break
-        peak = peak_alone(problem, (first, last, cost), micro_batch)
+        peak = _peak_alone(problem, (first, last, cost), micro_batch)
         if worst is None or peak > worst[2]:
             worst = (cost, _named(problem, first, last), peak)
     assert worst is not None
@@ -126,8 +164,8 @@ def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[Partit
         low, high = (low, middle) if _cut_at(problem, micro_batch, middle) is not None else (middle, high)
     candidate = _cut_at(problem, micro_batch, high)
     assert candidate is not None
-    first, last, cost = max(candidate.parts, key=lambda part: peak_alone(problem, part, micro_batch))
-    return cost, _named(problem, first, last), peak_alone(problem, (first, last, cost), micro_batch)
+    first, last, cost = max(candidate.parts, key=lambda part: _peak_alone(problem, part, micro_batch))
+    return cost, _named(problem, first, last), _peak_alone(problem, (first, last, cost), micro_batch)
 
 
 def _named(problem: Problem, first: int, last: int) -> str:

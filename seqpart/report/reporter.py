@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Column
 
-from seqpart.execution.compute import PhaseBegun, PhaseDone
-from seqpart.execution.executor import Event, StepDone
+from seqpart.execution.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.files.direct import explained
 from seqpart.files.owned import added_to, made
 from seqpart.memory.sampler import Proof
@@ -199,5 +198,6 @@ def plan_notes(plan: Plan) -> Iterable[str]:
         f"predicted peak {format_size(plan.peak)} of {format_size(plan.limit)}"
     )
     host = f", host memory {format_size(plan.host_limit)}" if plan.host_limit else ""
-    yield f"homes: {format_size(plan.disk_bytes)} on disk{host}; predicted time {format_seconds(plan.seconds)}"
+    update = f" ({plan.update_seconds:.3g} s an update)" if plan.update_seconds else ""
+    yield f"homes: {format_size(plan.disk_bytes)} on disk{host}; predicted time {format_seconds(plan.seconds)}{update}"
     yield from plan.reasons

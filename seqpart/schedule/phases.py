@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-from seqpart.schedule.steps import Phase, Position
+from seqpart.schedule.steps import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +117,12 @@ class Phases(Sequence[Phase]):
             if first < stop:
                 yield from stretch.counted(first - begins, stop - begins)
 
+    def trainings(self) -> Iterator[tuple[int, Phase]]:
+        """The last pass of `train` of every stretch, with its number among all phases."""
+        for which, stretch in enumerate(self.stretches):
+            if stretch.epochs:
+                yield self._ends[which] - len(stretch.behind) - 1, stretch.train
+
     def stands(self, number: int) -> tuple[int, int, int | None]:
         """(stretch, and what `Epochs.stands` says) of phase `number`, which may be one behind the last."""
         which = min(bisect_right(self._ends, number), len(self.stretches) - 1)
@@ -134,18 +140,7 @@ def counted(phases: Sequence[Phase]) -> Iterator[tuple[Phase, int]]:
     return phases.counted() if isinstance(phases, Phases) else ((phase, 1) for phase in phases)
 
 
-def trains_again(
-    phases: Sequence[Phase], at: Position, p: int, stage: int, *, stepped: bool, later: bool | None = None
-) -> bool:  # fmt: skip
-    """Whether the optimizer state of `p` in `stage` will be used after `at`. `stepped`: its update there is done already.
-
-    later: whether it is in a phase behind that one, where the caller knows.
-    """
-    if at.phase >= len(phases):
-        return False
-    now = phases[at.phase]
-    if now.stage == stage and now.trains(p) and at.updates + stepped < now.updates:
-        return True
-    if later is not None:
-        return later
-    return any(phase.stage == stage and phase.trains(p) for phase, _ in counted(phases[at.phase + 1 :]))
+def last_trainings(phases: Sequence[Phase]) -> dict[tuple[int, int], int]:
+    """Number of the last phase that trains a partition, by (stage, partition)."""
+    trainings = phases.trainings() if isinstance(phases, Phases) else enumerate(phases)
+    return {(phase.stage, p): number for number, phase in trainings for p in phase.partitions if phase.trains(p)}

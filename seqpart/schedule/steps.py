@@ -89,12 +89,16 @@ class Phase:
     shuffle: bool = False
     frozen: frozenset[int] = frozenset()
     """Partitions that take part and do not learn."""
+    breadth_first: bool = False
+    """All micro-batches of a partition come before the next partition's; else each micro-batch goes through all of them."""
     streams: frozenset[int] = frozenset()
     """Partitions that come to the device one after the other, twice in each update; the others stay there."""
     clips: bool = False
     """Whether updates wait for the gradients' norm over all partitions."""
     keeps: frozenset[int] = frozenset()
     """Partitions that keep the graph of FORWARD for BACKWARD, instead of running forward again."""
+    offloads: frozenset[int] = frozenset()
+    """Those of them whose graphs do not wait on the device."""
     stage: int = 0
     """Optimizer state lives as long as a stage: recovery begins a new one."""
 
@@ -119,8 +123,12 @@ class Phase:
         return self.kind is PhaseKind.TRAIN and p in self.partitions and p not in self.frozen
 
     def keeps_graph(self, p: int) -> bool:
-        """The last partition runs forward in its BACKWARD: it has nothing to keep."""
-        return p in self.keeps and p < self.last
+        """The last partition runs forward in its BACKWARD, and those below the first that learns have none: nothing to keep."""
+        return p in self.keeps and self.lowest <= p < self.last
+
+    def offloads_graph(self, p: int) -> bool:
+        """Whether the graph that it keeps waits elsewhere than on the device."""
+        return p in self.offloads and self.keeps_graph(p)
 
     @property
     def updates(self) -> int:
@@ -187,16 +195,16 @@ def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]
     for index in range(start.phase, len(phases)):
         phase = phases[index]
         first_update = start.updates if index == start.phase else 0
-        if phase.streams:
+        if phase.breadth_first:
             for update in range(first_update, phase.updates):
-                yield from _streamed(phase, index, loaded, update)
+                yield from _breadth_first(phase, index, loaded, update)
         else:
-            yield from _staying(phase, index, loaded, first_update)
+            yield from _depth_first(phase, index, loaded, first_update)
     for p in list(loaded):
         yield from loaded.send(p, len(phases) - 1)
 
 
-def _staying(phase: Phase, index: int, loaded: _Loaded, first_update: int) -> Iterator[Step]:
+def _depth_first(phase: Phase, index: int, loaded: _Loaded, first_update: int) -> Iterator[Step]:
     """All partitions of the phase at once: L0+ L1+ F0.0 B1.0 B0.0 U1 U0 F0.1 ..., or of one: L0+ B0.0 U0 B0.1 U0."""
     for p in [p for p in loaded if p not in phase.partitions]:
         yield from loaded.send(p, max(index - 1, 0))
@@ -215,96 +223,48 @@ def _staying(phase: Phase, index: int, loaded: _Loaded, first_update: int) -> It
                 yield Step(Verb.UPDATE, p, phase=index)
 
 
-def _streamed(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
+def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
     """One update, one partition after the other, all micro-batches of it before the next.
 
-    The first partition stays for the next update's forward pass: so each is loaded twice at most, and saved once. Partitions
-    that stay are updated behind all work: until then the update can be undone, for the others from their homes.
+    The first partition stays for the next update's forward pass: so each is loaded twice at most, and saved once. A partition
+    is updated as soon as its gradients are there, and so no others' are; where updates wait for a norm, those of partitions
+    that stream wait at home, and those of partitions that stay on the device.
     """
     micro_batches = [m for m, _ in phase.spans_of(update)]
     first, last, lowest = phase.partition, phase.last, phase.lowest
     for p in [p for p in loaded if p != first and (p in phase.streams or p not in phase.partitions)]:
         yield from loaded.send(p, max(index - 1, 0))
-    waiting, staying = [], []
+    waiting = []
     for p in range(first, last + (lowest > last)):
         streams = p in phase.streams
         yield from loaded.bring(p, phase, index, to_update=not streams and phase.trains(p))
         yield from (Step(Verb.FORWARD, p, m, index) for m in micro_batches)
-        if not streams:
-            staying += [p] if p < lowest else []
-            continue
         if p < lowest:
             yield Step(Verb.UPDATE, p, phase=index)
-        yield from loaded.send(p, index)
+        if streams:
+            yield from loaded.send(p, index)
     for p in range(last, lowest - 1, -1):
         streams = p in phase.streams
-        waits = streams and phase.clips and p > lowest and phase.trains(p)
-        yield from loaded.bring(p, phase, index, to_update=phase.trains(p) and not waits)
+        waits = phase.clips and phase.trains(p) and not (streams and p == lowest)
+        yield from loaded.bring(p, phase, index, to_update=phase.trains(p) and not (streams and waits))
         yield from (Step(Verb.BACKWARD, p, m, index) for m in micro_batches)
-        if not streams:
-            staying.append(p)
-            continue
         if waits:
             waiting.append(p)
         else:
             yield Step(Verb.UPDATE, p, phase=index)
-        if p > first or waiting:
+        if streams and (p > first or phase.streams.intersection(waiting)):
             yield from loaded.send(p, index, gradients=waits)
     for p in reversed(waiting):
-        yield from loaded.bring(p, phase, index, to_update=True)
+        streams = p in phase.streams
+        if streams:
+            yield from loaded.bring(p, phase, index, to_update=True)
         yield Step(Verb.UPDATE, p, phase=index)
-        yield from loaded.send(p, index)
-    yield from (Step(Verb.UPDATE, p, phase=index) for p in staying)
+        if streams:
+            yield from loaded.send(p, index)
 
 
-def checked(steps: Iterable[Step], slots: int = 1) -> Iterator[Step]:
-    """Pass `steps` through and raise ScheduleError, naming the step, at the first that breaks a rule.
-
-    Rules: a partition is loaded before it is used, never twice at once, at most `slots` at a time; an update
-    follows work on the same partition; gradients are never lost; at the end nothing is loaded.
-    """
-    loaded: set[int] = set()
-    worked: set[int] = set()
-    gradients: set[int] = set()
-    away: set[int] = set()
-    for step in steps:
-        p = step.partition
-        _refuse_misspelt(step)
-        if step.verb is Verb.LOAD:
-            if p in loaded:
-                raise ScheduleError(f"{step}: partition {p} is loaded already")
-            if len(loaded) == slots:
-                raise ScheduleError(f"{step}: {slots} partition(s) are loaded, and the plan has room for no more")
-            loaded.add(p)
-            away -= {p} if step.more else set()
-        elif p not in loaded:
-            raise ScheduleError(f"{step}: partition {p} is not loaded")
-        if step.verb in _HAS_MICRO_BATCH:
-            worked.add(p)
-        if step.verb is Verb.BACKWARD:
-            gradients.add(p)
-        elif step.verb is Verb.UPDATE:
-            if p not in worked | gradients:
-                raise ScheduleError(f"{step}: no forward or backward came before this update")
-            if p in away:
-                raise ScheduleError(f"{step}: partition {p} left its gradients at home")
-            worked.discard(p)
-            gradients.discard(p)
-        elif step.verb is Verb.DROP:
-            if (p in gradients) != step.more:
-                held = "holds gradients that no update has used" if p in gradients else "has no gradients to take home"
-                raise ScheduleError(f"{step}: partition {p} {held}")
-            worked.discard(p)
-            loaded.remove(p)
-            away |= {p} if step.more else set()
-        yield step
-    if loaded:
-        raise ScheduleError(f"the schedule ends with partitions {sorted(loaded)} loaded")
-    if gradients:
-        raise ScheduleError(f"the schedule ends with gradients of partitions {sorted(gradients)} unused")
-
-
-def _refuse_misspelt(step: Step) -> None:
+def refuse_misspelt(step: Step) -> None:
+    """Raises ScheduleError for a micro-batch or a `+` where the verb has none, or none where it has one."""
     if (step.micro_batch is None) == (step.verb in _HAS_MICRO_BATCH):
         raise ScheduleError(f"{step}: a micro-batch goes with F and B, and only with them")
     if step.more and step.verb not in _HAS_MORE:
@@ -339,6 +299,6 @@ def parse(text: str) -> list[Step]:
             raise ScheduleError(f"expected a step such as L0, L0+, F0.1, B0.1, U0 or D0; found {word!r}")
         micro_batch = None if match[3] is None else int(match[3])
         step = Step(Verb(match[1]), int(match[2]), micro_batch, max(phase, 0), bool(match[4]))
-        _refuse_misspelt(step)
+        refuse_misspelt(step)
         steps.append(step)
     return steps

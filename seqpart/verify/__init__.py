@@ -1,5 +1,6 @@
 """Training under the limit against full training, bit by bit."""
 
-from seqpart.verify.verification import verified, verify
+from seqpart.verify.command import verified
+from seqpart.verify.verification import verify
 
 __all__ = ["verified", "verify"]

@@ -39,10 +39,6 @@ class Key(NamedTuple):
         return f"in update {self.update + 1} of {steps}" if self.update < steps else f"after update {steps}"
 
 
-class Enough(Exception):
-    """All that was to be seen was seen."""
-
-
 class Digests:
     """What is seen of one run: a digest of every tensor.
 
@@ -62,10 +58,10 @@ class Digests:
         self.evaluation: tuple[float, float | None] | None = None
         """Loss and accuracy behind the last update."""
         self._expected, self._keeps, self._wanted = expected, keeps, wanted
-        self._done, self._updates = 0, dict[int, int]()
+        self._done, self._begun, self._updates = 0, 0, dict[int, int]()
 
     def before_update(self, partition: Partition, step: Step) -> None:
-        update = self._updates[step.partition] = self._updates.get(step.partition, -1) + 1
+        update = self._updates[step.partition] = self._updates.get(step.partition, self._begun - 1) + 1
         state = partition.optimizer.state if partition.optimizer is not None else {}
         for block in partition.blocks:
             for name, parameter in block.own(dict(block.module.named_parameters())).items():
@@ -78,14 +74,18 @@ class Digests:
             for name, buffer in block.module.named_buffers():
                 self.see(Key(update, BUFFER, block.number, f"{block.name}.{name}"), buffer)
 
-    def at_rest(self, executor: Executor) -> None:
-        """An update is over. Raises Enough behind the last one that is to be seen, with everything at home."""
+    def at_rest(self, executor: Executor) -> bool:
+        """An update is over. Returns whether to go on: not behind the last one that is to be seen."""
         self.see(Key(self._done, LOSS, 0, ""), torch.as_tensor(executor.compute.metrics.loss))
         self.losses.append(executor.compute.metrics.mean_loss)
         self._done += 1
-        if self.found or self._done == self.steps:
-            executor.settle()
-            raise Enough
+        return not self.found and self._done < self.steps
+
+    def go_back(self, done: int) -> None:
+        """The run goes on from where it had made so many updates."""
+        self._done = self._begun = done
+        self._updates.clear()
+        del self.losses[done:]
 
     @property
     def found(self) -> bool:

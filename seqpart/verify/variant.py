@@ -2,23 +2,26 @@
 
 import shutil
 import time
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from typing import Self
 
-from seqpart.data.reader import ReaderThread
 from seqpart.data.splits import as_split, first_rows
 from seqpart.errors import OutOfMemory
 from seqpart.execution.executor import Executor
 from seqpart.files.direct import aligned
 from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage
+from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import PhaseKind, Position
-from seqpart.session import Session
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb
+from seqpart.session.observer import Failure, Observer
+from seqpart.session.session import Session
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.verify.digests import STATE, VALUE, Digests, Enough, Key
+from seqpart.verify.digests import STATE, VALUE, Digests, Key
 
 _EVALUATED = 256
 """Rows, at most: an evaluation that differs does so in its first rows."""
@@ -38,17 +41,18 @@ class Variant:
     """Measured in the last run."""
 
     @classmethod
-    def planned(cls, name: str, trainer: Trainer, train: object) -> "Variant":
-        split = as_split(train, "training")
-        with closing(trainer.prepare(split, first_rows(split, _EVALUATED))) as preparation:
-            prepared = preparation.planned()
+    def planned(cls, name: str, trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Self:
+        with closing(prepared_to_verify(trainer, train, reuse=reuse)) as preparation:
+            return cls.of(name, preparation, preparation.planned())
+
+    @classmethod
+    def of(cls, name: str, preparation: Preparation, prepared: Prepared) -> Self:
         plan = prepared.plan
         return cls(name=name, method=plan.method, preparation=preparation, prepared=prepared, limit=plan.limit)
 
     def run(self, digests: Digests, reporter: Reporter, *, falsify: bool = False) -> None:
         """Train until `digests` have seen enough. Nothing stays on the disk."""
         preparation, began = self.preparation, time.perf_counter()
-        preparation.falsify = falsify
         prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
         sampler = Sampler(MemoryUsage(preparation.device), limit=self.limit)
         with ExitStack() as stack:
@@ -60,8 +64,8 @@ class Variant:
             stack.callback(sampler.stop)
             preparation.live_modules.take()
             stack.callback(preparation.close)
-            with suppress(Enough):
-                _RecordedSession(preparation, prepared, silent, sampler, stack, digests).carry_out(began)
+            recorder = _Recorder(digests, prepared.phases, self.limit)
+            recorder.record(Session(preparation, prepared, silent, sampler, stack, observer=recorder.observer, falsify=falsify))
         self.peak = sampler.peak
         word = "noticed" if falsify else "differs"
         seen = "" if digests.first is None else f"  {word} in {digests.first} {digests.first.when(digests.steps)}"
@@ -69,66 +73,61 @@ class Variant:
         reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
 
 
-class _RecordedSession(Session):
-    """A run that ends where its digests have seen enough, leaves no results, and gives weights back as they came."""
+def prepared_to_verify(trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Preparation:
+    split = as_split(train, "training")
+    return trainer.prepare(split, first_rows(split, _EVALUATED), reuse=reuse)
 
-    def __init__(
-        self,
-        preparation: Preparation,
-        prepared: Prepared,
-        reporter: Reporter,
-        sampler: Sampler,
-        stack: ExitStack,
-        digests: Digests,
-    ) -> None:
-        super().__init__(
-            preparation, prepared, reporter, sampler, stack, resumed=None, job=None, before_update=digests.before_update
-        )
-        self._digests, self._goes_on, self._evaluating = digests, True, False
 
-    def _at_rest(self, executor: Executor) -> None:
-        self._interrupts.check()
-        if self._evaluating:
+class _Recorder:
+    """Shows a run to `digests`: its updates as they come, and what the last of them left."""
+
+    def __init__(self, digests: Digests, phases: Sequence[Phase], limit: int) -> None:
+        self._digests, self._phases, self._limit = digests, phases, limit
+        self._goes_on = True
+        """Whether another update would follow."""
+
+    @property
+    def observer(self) -> Observer:
+        return Observer(before_update=self._digests.before_update, at_rest=self._at_rest, failed=self._failed)
+
+    def _at_rest(self, executor: Executor) -> bool:
+        if executor.step.verb is not Verb.UPDATE:  # a pass over the test rows
+            return True
+        self._goes_on = self._phases[executor.position.phase].kind is PhaseKind.TRAIN
+        return self._digests.at_rest(executor)
+
+    def _failed(self, failure: Failure) -> None:
+        if failure.keeps_heap:
+            before = [phase for phase in self._phases[: failure.at.phase] if phase.kind is PhaseKind.TRAIN]
+            self._digests.go_back(sum(phase.updates for phase in before) + failure.at.updates)
             return
-        self._goes_on = self._prepared.phases[executor.position.phase].kind is PhaseKind.TRAIN
-        self._digests.at_rest(executor)
-
-    def _halve_micro_batch(self, text: str, executor: Executor) -> None:
-        micro_batch = max(stage.micro_batch for stage in self._prepared.stages)
         raise OutOfMemory(
-            f"memory ran out in {executor.step} at micro-batch {micro_batch}, inside the limit of "
-            f"{format_size(self._prepared.plan.limit)}: {text}. Training would go on with half of it; to verify that, give "
-            f"--micro-batch-size {max(1, micro_batch // 2)}."
+            f"memory ran out in {failure.step} at micro-batch {failure.micro_batch}, inside the limit of "
+            f"{format_size(self._limit)}: {failure.text}. Training would go on with half of it; to verify that, give "
+            f"--micro-batch-size {max(1, failure.micro_batch // 2)}."
         )
 
-    def _run_stages(self, thread: ReaderThread) -> None:
-        with suppress(Enough):
-            super()._run_stages(thread)
-        if not self._digests.found:  # nothing is loaded any more: there is room to read the homes
-            self._see_homes()
-            self._digests.miss()
-        if not self._digests.found:
-            self._evaluate(thread)
-        raise Enough
+    def record(self, session: Session) -> None:
+        """Run it until its digests have seen enough, and then over some rows in evaluation."""
+        with session.limited(), session.interrupts:
+            session.run_stages()
+            if not self._digests.found:  # nothing is loaded any more: there is room to read the homes
+                self._see_homes(session)
+                self._digests.miss()
+            if not self._digests.found:
+                trained = max(number for number, phase in enumerate(self._phases) if phase.kind is PhaseKind.TRAIN)
+                session.run_stages(Position(trained + 1))
+                self._digests.evaluation = session.test
 
-    def _evaluate(self, thread: ReaderThread) -> None:
-        """Some rows in evaluation, with the weights that the last update left."""
-        self._evaluating = True
-        phases, stage = self._prepared.phases, self._prepared.stages[-1]
-        first = 1 + max(number for number, phase in enumerate(phases) if phase.kind is PhaseKind.TRAIN)
-        failed, _, _ = self._run_stage(stage, Position(first), None, thread)
-        if failed is not None:
-            self._halve_micro_batch(*failed)
-        self._digests.evaluation = self._test
-
-    def _see_homes(self) -> None:
+    def _see_homes(self, session: Session) -> None:
         """What the last update left. Of optimizer state nothing is kept where no update would follow."""
-        for block in self._prepared.chain:
+        store = session.homes.store
+        for block in session.prepared.chain:
             for home, kind in ((block.home, VALUE), (block.state_home, STATE))[: 2 if self._goes_on else 1]:
-                if home not in self._store:
+                if home not in store:
                     continue
-                layout = self._store.layout(home)
+                layout = store.layout(home)
                 flat = aligned(layout.padded_nbytes)
-                self._store.get(home, flat)
+                store.get(home, flat)
                 for name, tensor in layout.views(flat).items():
                     self._digests.see(Key(self._digests.steps, kind, block.number, f"{block.name}.{name}"), tensor)

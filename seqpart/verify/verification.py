@@ -6,22 +6,21 @@
     (4) again       only where they differ: (1) up to the tensor that (3) left on disk, for the numbers
     (5) cut in N    (1) cut in two, and behind every block: the same digests
     (6) by N        (1) with a half and a quarter of the micro-batch: the same losses, where blocks treat rows alike
+    (7) plan N      (1) by other plans, if they are asked for, drawn from all that a plan may answer: the same digests
 
-(1), (3) and (5) are followed by an evaluation, which is compared too.
+(1), (3), (5) and (7) are followed by an evaluation, which is compared too.
 
 Digests, because all tensors of some updates are many times the model. (3) needs the memory that the limit is there to
 avoid: equality with full training is seen where full training can run, on a smaller model of the same blocks if need be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from seqpart.cli.arguments import gathered, options_of
-from seqpart.cli.job import Job, opened
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.files.scratch import own_folder
 from seqpart.memory.limit import limit_for
@@ -33,11 +32,11 @@ from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import PhaseKind
-from seqpart.settings import Method
 from seqpart.trainer import Trainer
-from seqpart.units import format_size
-from seqpart.values import flag_of
+from seqpart.units import format_limit, format_size
+from seqpart.verify.answers import Answers
 from seqpart.verify.digests import Digests, Key
+from seqpart.verify.sweep import agreed, drawn_plans
 from seqpart.verify.variant import Variant
 
 
@@ -62,6 +61,8 @@ class Agreement:
     """Other numbers of partitions that gave the same bits."""
     divided: str = ""
     """What another micro-batch gave, in words."""
+    plans: tuple[Plan, ...] = ()
+    """Others that gave the same bits."""
 
     def __str__(self) -> str:
         return (
@@ -69,38 +70,49 @@ class Agreement:
             f"{self.reference}, bit for bit: {self.tensors} tensors (weights, gradients, optimizer state, buffers, loss) in "
             f"{self.comparisons} comparisons over {self.steps} update(s), digest {self.digest}; a wrong replay was noticed"
             + (f"; the same bits in {' and '.join(map(str, self.cuts))} partitions" if self.cuts else "")
+            + (f"; the same bits by {len(self.plans)} other plan(s)" if self.plans else "")
             + f"; the same evaluation{self.divided}"
         )
 
 
 def verify(
     model: object, train: object, loss: LossFunction | None = None, optimizer: str | Build | None = None,
-    *, steps: int = 3, reference: str = "full", reporter: Reporter | None = None, **options: Any,
+    *, steps: int = 3, reference: str = "full", reuse: Plan | None = None, sweep: int = 0,
+    reporter: Reporter | None = None, **options: Any,
 ) -> Agreement:  # fmt: skip
     """Train `model` for `steps` updates under the limit, by `reference` and with other cuts, and compare every bit.
 
     An evaluation behind them is compared too, and the losses of smaller micro-batches, which agree but for rounding.
     model, train, loss, optimizer, options: as `Trainer` and its `fit` take them; `method` is "streamed" if it is left
-    out. Modules that were given alive get back the weights that they came with.
+    out, or that of the plan to `reuse`, which is verified as it is. sweep: so many other plans are compared, too, as they are
+    drawn by the seed. Modules that were given alive get back the weights that they came with.
 
     Raises VerifyMismatch with the first tensor that differs, or where the check did not notice a wrong replay;
     DoesNotFit where the reference has no room; OptionError and the like as training would.
     """
     reporter = reporter or Reporter(quiet=True)
-    _refuse(steps, reference, options)
+    _refuse(steps, reference, sweep, options)
     with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder:
-        options = {"method": "streamed", **options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
-        return _compared(model, train, loss, optimizer, steps, reference, reporter, folder / "tensor", options)
+        options = {**options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
+        options = {"method": "streamed", **options} if reuse is None else {**options, "method": _method_for(reuse, options)}
+
+        def trainer(**changed: Any) -> Trainer:
+            return Trainer(model, loss, optimizer, quiet=True, **{**options, **changed})
+
+        limited = Variant.planned("limited", trainer(), train, reuse=reuse)
+        _refuse_plan(limited, steps, reference, reuse)
+        found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor")
+    reporter.say(str(found))
+    return found
 
 
 def _compared(
-    model: object, train: object, loss: LossFunction | None, optimizer: str | Build | None, steps: int, reference: str,
-    reporter: Reporter, kept: Path, options: dict[str, Any],
+    limited: Variant, trainer: Callable[..., Trainer], train: object, steps: int, reference: str, sweep: int,
+    reporter: Reporter, kept: Path,
 ) -> Agreement:  # fmt: skip
-    """`verify` with its options complete; `kept` is the file for a tensor that differs."""
-    limited = Variant.planned("limited", Trainer(model, loss, optimizer, quiet=True, **options), train)
-    _refuse_plan(limited, steps, reference)
-    other = _reference(limited, Trainer(model, loss, optimizer, quiet=True, **_whole(options, limited, reference)), train)
+    """`kept` is the file for a tensor that differs."""
+    whole = _whole(limited)
+    other = _reference(limited, trainer(**whole, method=reference), train)
     reporter.say(_announced(limited, other, steps))
 
     first = Digests(steps)
@@ -120,16 +132,19 @@ def _compared(
             f"of {steps} update(s) stayed the same. Nothing is proven. Does anything learn? More --steps may tell."
         )
     _compare_evaluations(limited, other, first, compared)
-    available = _whole(options, limited, limited.method)
 
     def variant(name: str, **changed: Any) -> Variant:
-        return Variant.planned(name, Trainer(model, loss, optimizer, quiet=True, **{**available, **changed}), train)
+        return Variant.planned(name, trainer(**{**whole, "method": limited.method, **changed}), train)
 
     cuts = _other_cuts(limited, first, variant, reporter)
     divided = _other_micro_batches(limited, first, variant, reporter)
-    found = replace(_agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided)
-    reporter.say(str(found))
-    return found
+    plans = drawn_plans(limited, trainer(**whole, method="auto"), train, sweep) if sweep else ()
+    for drawn in plans:
+        _compare_evaluations(limited, drawn, first, agreed(limited, first, drawn, reporter))
+    return replace(
+        _agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided,
+        plans=tuple(drawn.prepared.plan for drawn in plans),
+    )  # fmt: skip
 
 
 # --- evaluation, other cuts, another micro-batch ------------------------------------------------------------------
@@ -190,7 +205,8 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
             if not _near(one, two, close):
                 raise VerifyMismatch(
                     f"micro-batches of {micro_batch} and of {size} differ: the mean loss of {number} update(s) is {one:.6g} "
-                    f"and {two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be."
+                    f"and {two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be,"
+                    " or a block uses a buffer in training that every micro-batch changes."
                 )
         alike.append(str(size))
     if not alike:
@@ -209,9 +225,18 @@ def _near(one: float, other: float, close: float) -> bool:
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-def _refuse(steps: int, reference: str, options: dict[str, Any]) -> None:
+def _method_for(reuse: Plan, options: dict[str, Any]) -> str:
+    """One that takes all answers of a plan again."""
+    if options.get("method", "auto") not in ("auto", reuse.method):
+        raise OptionError(f"--plan: that plan is by method {reuse.method}. Leave --method {options['method']} out.")
+    return "auto"
+
+
+def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> None:
     if steps < 1:
         raise OptionError(f"--steps: expected a number of updates from 1 up; found {steps}.")
+    if sweep < 0:
+        raise OptionError(f"--sweep: expected a number of plans from 0 up; found {sweep}.")
     exact = [method.name for method in EXACT]
     if reference not in exact:
         raise OptionError(f"--reference: expected one of {', '.join(exact)}; found {reference!r}.")
@@ -225,8 +250,13 @@ def _refuse(steps: int, reference: str, options: dict[str, Any]) -> None:
         raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
 
 
-def _refuse_plan(limited: Variant, steps: int, reference: str) -> None:
+def _refuse_plan(limited: Variant, steps: int, reference: str, reuse: Plan | None) -> None:
     plan, phases = limited.prepared.plan, limited.prepared.phases
+    if reuse is not None and Answers.of(plan) != Answers.of(reuse):
+        raise OptionError(
+            f"--plan: that plan ({Answers.of(reuse)}) was made for {format_size(reuse.limit)}, and would not be carried out as "
+            f"it is under {format_size(plan.limit)} ({Answers.of(plan)}). Give --mem-limit {format_limit(reuse.limit)} or more."
+        )
     if len(plan.partitions) == 1:
         raise OptionError(
             f"the network fits {format_size(plan.limit)} as one partition, which is full training already: there is nothing to "
@@ -239,12 +269,11 @@ def _refuse_plan(limited: Variant, steps: int, reference: str) -> None:
         raise OptionError(f"--steps {steps}: training has {updates} update(s) in all. Give at most that, or more --epochs.")
 
 
-def _whole(options: dict[str, Any], limited: Variant, reference: str) -> dict[str, Any]:
-    """The settings of the reference: the same micro-batches, in all the memory that there is."""
+def _whole(limited: Variant) -> dict[str, Any]:
+    """The settings of what is compared with: the same micro-batches, in all the memory that there is."""
     device = limited.preparation.device
     available = min(device.total_memory(), MemoryUsage(device).read() + device.free_memory())
-    micro_batch = limited.prepared.plan.partitions[0].micro_batch
-    return {**options, "method": reference, "mem_limit": available, "micro_batch_size": micro_batch, "partitions": "auto"}
+    return {"mem_limit": available, "micro_batch_size": limited.prepared.plan.micro_batch, "partitions": "auto"}
 
 
 def _reference(limited: Variant, trainer: Trainer, train: object) -> Variant:
@@ -304,38 +333,3 @@ def _told(limited: Variant, other: Variant, key: Key, first: Digests, again: Dig
             "any order?"
         )
     return f"{limited.method} and {other.method} differ, first in {key} {key.when(first.steps)}: {again.difference}.\n  {cause}"
-
-
-# --- the command --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyJob(Job):
-    """Prove on your own model that training under the limit gives the bits of full training, or name the tensor that differs.
-
-    Some updates are made under --mem-limit, again with a deliberately wrong replay, which must be noticed, and again by
-    --reference, which needs the memory of full training. Exit code 0: every bit is the same; 5: not, or the check is blind.
-    """
-
-    method: Method = "streamed"
-    """What is to be verified: streamed, checkpointed, or auto (whichever training would take)."""
-    steps: int = 3
-    """Updates to compare, from the first one on."""
-    reference: str = "full"
-    """What it is to be equal to: full, or checkpointed or streamed, which need less memory."""
-
-
-_NOT_OURS = (
-    "resume", "plan", "plan_out", "dry_run", "print_schedule", "output_dir", "overwrite", "recovery_epochs",
-)  # fmt: skip
-
-
-def verified(arguments: Sequence[str]) -> None:
-    """`seqpart verify ARGUMENTS`. Raises what `verify` raises."""
-    job = options_of(VerifyJob, gathered(list(arguments), VerifyJob), "seqpart verify")
-    given = [flag_of(name) for name in _NOT_OURS if getattr(job, name)]
-    if given:
-        raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
-    reporter = Reporter(quiet=job.quiet)
-    _, trainer, train, _ = opened(job, reporter)
-    verify(trainer.model, train, steps=job.steps, reference=job.reference, reporter=reporter, **job.settings())

@@ -9,7 +9,7 @@ from profiling.question import job_of, parsed, way_named
 from profiling.trace import StepLog
 from seqpart.cli.job import opened
 from seqpart.errors import DoesNotFit, LimitExceeded, OutOfMemory, SeqpartError
-from seqpart.execution.executor import StepDone
+from seqpart.execution.events import StepDone
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import PhaseKind, Step, Verb

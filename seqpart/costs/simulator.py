@@ -4,17 +4,22 @@ The planner asks it which cut fits and how long it takes; a test runs the same s
 step by step.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from seqpart.costs.clock import Clock
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import PartitionCost
-from seqpart.schedule.phases import Phases, trains_again
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb, steps_of
+from seqpart.schedule.phases import Phases
+from seqpart.schedule.progress import Progress
+from seqpart.schedule.steps import START, Phase, PhaseKind, Position, Step, Verb, steps_of
+
+REQUEST_SECONDS = 3e-4
+"""Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedStep:
+class PredictedStep(NamedTuple):
     """One step predicted: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds, and when it ends."""
 
     step: Step
@@ -26,6 +31,8 @@ class PredictedStep:
     bytes_read: int
     bytes_written: int
     seconds: float
+    moving: float
+    """Seconds of transfers behind the computation."""
     ends: float
 
 
@@ -47,6 +54,8 @@ class Resources:
     """Whether gradients may have to wait in the slot."""
     at_host: frozenset[int] = frozenset()
     """Partitions whose homes are in host memory and cost no disk traffic."""
+    graph_buffers: int = 0
+    """Bytes of the buffers through which graphs go to the disk; saved tensors are used where they lie in them."""
     keeps_heap: bool = False
     """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in memory/heap.py."""
 
@@ -60,15 +69,21 @@ class Simulator:
     """Takes the steps of a schedule one by one. A single slot grows to its largest partition so far and never shrinks."""
 
     def __init__(
-        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources | None = None
-    ) -> None:
+        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources | None = None,
+        start: Position = START, stands_for: Mapping[tuple[int, int | None], int] | None = None,
+    ) -> None:  # fmt: skip
         self._phases, self._partitions, self._speeds = phases, partitions, speeds
+        self._stands_for = stands_for or {}
+        """How many equal micro-batches one stands for, by (phase, micro-batch). See [Note: equal micro-batches]."""
+        self._alike = 1
+        """Of these, how many are held at once."""
         self._resources = resources = resources or Resources()
         gradients = resources.gradients_room
         shared = sorted(
             (part.slot_bytes(gradients) for p, part in enumerate(partitions) if p not in resources.stays), reverse=True
         )
         self._own = sum(partitions[p].slot for p in resources.stays)
+        self._own += resources.graph_buffers
         self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
         self._held: dict[tuple[str, int, int], int] = {}
         """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries between partitions, kept graphs."""
@@ -77,13 +92,8 @@ class Simulator:
         self._changed: set[int] = set()
         self._stored: set[int] = set()
         """Partitions that have optimizer state at home."""
-        self._waiting: set[int] = set()
-        self._with_state: set[int] = set()
-        self._position, self._stepped = Position(), set[int]()
-        self._clock = _Clock(resources)
-        self._last_trained = {
-            (phase.stage, p): number for number, phase in enumerate(phases) for p in phase.partitions if phase.trains(p)
-        }
+        self.progress = Progress(phases, start)
+        self._clock = Clock(resources.slots, resources.stays)
         self._do = {
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
@@ -98,19 +108,46 @@ class Simulator:
 
     def take(self, step: Step) -> PredictedStep:
         work = self._do[step.verb]
-        if self._position.phase != step.phase and step.verb is not Verb.DROP:
-            self._position = Position(step.phase)
         before = self._now
+        times = self._stands_for.get((step.phase, step.micro_batch), 1)
+        self._alike = times if times > 1 and self._phases[step.phase].breadth_first else 1
         peak, read, written, seconds = work(step, self._partitions[step.partition])
-        ends = self._clock.take(step, seconds)
-        slots = self._own + self._shared
-        return PredictedStep(step, before, max(before, peak, self._now), self._now, slots, read, written, seconds, ends)
+        self.progress.begin(step)
+        self.progress.finish(step)
+        graph, boundary = self._graph_seconds(step), self._boundary_seconds(step)
+        moving = seconds if step.verb in (Verb.LOAD, Verb.DROP) else graph + boundary
+        ends = self._clock.take(step, seconds, graph, boundary, times)
+        slots, after = self._own + self._shared, self._now
+        return PredictedStep(
+            step, before, max(before, peak, after), after, slots,
+            times * read, times * written, times * seconds, times * moving, ends,
+        )  # fmt: skip
+
+    def _graph_seconds(self, step: Step) -> float:
+        """Of a graph's way to the disk, behind its forward pass, or back before its backward pass."""
+        if not self._phases[step.phase].offloads_graph(step.partition):
+            return 0.0
+        rate = {Verb.FORWARD: self._speeds.write, Verb.BACKWARD: self._speeds.read}.get(step.verb)
+        return REQUEST_SECONDS + self._partitions[step.partition].graph / rate if rate else 0.0
+
+    def _boundary_seconds(self, step: Step) -> float:
+        """Of what a step leaves on the disk for another partition, written behind the computation."""
+        phase, p = self._phases[step.phase], step.partition
+        if self._resources.boundary_tier != "disk" or phase.kind is not PhaseKind.TRAIN:
+            return 0.0
+        part = self._partitions[p]
+        if step.verb is Verb.FORWARD and p < phase.last:
+            return REQUEST_SECONDS + part.output / self._speeds.write
+        if step.verb is Verb.BACKWARD and p > phase.lowest:
+            return REQUEST_SECONDS + part.input / self._speeds.write
+        return 0.0
 
     @property
     def _now(self) -> int:
         return self._own + self._shared + self._sum
 
     def _keep(self, kind: str, p: int, m: int, nbytes: int) -> None:
+        nbytes *= 1 if kind == "gradients" else self._alike
         self._sum += nbytes - self._held.get((kind, p, m), 0)
         self._held[kind, p, m] = nbytes
 
@@ -125,28 +162,23 @@ class Simulator:
             self._shared = max(self._shared, part.slot_bytes(self._resources.gradients_room))
         read = part.weights + (part.borrowed if self._resources.borrows else 0)
         if step.more:
-            self._with_state.add(p)
-            read += (part.state if p in self._stored else 0) + (part.gradients if p in self._waiting else 0)
-            self._waiting.discard(p)
+            read += (part.state if p in self._stored else 0) + (part.gradients if p in self.progress.away else 0)
         read = 0 if p in self._resources.at_host else read
         return 0, read, 0, read / self._speeds.read
 
     def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, written = step.partition, 0
-        stage = self._phases[step.phase].stage
-        later = self._last_trained.get((stage, p), -1) > self._position.phase
-        again = trains_again(self._phases, self._position, p, stage, stepped=p in self._stepped, later=later)
+        with_state = self.progress.loaded[p]
+        again = self.progress.needs_state(p, self._phases[step.phase].stage)
         if p in self._changed:
-            written = part.weights + (part.state if again and p in self._with_state else 0)
+            written = part.weights + (part.state if again and with_state else 0)
             self._changed.discard(p)
-        if again and p in self._with_state:
+        if again and with_state:
             self._stored.add(p)
         elif not again:
             self._stored.discard(p)
-        self._with_state.discard(p)
         if step.more:
             written += part.gradients
-            self._waiting.add(p)
             self._free("gradients", p, 0)
         written = 0 if p in self._resources.at_host else written
         return 0, 0, written, written / self._speeds.write
@@ -160,12 +192,6 @@ class Simulator:
         self._free("gradients", p, 0)
         if learns or part.buffers:
             self._changed.add(p)
-        self._stepped.add(p)
-        if len(self._stepped) == len(phase.partitions):
-            self._stepped.clear()
-            self._position = Position(step.phase, self._position.updates + 1)
-            if self._position.updates == phase.updates:
-                self._position = Position(step.phase + 1)
         return peak, 0, 0, part.parameters / self._speeds.optimizer if learns else 0.0
 
     def _forward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
@@ -181,17 +207,18 @@ class Simulator:
                     self._hold("boundary", p + 1, step.micro_batch, part.output)
             computing = self._computing(part, rows, forward=1, backward=0)
             seconds = max(computing, read / self._speeds.read) + written / self._speeds.write
-            if p == phase.last and phase.span(step.micro_batch).stop == phase.rows:
-                self._position = Position(step.phase + 1)
             return peak, read, written, seconds
         if p == phase.partition:
             self._hold("boundary", p, step.micro_batch, part.input)
             self._keep("labels", 0, step.micro_batch, rows * self._resources.label_row)
-        peak = self._now + part.forward_peak - self._held.get(("boundary", p, step.micro_batch), 0)
+        offloads = phase.offloads_graph(p)  # then saved tensors die like others
+        work = part.inference_peak if offloads else part.forward_peak
+        peak = self._now + work - self._one_boundary(p, step.micro_batch)
         if p < phase.last:
             self._hold("boundary", p + 1, step.micro_batch, part.output)
-        if phase.keeps_graph(p):
-            self._keep("graph", p, step.micro_batch, part.kept)
+        if phase.keeps_graph(p) and not offloads:
+            held = 0 if self._resources.boundary_tier == "device" else part.input + part.output  # else the exchange holds them
+            self._keep("graph", p, step.micro_batch, part.kept + held)
         if p < phase.lowest:
             self._free("boundary", p, step.micro_batch)
         if p == phase.last:
@@ -205,26 +232,33 @@ class Simulator:
         alone = phase.partition == phase.last
         read = rows * part.input_row if alone else 0
         graph = self._free("graph", p, m)
-        if p == phase.last:
-            self._free("labels", 0, m)
+        labels = self._free("labels", 0, m) if p == phase.last else 0
         if part.tied and not alone:
             self._hold("tied", 0, m, part.tied)
         again = ("gradients", p, 0) in self._held
         need = (part.accumulate_peak - part.gradients) if again else part.train_peak
+        if phase.offloads_graph(p):
+            need -= part.kept
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
-        known = self._held.get(("boundary", p, m), 0) + self._free("boundary", p + 1, m)
-        peak = max(self._now + known + graph, self._now + need - self._held.get(("boundary", p, m), 0))
+        own, handed = self._one_boundary(p, m), self._free("boundary", p + 1, m)
+        waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
+        peak = self._now + max(own + handed + graph, need - own + waiting)
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
         if p == phase.lowest:
             self._free("boundary", p, m)
             self._free("tied", 0, m)
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
+        if self._resources.boundary_tier == "disk" and not alone and not phase.keeps_graph(p):
+            seconds += REQUEST_SECONDS + part.input / self._speeds.read  # nothing goes on while it is read
         return peak, read, 0, max(seconds, read / self._speeds.read)
 
     def _computing(self, part: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
         keeps_heap = self._resources.keeps_heap
         return self._speeds.computing(part, rows, forward=forward, backward=backward, keeps_heap=keeps_heap)
+
+    def _one_boundary(self, p: int, m: int) -> int:
+        return self._held.get(("boundary", p, m), 0) // self._alike
 
     def _hold(self, kind: str, p: int, m: int, nbytes: int) -> None:
         if self._resources.boundary_tier == "device":
@@ -236,33 +270,6 @@ class Simulator:
         return span.stop - span.start
 
 
-class _Clock:
-    """When steps end: loads go ahead of the computation as far as there are slots, saves go on behind it."""
-
-    def __init__(self, resources: Resources) -> None:
-        self._free, self._stays = [0.0] * resources.slots, resources.stays
-        self._ready: dict[int, float] = {}
-        self._computing = self._reading = self._writing = 0.0
-
-    def take(self, step: Step, seconds: float) -> float:
-        p = step.partition
-        if step.verb is Verb.LOAD:
-            slot = 0.0
-            if p not in self._stays:
-                slot = min(self._free)
-                self._free.remove(slot)
-            self._reading = self._ready[p] = max(self._reading, slot) + seconds
-            return self._reading
-        if step.verb is Verb.DROP:
-            self._writing = max(self._writing, self._computing) + seconds
-            if p not in self._stays:
-                self._free.append(self._writing)
-            del self._ready[p]
-            return self._writing
-        self._computing = max(self._computing, self._ready[p]) + seconds
-        return self._computing
-
-
 def simulate(
     phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources
 ) -> tuple[list[Phase], list[PredictedStep], float]:
@@ -270,8 +277,8 @@ def simulate(
 
     Passes that differ in nothing but the epoch are walked through twice and counted.
     """
-    short, more = _shortened(phases)
-    simulator = Simulator(short, partitions, speeds, resources)
+    short, more, stands_for = _shortened(phases)
+    simulator = Simulator(short, partitions, speeds, resources, stands_for=stands_for)
     predicted_steps = list(simulator.run(steps_of(short)))
     ends: dict[int, list[float]] = {}
     for predicted in predicted_steps:
@@ -292,13 +299,46 @@ _WALKED = 4
 """Updates of a pass that are walked through."""
 
 
-def _shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]]]:
-    """(phases with few updates and epochs, {number in them: (updates it stands for, passes left out)})."""
+def _shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], dict[tuple[int, int | None], int]]:
+    """Phases with few updates, epochs and micro-batches, and what these stand for.
+
+    {number of a phase: (updates it stands for, passes left out)}, {(phase, micro-batch): micro-batches it stands for}.
+    """
     short: list[Phase] = []
     more: dict[int, tuple[int, int]] = {}
-    for phase, stands_for in (pair for stretch in phases.stretches for pair in stretch.walked()):
-        more[len(short)] = phase.updates, stands_for - 1
+    stands_for: dict[tuple[int, int | None], int] = {}
+    for phase, times in (pair for stretch in phases.stretches for pair in stretch.walked()):
+        more[len(short)] = phase.updates, times - 1
         ragged = phase.rows % phase.batch or phase.batch
         rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged
-        short.append(replace(phase, rows=rows))
-    return short, more
+        shorter, counts = _with_few_micro_batches(replace(phase, rows=rows))
+        stands_for |= {(len(short), m): count for m, count in counts.items()}
+        short.append(shorter)
+    return short, more, stands_for
+
+
+# [Note: equal micro-batches] Those of an update differ in the rows of the last alone, and memory rises or falls by the same
+# bytes from one to the next. So the first (there are no gradients yet), the second, the last two and those between make the
+# highest peaks, and the second stands for those between: of a forward pass, which takes more with each, the last but one
+# is looked at, and of a backward pass, which takes less with each, the second before those that it stands for have gone.
+
+_ALONE = 4
+"""Micro-batches of an update that are walked through."""
+
+
+def _with_few_micro_batches(phase: Phase) -> tuple[Phase, dict[int, int]]:
+    """`phase` with at most so many micro-batches in an update, and {micro-batch: how many it stands for}."""
+    size, batch = phase.micro_batch, min(phase.batch, phase.rows)
+    count, updates = -(-batch // size), phase.updates
+    if phase.kind is not PhaseKind.TRAIN or count <= _ALONE:
+        return phase, {}
+    short = (_ALONE - 1) * size + (batch % size or size)
+    stands_for = {update * _ALONE + 1: count - _ALONE + 1 for update in range(updates)}
+    last = phase.rows - (updates - 1) * batch
+    if last < batch:  # one fewer, so that it stays the shortest
+        count = -(-last // size)
+        stands_for[(updates - 1) * _ALONE + 1] = max(1, count - _ALONE + 2)
+        last = (_ALONE - 2) * size + (last % size or size) if count >= _ALONE else last
+    else:
+        last = short
+    return replace(phase, rows=(updates - 1) * short + last, batch=short), stands_for

@@ -1,0 +1,52 @@
+"""When the steps of a schedule end, where transfers go on beside the computation."""
+
+from seqpart.schedule.steps import Step, Verb
+
+GRAPH_BUFFERS = 2
+"""Of graphs on disk: one is gathered or used, while the other is written or read."""
+
+
+class Clock:
+    """When steps end: loads go ahead of the computation as far as there are slots, saves go on behind it."""
+
+    def __init__(self, slots: int, stays: frozenset[int]) -> None:
+        self._free, self._stays = [0.0] * slots, stays
+        self._ready: dict[int, float] = {}
+        self._computing = self._reading = self._writing = 0.0
+        self._graph_buffers = [0.0] * GRAPH_BUFFERS
+        """When each is free."""
+
+    def take(self, step: Step, seconds: float, graph: float, boundary: float, times: int) -> float:
+        """When `step` ends, which stands for `times` equal ones, of `seconds` each.
+
+        graph: seconds that a graph takes from FORWARD to the disk, or from there to BACKWARD; boundary: that what is handed on
+        takes.
+        """
+        p = step.partition
+        if step.verb is Verb.LOAD:
+            slot = 0.0
+            if p not in self._stays:
+                slot = min(self._free)
+                self._free.remove(slot)
+            self._reading = self._ready[p] = max(self._reading, slot) + seconds
+            return self._reading
+        if step.verb is Verb.DROP:
+            self._writing = max(self._writing, self._computing) + seconds
+            if p not in self._stays:
+                self._free.append(self._writing)
+            del self._ready[p]
+            return self._writing
+        begins = max(self._computing, self._ready[p])
+        if graph:
+            buffer = self._graph_buffers.pop(0)
+            if step.verb is Verb.BACKWARD:
+                buffer = self._reading = max(self._reading, buffer) + times * graph
+            begins = max(begins, buffer)
+        self._computing = begins + times * seconds
+        written = boundary + (graph if step.verb is Verb.FORWARD else 0.0)
+        if written:  # behind the first one all others may still have to be written, and behind the last one that alone
+            first, last = begins + seconds, self._computing
+            self._writing = max(self._writing + times * written, first + times * written, last + written)
+        if graph:
+            self._graph_buffers.append(self._writing if step.verb is Verb.FORWARD else self._computing)
+        return self._computing

@@ -1,0 +1,156 @@
+"""What a cut costs in memory and time, by the simulator."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from seqpart.costs.simulator import PredictedStep, Resources, simulate
+from seqpart.memory.heap import heap_for
+from seqpart.memory.limit import limit_for
+from seqpart.methods.exact import whole_network
+from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
+from seqpart.planning.problem import (
+    Candidate,
+    Parts,
+    Problem,
+    buffers_of,
+    exchange_bytes,
+    graph_buffer_bytes,
+    largest_boundary,
+)
+from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.steps import Phase, PhaseKind, Verb
+
+WALKED_UPDATES = 2
+"""The second is one of many: its beginning waits for what the first has left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A candidate with its peak of the whole process or device, and seconds for one update."""
+
+    method: Method
+    candidate: Candidate
+    peak: int
+    seconds: float
+    computing: float
+    moving: float
+    """Of these seconds, of partitions that come and go; both may be behind each other."""
+    works: tuple[int, ...]
+    """Most bytes beside the slots, while each partition works."""
+
+    @property
+    def working(self) -> int:
+        """Of all partitions: a heap that is kept has room for so much."""
+        return max(self.works)
+
+    @property
+    def fits_in(self) -> int:
+        """The least limit under which it runs."""
+        return limit_for(self.peak)
+
+
+def first_that_learns(parts: Parts) -> int:
+    """The first partition that learns; behind the last where none does."""
+    return next((p for p, (_, _, cost) in enumerate(parts) if cost.trainable), len(parts))
+
+
+def least_peak(problem: Problem, method: Method, parts: Parts, slots: int) -> int:
+    """Bytes that it takes at least, wherever boundaries wait: then nothing needs to be simulated."""
+    costs = [cost for _, _, cost in parts]
+    held = sum(sorted((cost.slot for cost in costs), reverse=True)[:slots])
+    lowest = first_that_learns(parts)
+    most = gradients = 0
+    for p, cost in reversed(list(enumerate(costs))):
+        most = max(most, gradients + (cost.train_peak if p >= lowest else cost.forward_peak))
+        gradients += cost.gradients if method.stays and cost.trainable else 0  # they wait for the end of the update
+    return problem.peak(held + most)
+
+
+def predict(
+    problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources,
+    keeps: frozenset[int] = frozenset(), offloads: frozenset[int] = frozenset(),
+) -> Prediction:  # fmt: skip
+    costs = [part[2] for part in parts]
+    resources = replace(
+        resources, label_row=problem.label_row, borrows=not method.stays,
+        gradients_room=problem.clips and len(parts) > 1 and not method.stays,
+        graph_buffers=graph_buffer_bytes(costs, offloads),
+    )  # fmt: skip
+    candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
+    phases = _phases(problem, method, candidate)
+    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
+    works = works_of(predicted_steps, len(parts))
+    if resources.keeps_heap:
+        heap = heap_of(problem, max(works), len(parts), streamed=not method.stays and len(parts) > 1)
+        candidate = replace(candidate, heap=heap)
+    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
+    seconds, computing, moving = _seconds(predicted_steps, len(parts), problem.contention)
+    return Prediction(
+        method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, works=works
+    )  # fmt: skip
+
+
+def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: float) -> tuple[float, float, float]:
+    """Of one update, where a second of transfers behind the computation takes `contention` seconds of it; and by kind."""
+    updates = [number for number, predicted in enumerate(predicted_steps) if predicted.step.verb is Verb.UPDATE]
+    first, last = (updates[count - 1], updates[-1]) if len(updates) > count else (-1, updates[-1])
+    steady = predicted_steps[first + 1 : last + 1]
+    moved = sum(predicted.moving for predicted in steady)
+    computed = sum(predicted.seconds for predicted in steady if predicted.step.verb not in (Verb.LOAD, Verb.DROP))
+    began = predicted_steps[first].ends if first >= 0 else 0.0
+    times = max(1, len(updates) // count - 1)
+    return (predicted_steps[last].ends - began + contention * moved) / times, computed / times, moved / times
+
+
+def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
+    batch = problem.batch_size
+    training = tuple(
+        PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
+        for _, _, cost in candidate.parts
+    )
+    rows = min(problem.train_rows, WALKED_UPDATES * batch)
+    work = Workload(
+        train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
+        clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps, offloads=candidate.offloads,
+    )  # fmt: skip
+    train = replace(whole_network(work, streamed=not method.stays), epoch=1)
+    return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
+
+
+def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple[int, ...]:
+    """Most bytes beside the slots, while each of the `partitions` works."""
+    works = [0] * partitions
+    for predicted in predicted_steps:
+        p = predicted.step.partition
+        works[p] = max(works[p], predicted.peak - predicted.slots)
+    return tuple(works)
+
+
+def heap_of(problem: Problem, working: int, partitions: int, *, streamed: bool = False) -> int:
+    """Bytes of a heap that has room for the work of all steps. partitions: that share it."""
+    return heap_for(working, several=partitions > 1, streamed=streamed) + problem.growth
+
+
+def peaks_by_partition(
+    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
+) -> list[int]:
+    """Of the whole process or device, while each partition works. A heap that is kept is there from the first step on."""
+    peaks = [0] * len(candidate.parts)
+    buffers = [_buffers(problem, candidate, phase) for phase in phases]
+    for predicted in predicted_steps:
+        p = predicted.step.partition
+        work = predicted.slots + candidate.heap - problem.growth if candidate.heap else predicted.peak
+        peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
+    return [problem.peak(peak) for peak in peaks]
+
+
+def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
+    """Host buffers of rows and of boundaries on disk, where they count against the limit."""
+    if not problem.host_counts:
+        return 0
+    first, last, _ = candidate.parts[phase.partition]
+    reading, writing = buffers_of(problem, first, last, phase.micro_batch)
+    if phase.through is None:
+        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
+    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
+    return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)

@@ -1,0 +1,115 @@
+"""How far a run is behind each of its steps: one account, for who checks a schedule, who simulates it and who runs it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from seqpart.errors import ScheduleError
+from seqpart.schedule.phases import last_trainings
+from seqpart.schedule.steps import START, Phase, PhaseKind, Position, Step, Verb, refuse_misspelt
+
+
+class Progress:
+    """Moved by `begin` before each step and by `finish` behind it.
+
+    Without `phases` it knows the rules and no position; who runs steps that are `checked` moves it by `finish` alone.
+    """
+
+    def __init__(self, phases: Sequence[Phase] = (), start: Position = START, at_once: int | None = None) -> None:
+        self.position = start
+        """The unfinished update is behind it."""
+        self.updated: set[int] = set()
+        """Partitions that have made the step of the unfinished update."""
+        self.loaded: dict[int, bool] = {}
+        """Partitions on the device; whether their optimizer state came along."""
+        self.away: set[int] = set()
+        """Partitions whose gradients wait at home."""
+        self._worked, self._gradients = set[int](), set[int]()
+        self._phases, self._at_once = phases, at_once
+        self._last = last_trainings(phases)
+
+    def begin(self, step: Step) -> None:
+        """Raises ScheduleError, naming the step, where it breaks a rule.
+
+        Rules: a partition is loaded before it is used, never twice at once, at most `at_once` at a time; an update follows
+        work on the same partition; gradients are never lost.
+        """
+        if step.verb is Verb.LOAD:
+            self._load(step)
+        elif step.partition not in self.loaded:
+            raise ScheduleError(f"{step}: partition {step.partition} is not loaded")
+        elif step.verb is Verb.UPDATE:
+            self._update(step)
+        elif step.verb is Verb.DROP:
+            self._drop(step)
+        else:
+            self._worked.add(step.partition)
+            if step.verb is Verb.BACKWARD:
+                self._gradients.add(step.partition)
+
+    def _load(self, step: Step) -> None:
+        if step.partition in self.loaded:
+            raise ScheduleError(f"{step}: partition {step.partition} is loaded already")
+        if len(self.loaded) == self._at_once:
+            raise ScheduleError(f"{step}: {self._at_once} partition(s) are loaded, and the plan has room for no more")
+        self.loaded[step.partition] = step.more
+        if step.more:
+            self.away.discard(step.partition)
+
+    def _update(self, step: Step) -> None:
+        p = step.partition
+        if p not in self._worked | self._gradients:
+            raise ScheduleError(f"{step}: no forward or backward came before this update")
+        if p in self.away:
+            raise ScheduleError(f"{step}: partition {p} left its gradients at home")
+        self._worked.discard(p)
+        self._gradients.discard(p)
+
+    def _drop(self, step: Step) -> None:
+        p = step.partition
+        if (p in self._gradients) != step.more:
+            held = "holds gradients that no update has used" if p in self._gradients else "has no gradients to take home"
+            raise ScheduleError(f"{step}: partition {p} {held}")
+        self._worked.discard(p)
+        del self.loaded[p]
+        if step.more:
+            self.away.add(p)
+
+    def finish(self, step: Step) -> bool:
+        """Whether that ended an update, or a pass."""
+        phase, p, before = self._phases[step.phase], step.partition, self.position
+        if step.verb is Verb.UPDATE:
+            self.updated.add(p)
+            if len(self.updated) == len(phase.partitions):
+                self.updated.clear()
+                done = self.position.updates + 1
+                self.position = Position(step.phase, done) if done < phase.updates else Position(step.phase + 1)
+        elif step.verb is Verb.FORWARD and phase.kind is not PhaseKind.TRAIN and p == phase.last:
+            assert step.micro_batch is not None
+            if phase.span(step.micro_batch).stop == phase.rows:
+                self.position = Position(step.phase + 1)
+        return self.position != before
+
+    def end(self) -> None:
+        """Raises ScheduleError where a schedule that is over leaves something behind."""
+        if self.loaded:
+            raise ScheduleError(f"the schedule ends with partitions {sorted(self.loaded)} loaded")
+        if self._gradients:
+            raise ScheduleError(f"the schedule ends with gradients of partitions {sorted(self._gradients)} unused")
+
+    def needs_state(self, p: int, stage: int) -> bool:
+        """Whether the optimizer state of `p` in `stage` will be used again."""
+        at = self.position
+        if at.phase < len(self._phases):
+            now = self._phases[at.phase]
+            if now.stage == stage and now.trains(p) and at.updates + (p in self.updated) < now.updates:
+                return True
+        return self._last.get((stage, p), -1) > at.phase
+
+
+def checked(steps: Iterable[Step], at_once: int = 1) -> Iterator[Step]:
+    """Pass `steps` through and raise ScheduleError at the first that breaks a rule, see `Progress.begin`."""
+    progress = Progress(at_once=at_once)
+    for step in steps:
+        refuse_misspelt(step)
+        progress.begin(step)
+        yield step
+    progress.end()

@@ -1,0 +1,118 @@
+"""Where weights and rows rest while a run lasts: filled from the model and the data or from a checkpoint, and given back."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import seqpart.checkpoint.manifest as manifests
+from seqpart.checkpoint.export import export_weights, import_weights
+from seqpart.checkpoint.resume import ResumePoint
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.data.splits import write_rows
+from seqpart.directory.run_directory import RunDirectory
+from seqpart.errors import CorruptFile, ModelError
+from seqpart.execution.compute import reads
+from seqpart.files.direct import aligned
+from seqpart.model.blocks import attach, detach, layout_of, tensors_of
+from seqpart.offload.host_pool import HostPool
+from seqpart.offload.store import Store
+from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.phases import counted
+from seqpart.schedule.steps import Position
+
+Told = Callable[[str], AbstractContextManager[None]]
+"""Says when memory ran out."""
+
+
+class Homes:
+    """The store of weights, the boundary cache of rows, and the room of boundaries in host memory; `stack` closes them."""
+
+    def __init__(
+        self, preparation: Preparation, prepared: Prepared, scratch: RunDirectory, reporter: Reporter, told: Told,
+        stack: ExitStack,
+    ) -> None:  # fmt: skip
+        self._preparation, self._prepared, self._reporter, self._told = preparation, prepared, reporter, told
+        device, nbytes, room = preparation.device, prepared.host_pool_bytes, prepared.exchange_bytes
+        pool = HostPool(nbytes, device, first=room) if nbytes else None
+        self.boundary_room = pool.take(room) if pool is not None and room else None
+        self.store = Store(scratch.homes, device, pool)
+        stack.callback(self.store.close)
+        if prepared.method.exact:
+            self.store.reserve(prepared.hosted())
+        self.boundaries = Boundaries(scratch.rows, device, pool)
+        stack.callback(self.boundaries.close)
+
+    def fill(self, resumed: ResumePoint | None) -> None:
+        """Weights and rows: from the checkpoint, or from the model and the data."""
+        for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
+            self.boundaries.labels[name] = split.labels
+        manifest = resumed.manifest if resumed is not None else None
+        with self._told("the blocks were built"):
+            self._build(keep=manifest is not None)
+        if resumed is not None and manifest is not None:
+            with self._told("the checkpoint was read"):
+                manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
+                self._write_missing_rows(resumed.position)
+            for name in resumed.unused_states(self._prepared):
+                self.store.discard(name)
+            return
+        with self._told("the data were read"):
+            self._write_rows("train")
+            self._write_rows("test")
+
+    def _write_missing_rows(self, at: Position) -> None:
+        """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
+        ahead = {reads(phase) for phase, _ in counted(self._prepared.phases[at.phase :])}
+        for name in ("train", "test"):
+            if (name, 0) in ahead and (name, 0) not in self.boundaries:
+                self._write_rows(name)
+
+    def _rewrite_rows(self, name: str, error: CorruptFile) -> None:
+        self._reporter.say(f"{error.with_flags} It is made again from the data.")
+        self._write_rows(name)
+
+    def _write_rows(self, name: str) -> None:
+        """Boundary 0: the data set's rows, checked and sent home."""
+        split = self._preparation.train if name == "train" else self._preparation.test
+        rows = self.boundaries.create(name, 0, self._prepared.input_layout, split.count)
+        write_rows(split, rows.append)
+        rows.finish()
+
+    def _build(self, *, keep: bool) -> None:
+        """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""
+        device, seed = self._preparation.device, self._preparation.settings.seed
+        staging = aligned(max(cost.layout.padded_nbytes for cost in self._prepared.costs))
+        for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
+            module = block.build(device, seed)
+            tensors = {} if block.given_alive else block.own(tensors_of(module))
+            if not block.given_alive and layout_of(tensors) != cost.layout:
+                raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
+            if not keep:
+                views = cost.layout.views(staging)
+                if block.given_alive:
+                    self._preparation.live_modules.read(block, views)
+                for name, tensor in tensors.items():
+                    views[name].copy_(tensor.detach())
+                self.store.put(block.home, cost.layout, staging)
+            detach(module)
+
+    def take(self, weights: Path) -> None:
+        """The tensors of a file that `export` wrote, for blocks from factories."""
+        with self._told("the weights were read"):
+            import_weights(weights, self._prepared.chain, self._prepared.costs, self.store)
+
+    def export(self, weights: Path) -> None:
+        with self._told("the weights were written"):
+            export_weights(weights, self._prepared.chain, self._prepared.costs, self.store)
+
+    def give_back(self) -> None:
+        """The trained weights, to modules that were given alive. A run that ends early leaves them as they came."""
+        for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
+            if block.given_alive:
+                flat = aligned(cost.layout.padded_nbytes)
+                if cost.weights:
+                    self.store.get(block.home, flat)
+                attach(block.module, cost.layout.views(flat))
+                block.restore_modes()
+                self._preparation.live_modules.keep(block)

@@ -1,0 +1,34 @@
+"""What looks at a run: told where it stands, and asked there whether it is to go on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from seqpart.execution.executor import Executor
+from seqpart.execution.partition import Partition
+from seqpart.schedule.steps import Position, Step
+
+BeforeUpdate = Callable[[Partition, Step], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An allocation that failed inside the limit. Everything is at home, as it was at `at`."""
+
+    step: Step
+    text: str
+    at: Position
+    micro_batch: int
+    keeps_heap: bool
+    """The run goes on without its heap then, and else with half of the micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observer:
+    """What is left out does nothing. Whatever one of them raises ends the run."""
+
+    before_update: BeforeUpdate = lambda _, __: None
+    """Sees a partition with its gradients before each of its updates."""
+    at_rest: Callable[[Executor], bool] = lambda _: True
+    """Everything stands at a position. Returns whether to go on; if not the stages end there, with everything at home."""
+    failed: Callable[[Failure], None] = lambda _: None
+    """Called before the run goes on behind a failed allocation, under another plan."""

@@ -1,0 +1,297 @@
+"""One run: directories and homes are opened, its stages run under an observer, checkpoints saved, its memory proven."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
+from seqpart.checkpoint.saving import Saving
+from seqpart.data.reader import ReaderThread
+from seqpart.errors import DataError, Diverged, LimitExceeded, ModelError, OutOfMemory
+from seqpart.execution.boundary_exchange import BoundaryExchange, open_exchange
+from seqpart.execution.compute import Compute
+from seqpart.execution.events import Event, PhaseDone
+from seqpart.execution.executor import AllocationFailed, Executor, Hooks, out_of_memory
+from seqpart.execution.graph_offload import GraphOffload, open_graphs
+from seqpart.execution.metrics import Metrics
+from seqpart.execution.partition import Partition
+from seqpart.execution.slots import Slots
+from seqpart.interrupts import Interrupts
+from seqpart.memory.limit import enforced, told
+from seqpart.memory.sampler import Proof, Sampler
+from seqpart.planning.plan import PlanRequest
+from seqpart.planning.preparation import Preparation, Prepared, Stage
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.phases import Phases, counted
+from seqpart.schedule.progress import checked
+from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb, steps_of
+from seqpart.session.homes import Homes
+from seqpart.session.observer import Failure, Observer
+from seqpart.session.places import open_places
+from seqpart.units import format_limit, format_size
+
+_GRANT_SECONDS = 0.5
+"""Between two looks at what was reserved for generated code; a look takes a millisecond."""
+
+
+class Session:
+    """One run, built complete: everything that it opens is closed by `stack`.
+
+    observer: sees it as it goes. resumed: what it goes on from. job: JSON for who starts it again. falsify: what backward
+    takes from the exchange is slightly wrong.
+    """
+
+    def __init__(
+        self, preparation: Preparation, prepared: Prepared, reporter: Reporter, sampler: Sampler, stack: ExitStack,
+        *, observer: Observer | None = None, resumed: ResumePoint | None = None, job: dict[str, Any] | None = None,
+        falsify: bool = False,
+    ) -> None:  # fmt: skip
+        self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
+        self._preparation, self._observer, self._resumed, self._job = preparation, observer or Observer(), resumed, job
+        self._settings, self._device, self._falsify = preparation.settings, preparation.device, falsify
+        self.losses = list(resumed.losses) if resumed is not None else []
+        self.test = resumed.test if resumed is not None else None
+        """Loss and accuracy of the latest pass over the test rows."""
+        self._partitions: list[Partition] = []
+        self._stopped, self._granted_at = False, 0.0
+        self._grant_code: Callable[[], bool] = lambda: False
+        self._state, self._finished, self.interrupts = "failed", "", Interrupts()
+        reporter.plan(prepared.plan)
+        stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
+        self.places = open_places(
+            prepared.plan, self._settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
+        )
+        if resumed is not None:
+            reporter.say(resumed.words(prepared.phases))
+        self._thread = stack.enter_context(ReaderThread())
+        sampler.usage.grant(prepared.plan.host_limit)
+        self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
+        self._digest = data_digest(preparation.train, preparation.test)
+        self.saving = Saving(
+            self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
+            store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
+        )  # fmt: skip
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Inside, the limit is enforced, and the homes are filled."""
+        with enforced(self._device, self.prepared.plan.limit) as self._grant_code:
+            self.homes.fill(self._resumed)
+            yield
+
+    def finish(self, words: str) -> None:
+        """The run is done. `words`: for the answer to a signal that waits."""
+        self._state, self._finished = "done", words
+
+    def _told(self, when: str) -> AbstractContextManager[None]:
+        return told(self._device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def run_stages(self, start: Position | None = None) -> None:
+        """Run the schedule from `start`, or from where the run goes on, to its end or to where the observer stops it.
+
+        Behind a failed allocation it goes on from where all was at home, without its heap or with half the micro-batch.
+        """
+        at, metrics = self._beginning() if start is None else (start, None)
+        self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
+        self._stopped, number = False, 0
+        while number < len(self.prepared.stages) and not self._stopped:
+            stage = self.prepared.stages[number]
+            if at.phase >= stage.end:
+                number += 1
+                continue
+            failure, at, metrics = self._run_stage(stage, at, metrics)
+            if failure is not None:
+                self._go_on_behind(failure, metrics or Metrics())
+
+    def _beginning(self) -> tuple[Position, Metrics | None]:
+        resumed = self._resumed
+        if resumed is None or resumed.manifest is None:
+            return Position(), None
+        return resumed.position, Metrics.from_json(resumed.metrics, self._device.torch) if resumed.metrics else None
+
+    def _run_stage(
+        self, stage: Stage, start: Position, metrics: Metrics | None
+    ) -> tuple[Failure | None, Position, Metrics | None]:
+        """(what failed, where the run stands, its sums): to the stage's end, to a stop, or to a failed allocation."""
+        with ExitStack() as stack:
+            stack.enter_context(self._device.heap.kept(stage.heap))
+            exchange = self._exchange(stage)
+            stack.callback(exchange.close)
+            graphs = self._graphs(stage)
+            if graphs is not None:
+                stack.callback(graphs.close)
+            executor = self._executor(stage, exchange, graphs, start, metrics)
+            phases = self.prepared.phases
+            self.reporter.begin(phases, start.phase, self.prepared.plan.limit, lambda: self.sampler.peak)
+            stack.callback(self.reporter.end)
+            self.sampler.label = lambda: str(executor.step)
+            try:
+                executor.run(checked(steps_of(phases[: stage.end], start), stage.resources.at_once))
+            except AllocationFailed as failed:
+                failure = Failure(
+                    step=failed.step, text=str(failed), at=executor.position, keeps_heap=stage.heap > 0,
+                    micro_batch=max(stage.micro_batch for stage in self.prepared.stages),
+                )  # fmt: skip
+                return failure, executor.position, executor.compute.rested
+            except Diverged as error:
+                raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
+            return None, executor.position, None
+
+    def _exchange(self, stage: Stage) -> BoundaryExchange:
+        rows = max(phase.batch for phase, _ in counted(self.prepared.phases))
+        return open_exchange(
+            stage.resources.boundary_tier, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
+            self.places.scratch.rows / "relay.part", self._device,
+        )  # fmt: skip
+
+    def _graphs(self, stage: Stage) -> GraphOffload | None:
+        micro_batches = max(phase.micro_batches_per_update for phase, _ in counted(self.prepared.phases))
+        return open_graphs(
+            self.prepared.partition_costs, stage.offloads, micro_batches, self.places.scratch.rows / "graphs.part", self._device
+        )  # fmt: skip
+
+    def _executor(
+        self, stage: Stage, exchange: BoundaryExchange, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
+    ) -> Executor:
+        prepared, settings, store = self.prepared, self._settings, self.homes.store
+        partitions = self._partitions = [
+            Partition(
+                p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], store, self._device,
+                optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.resources.borrows,
+            )
+            for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
+        ]  # fmt: skip
+        for partition in partitions if stage.resources.borrows else ():
+            owners = {tie.owner for _, tie in partition.tied}
+            partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
+        compute = Compute(
+            phases=prepared.phases, partitions=partitions, losses=prepared.loss, boundaries=self.homes.boundaries,
+            cache_layouts=prepared.cache_layouts, exchange=exchange, graphs=graphs, device=self._device,
+            reader_thread=self._thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
+            listen=self._listen,
+        )  # fmt: skip
+        factor = rate_schedule(settings.lr_schedule, settings.warmup_updates)
+
+        def rate(phase: Phase, done: int) -> float:
+            return factor((phase.epoch - 1) * phase.updates + done, phase.epochs * phase.updates)
+
+        gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
+        stays, slots = stage.resources.stays, stage.resources.slots
+        own = {p: partitions[p].needs(to_update=True, gradients=False) for p in stays}
+        shared = sorted(part.needs(to_update=True, gradients=gradients) for part in partitions if part.number not in stays)
+        hooks = Hooks(
+            listen=self._listen, guard=self._guard, at_rest=self._at_rest, before_update=self._observer.before_update
+        )  # fmt: skip
+        return Executor(
+            phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
+            slots=Slots(shared[-slots:], self._device, own), store=store, device=self._device,
+            clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start,
+        )  # fmt: skip
+
+    def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
+        self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # of a plan that another replaces
+        self.losses = self.losses[: _passes_before(self.prepared.phases, failure.at)]
+        self.saving.obey(failure.at, metrics)
+        self._observer.failed(failure)
+        if self._grant_code():  # it was charged to the limit before, although nobody uses it
+            request = replace(self.prepared.request, micro_batch=failure.micro_batch)
+            self._plan_anew(failure, request, " once more: generated code was reserved")
+        elif failure.keeps_heap:  # its holes were more than the plan had room for
+            request = replace(self.prepared.request, may_keep_heap=False, micro_batch=failure.micro_batch)
+            self._plan_anew(failure, request, "; from now on memory leaves the process as soon as it is free")
+        else:
+            self._halve_micro_batch(failure)
+
+    def _halve_micro_batch(self, failure: Failure) -> None:
+        plan, largest = self.prepared.plan, failure.micro_batch
+        if failure.step.verb is Verb.LOAD:
+            raise out_of_memory(failure.step, failure.text)
+        if largest == 1:
+            raise OutOfMemory(
+                f"memory ran out in {failure.step} at micro-batch 1, inside the limit of {format_size(plan.limit)}: "
+                f"{failure.text}. Give more than {format_limit(plan.limit)}, or cut finer with --partitions "
+                f"{len(plan.partitions) + 1}."
+            )
+        try:
+            request = replace(self.prepared.request, micro_batch=largest // 2)
+            self._plan_anew(failure, request, f" with micro-batch {largest // 2} instead of {largest}")
+        except (ModelError, DataError) as error:  # as BatchNorm says of a single row
+            raise OutOfMemory(
+                f"memory ran out in {failure.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
+                f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
+            ) from error
+
+    def _plan_anew(self, failure: Failure, request: PlanRequest, how: str) -> None:
+        """The method stays: another one has other phases, and the position counts these."""
+        methods, starts = (self.prepared.method,), self.prepared.plan.starts
+        self.prepared = self._preparation.prepare(replace(request, methods=methods, starts=starts))
+        self.reporter.record("allocation failed", step=str(failure.step), micro_batch=request.micro_batch, text=failure.text)
+        self.reporter.say(
+            f"an allocation failed in {failure.step} inside the limit; going on with update {failure.at.updates + 1} of "
+            f"{self.prepared.phases[failure.at.phase]}{how}"
+        )
+
+    def _listen(self, event: Event) -> None:
+        if isinstance(event, PhaseDone) and event.loss is not None:
+            if event.phase.kind is PhaseKind.TEST:
+                self.test = event.loss, event.accuracy
+            elif event.phase.kind is PhaseKind.TRAIN:
+                self.losses.append(event.loss)
+        self.reporter.listen(event)
+
+    def _guard(self) -> None:
+        """Between two steps."""
+        if not self._settings.saves:
+            self.interrupts.check()
+        if time.monotonic() > self._granted_at + _GRANT_SECONDS:
+            self._granted_at = time.monotonic()
+            self._grant_code()
+        if self.sampler.violations:
+            raise LimitExceeded(
+                f"the limit of {format_size(self.sampler.limit)} was passed: {format_size(self.sampler.peak)} by "
+                f"{self.sampler.usage.source}, in {self.sampler.violation_label or 'start'}; the plan had predicted "
+                f"{format_size(self.prepared.plan.peak)}. Earlier files are intact. Give a larger limit, and report this."
+            )
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _at_rest(self, executor: Executor) -> bool:
+        self.saving.at_rest(executor, self._partitions, self.prepared.phases)
+        self._stopped = not self._observer.at_rest(executor)
+        return not self._stopped
+
+    def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
+        """What a checkpoint says beside tensors."""
+        return state_of(
+            self._preparation,
+            self.prepared,
+            position,
+            metrics,
+            losses=self.losses,
+            test=self.test,
+            data=self._digest,
+            job=self._job,
+        )
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def proof(self) -> Proof:
+        """What was measured until now. Raises LimitExceeded."""
+        plan, sampler = self.prepared.plan, self.sampler
+        sampler.sample()
+        self._guard()
+        return Proof(
+            limit=plan.limit, peak=sampler.peak, source=sampler.usage.source, predicted=max(plan.peak, sampler.known),
+            runtime=plan.runtime, allocator_peak=self._device.allocator_peak(), host=plan.host_limit,
+            file_growth=sampler.file_growth, samples=sampler.samples, violations=sampler.violations,
+        )  # fmt: skip
+
+
+def _passes_before(phases: Phases, position: Position) -> int:
+    """Training passes that are over at `position`."""
+    return sum(times for phase, times in counted(phases[: position.phase]) if phase.kind is PhaseKind.TRAIN)

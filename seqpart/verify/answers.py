@@ -1,0 +1,97 @@
+"""What a plan may answer, and plans drawn from all of that: the schedules of a method, whatever the planner prefers."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from random import Random
+from typing import Self
+
+from seqpart.planning.plan import Plan
+
+_LOOKED_AT = 30
+"""Draws, of which the one is taken that differs most from those that are known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Of a plan, at its method and micro-batch."""
+
+    starts: tuple[int, ...]
+    slots: int
+    stays: frozenset[int]
+    keeps: frozenset[int]
+    offloads: frozenset[int]
+    boundary_tier: str
+    keeps_heap: bool
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        return cls(
+            starts=plan.starts, slots=plan.slots, stays=plan.stays, keeps=plan.keeps, offloads=plan.offloads,
+            boundary_tier=plan.boundary_tier, keeps_heap=plan.heap > 0,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        heap = "heap kept" if self.keeps_heap else "heap given back"
+        return (
+            f"cut at {_named(self.starts)}, {self.slots} slot(s), staying: {_named(self.stays)}, keeping graphs: "
+            f"{_named(self.keeps)}, of them offloaded: {_named(self.offloads)}, boundaries on {self.boundary_tier}, {heap}"
+        )
+
+    def different(self, other: Self) -> int:
+        """In how many answers."""
+        return sum(one != two for one, two in zip(astuple(self), astuple(other), strict=True))
+
+    def asked(self, like: Plan, blocks: int) -> Plan:
+        """`like` with these answers, to be planned again: what they take is not known."""
+        ends, part = (*self.starts[1:], blocks), like.partitions[0]
+        parts = tuple(
+            replace(
+                part, first=first, last=last, stays=p in self.stays, keeps_graph=p in self.keeps,
+                offloads_graph=p in self.offloads,
+            )
+            for p, (first, last) in enumerate(zip(self.starts, ends, strict=True))
+        )  # fmt: skip
+        return replace(
+            like, partitions=parts, slots=self.slots, boundary_tier=self.boundary_tier, heap=int(self.keeps_heap)
+        )  # fmt: skip
+
+
+def _named(numbers: Sequence[int] | frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) or "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What the answers are drawn from."""
+
+    starts: tuple[int, ...]
+    """Blocks at which a partition may begin, the first among them."""
+    tiers: tuple[str, ...]
+    heap: bool
+    """Whether it may be kept."""
+    streams: bool
+    """Whether partitions may come and go: else all of them stay."""
+
+    def draw(self, random: Random, known: Sequence[Answers]) -> Answers | None:
+        """Answers that none of `known` has; None where so many draws found none."""
+        if len(self.starts) < 2:  # nothing to cut
+            return None
+        found = [answers for answers in (self._one(random) for _ in range(_LOOKED_AT)) if answers not in known]
+        return max(found, key=lambda answers: sum(answers.different(other) for other in known), default=None)
+
+    def _one(self, random: Random) -> Answers:
+        count = random.randint(2, len(self.starts))
+        tier = random.choice(self.tiers)
+        every = range(count)
+        stays = frozenset(p for p in every if not self.streams or random.random() < 0.5)
+        # On the device a graph is kept with the boundary that it begins with; the last partition's is always there.
+        ways = ("again", "kept", "offloaded") if tier == "device" else ("again", "offloaded")
+        graphs = [random.choice(ways) for _ in every[:-1]]
+        offloads = frozenset(p for p, way in enumerate(graphs) if way == "offloaded")
+        keeps = offloads | {p for p, way in enumerate(graphs) if way == "kept"}
+        return Answers(
+            starts=(0, *sorted(random.sample(self.starts[1:], count - 1))), boundary_tier=tier, stays=stays, keeps=keeps,
+            offloads=offloads,
+            slots=min(count - len(stays), random.randint(1, 2)) if self.streams else count,
+            keeps_heap=self.heap and tier == "device" and random.random() < 0.5,
+        )  # fmt: skip

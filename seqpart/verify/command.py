@@ -1,0 +1,57 @@
+"""`seqpart verify`: what its options say, and what it refuses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqpart.cli.arguments import gathered, has_flag, options_of
+from seqpart.cli.job import Job, opened, saved_plan
+from seqpart.errors import OptionError
+from seqpart.report.reporter import Reporter
+from seqpart.settings import Method
+from seqpart.values import flag_of
+from seqpart.verify.verification import verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyJob(Job):
+    """Prove on your own model that training under the limit gives the bits of full training, or name the tensor that differs.
+
+    Some updates are made under --mem-limit, again with a deliberately wrong replay, which must be noticed, and again by
+    --reference, which needs the memory of full training. Exit code 0: every bit is the same; 5: not, or the check is blind.
+    """
+
+    method: Method = "streamed"
+    """What is to be verified: streamed, checkpointed, or auto (whichever training would take)."""
+    steps: int = 3
+    """Updates to compare, from the first one on."""
+    reference: str = "full"
+    """What it is to be equal to: full, or checkpointed or streamed, which need less memory."""
+    sweep: int = 0
+    """Compare so many other plans, too: drawn by --seed from all cuts, slots, partitions that stay, graphs that are kept or
+    offloaded, places of boundaries, with the heap kept or not."""
+    plan: Path | None = None
+    """Verify this very plan, which --plan-out saved, by the method that it names."""
+
+
+_NOT_OURS = (
+    "resume", "plan_out", "dry_run", "print_schedule", "output_dir", "overwrite", "recovery_epochs",
+)  # fmt: skip
+
+
+def verified(arguments: Sequence[str]) -> None:
+    """`seqpart verify ARGUMENTS`. Raises what `verify` raises."""
+    given_arguments = gathered(list(arguments), VerifyJob)
+    job = options_of(VerifyJob, given_arguments, "seqpart verify")
+    given = [flag_of(name) for name in _NOT_OURS if getattr(job, name)]
+    if given:
+        raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
+    reporter = Reporter(quiet=job.quiet)
+    reuse, options = saved_plan(job), job.settings()
+    if reuse is not None and not has_flag(given_arguments, "--method"):
+        options.pop("method")
+    _, trainer, train, _ = opened(job, reporter)
+    verify(
+        trainer.model, train, steps=job.steps, reference=job.reference, reuse=reuse, sweep=job.sweep, reporter=reporter,
+        **options,
+    )  # fmt: skip

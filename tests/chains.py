@@ -1,0 +1,49 @@
+"""Chains of blocks that are nothing but numbers, and problems made of them, to plan for without a model."""
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import strategies as st
+
+from seqpart.costs.blocks import BlockCost
+from seqpart.costs.hardware import Speeds
+from seqpart.data.row_file import RowLayout
+from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.planning.problem import Problem
+
+
+def block(weights, saved, output, flops):
+    """A block of so many bytes, for a micro-batch of 8 rows."""
+    layout = Layout.of([TensorSpec(name="w", shape=(weights // 4,), dtype=torch.float32)])
+    return BlockCost(
+        layout=layout, trainable=("w",), gradient_layout=layout, gradients=weights, held=0, buffers=0,
+        forward_peak=saved + output, saved=saved + output, saved_alone=saved,
+        saved_sizes=(saved, output), backward_peak=weights + output,
+        accumulate_peak=2 * weights + output, inference_peak=output, input=output, input_row=output // 8,
+        input_shape=(output // 32,), output=output, output_shape=(output // 32,), input_dtype=torch.float32,
+        output_dtype=torch.float32, flops=flops,
+    )  # fmt: skip
+
+
+def problem_of(blocks, limit, *, micro_batch, starts, speeds):
+    rows = RowLayout((blocks[0].input_row // 4,), torch.float32)
+    states = [Layout.of([TensorSpec(name="m", shape=(2 * cost.weights // 4,), dtype=torch.float32)]) for cost in blocks]
+    return Problem(
+        chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], device="a test", host_counts=False,
+        limit=limit, runtime=0, growth=0, costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
+        loss_of=lambda _: lambda _: (0, 0), fused=True, heap_below=0, batch_size=16, the_batch=16, micro_batch=micro_batch,
+        starts=starts, count=None, speeds=speeds, clips=False, boundary_tiers=("device",), host_room=0, label_row=0,
+        input_row=rows, cache_row=lambda _: rows, cuts_behind=lambda _: True, train_rows=32, test_rows=8,
+        contention=0.15, auto=True, may_offload=True,
+    )  # fmt: skip
+
+
+KB = 1 << 12
+blocks = st.builds(
+    block, weights=st.integers(1, 60).map(lambda n: n * KB), saved=st.integers(0, 40).map(lambda n: n * KB),
+    output=st.integers(1, 10).map(lambda n: n * KB), flops=st.integers(1, 100).map(lambda n: n * 10**6),
+)  # fmt: skip
+speeds = st.builds(
+    lambda read, write: Speeds(flops=1e10, optimizer=1e9, read=read, write=write),
+    st.sampled_from([2e7, 2e8, 2e9]), st.sampled_from([2e7, 2e8, 2e9]),
+)  # fmt: skip

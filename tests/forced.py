@@ -1,0 +1,20 @@
+"""Plans that a test decides, and not the search: the one place where tests reach into the choice."""
+
+import seqpart.planning.exact as exactplan
+import seqpart.planning.search as search
+
+
+def plans(patch, chosen):
+    """The plan is what `chosen` predicts for (problem, method, micro-batch), where that fits."""
+
+    def only(problem, method, micro_batch, _, available):
+        prediction = chosen(problem, method, micro_batch)
+        return prediction if prediction.peak <= available else None
+
+    patch.setattr(exactplan, "fastest", only)
+
+
+def unspent(patch):
+    """Memory that is left stays free: no partition stays, and none keeps its graphs."""
+    patch.setattr(search, "spent", lambda *_: ())
+    patch.setattr(search, "refined", lambda _, prediction, *__: prediction)
