@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import torch
 from safetensors.torch import load_file
 
-import seqpart.planning.search as search
 from seqpart import Trainer
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.simulator import Resources
 from seqpart.data.splits import Split
 from seqpart.planning.prediction import predict
-from seqpart.planning.problem import parts_of
+from seqpart.planning.problem import parts_of, sharing
 from tests import forced, machine
 
 ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
@@ -147,7 +146,7 @@ class Trained:
             keeps = frozenset() if how.keeps is None else frozenset(range(int(how.keeps * (count - 1)), count - 1))
             staying = round(abs(how.stays) * count)
             # Borrowers read weights that are shared from their home: no plan lets their owners stay.
-            shared = search.sharing(problem, parts)
+            shared = sharing(problem, parts)
             stays = frozenset(range(staying) if how.stays > 0 else range(count - staying, count)) - shared
             slots = len(parts) if method.stays else how.slots
             resources = Resources(slots=slots, boundary_tier=how.boundary_tier, stays=stays)

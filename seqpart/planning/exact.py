@@ -27,10 +27,11 @@ from seqpart.planning.problem import (
     micro_batches,
     parts_of,
     refuse_given,
+    sharing,
     starts_of,
     too_many,
 )
-from seqpart.planning.search import Kind, Option, fastest, options_of, sharing, smallest_of
+from seqpart.planning.search import Kind, Option, fastest, options_of, smallest_of
 from seqpart.units import format_size
 
 _SPEEDS_ERR = 0.25

@@ -287,3 +287,10 @@ def exchange_bytes(largest: int) -> int:
 def graph_buffer_bytes(parts: Sequence[PartitionCost], offloads: Collection[int]) -> int:
     """Memory of the buffers through which graphs of the partitions `offloads` go to the disk, one micro-batch at a time."""
     return GRAPH_BUFFERS * aligned_bytes(max(parts[p].graph for p in offloads)) if offloads else 0
+
+
+def sharing(problem: Problem, parts: Parts) -> set[int]:
+    """Partitions that share weights with others: who borrows them reads them from their home, which must be up to date."""
+    of_block = {number: p for p, (first, last, _) in enumerate(parts) for number in range(first, last)}
+    pairs = [(of_block[b.number], of_block[tie.owner.number]) for b in problem.chain for tie in b.tied]
+    return {p for pair in pairs if pair[0] != pair[1] for p in pair}

@@ -11,7 +11,7 @@ from seqpart.memory.heap import COMPUTING_SHARE, heap_for
 from seqpart.methods.method import Method
 from seqpart.planning.dynamic import best_use
 from seqpart.planning.prediction import Prediction, first_that_learns, heap_of, least_peak, predict
-from seqpart.planning.problem import Parts, Problem, graph_buffer_bytes
+from seqpart.planning.problem import Parts, Problem, graph_buffer_bytes, sharing
 
 _REPAIRS = 800
 """Partitions that are simulated, once each, to make a plan a little better."""
@@ -89,8 +89,8 @@ def fastest(
             if rivals not in best or prediction.seconds < best[rivals].seconds:
                 best[rivals] = prediction
     ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
-    near = [prediction for prediction in ranked if prediction.seconds <= _NEAR * ranked[0].seconds]
-    near += [away for prediction in near if (away := _offloading(problem, prediction, available)) is not None]
+    near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
+    near += [away for one in near if (away := _offloading(problem, one, available)) is not None]
     better = [refined(problem, prediction, available, _REPAIRS // len(near)) for prediction in near]
     return min(better, key=_rank, default=None)
 
@@ -115,6 +115,11 @@ def _offloading(problem: Problem, found: Prediction, available: int) -> Predicti
     streamed = _orders(problem, plain, [option for option in options if option.kind is not Kind.KEEP], available)
     orders += [tuple(sorted(order, key=lambda option: option.kind is not Kind.OFFLOAD)) for order in streamed]
     others = [_filled(problem, plain, (), order, available) for order in orders]
+    # Together: one at a time each would have to find room for buffers that all share.
+    away = [option for option in options if option.kind is Kind.OFFLOAD and option.worth(_PRICES[0]) > 0]
+    whole = _with(problem, plain, away)
+    if away and whole.peak <= available:
+        others += [_filled(problem, whole, away, order, available) for order in orders]
     return min((other for other in others if other.candidate.offloads), key=_rank, default=None)
 
 
@@ -273,13 +278,6 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
     return found
 
 
-def sharing(problem: Problem, parts: Parts) -> set[int]:
-    """Partitions that share weights with others: who borrows them reads them from their home, which must be up to date."""
-    of_block = {number: p for p, (first, last, _) in enumerate(parts) for number in range(first, last)}
-    pairs = [(of_block[b.number], of_block[tie.owner.number]) for b in problem.chain for tie in b.tied]
-    return {p for pair in pairs if pair[0] != pair[1] for p in pair}
-
-
 def _filled(
     problem: Problem, plain: Prediction, chosen: Sequence[Option], options: Sequence[Option], available: int
 ) -> Prediction:
@@ -331,7 +329,8 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
     In simulations of so many partitions together that their time does not grow with the number of partitions.
     """
     count = len(best.candidate.parts)
-    left, better = repairs // count if count > 1 else 0, True
+    left = around = repairs // count if count > 1 else 0
+    better = left > 0
     options = options_of(problem, best, offload=bool(best.candidate.offloads))
     while better and left > 0:
         better = False
@@ -345,20 +344,36 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
             if tried.peak <= available and tried.seconds < best.seconds:
                 best, better = tried, True
                 break
+        if not better:
+            tried = _around(problem, best, options, available, around // 3)
+            best, better, around = tried, tried is not best, 0
     return best
+
+
+def _around(problem: Problem, best: Prediction, options: Sequence[Option], available: int, count: int) -> Prediction:
+    """The best of `count` plans that begin with one or two options and are filled with others: bytes do not add up where
+    the largest partition stays, which then needs no slot."""
+    found, plain = [best], _with(problem, best, ())
+    order = sorted(options, key=lambda option: -option.worth(1.0) / max(1, option.nbytes))
+    starts = (start for size in (1, 2) for start in itertools.combinations(order, size))
+    for start in itertools.islice(starts, count):
+        began = _with(problem, plain, start)
+        if began.peak <= available:
+            found.append(_filled(problem, began, start, order, available))
+    return min(found, key=_rank)
 
 
 def _promising(
     chosen: Sequence[Option], others: Sequence[Option], resources: Resources, room: int, count: int
 ) -> "Iterator[tuple[_Chosen, _Chosen]]":
     """At most `count` moves that save seconds of some kind: those that fit where bytes add up, then others."""
-    seldom = []
+    seldom: list[tuple[_Chosen, _Chosen]] = []
     for out, come in itertools.islice(_moves(chosen, others), _LOOKED_AT):
         computing = sum(o.compute for o in come) - sum(o.compute for o in out)
         moving = sum(o.transfer for o in come) - sum(o.transfer for o in out)
         if computing >= 0 or moving >= 0:
-            unlikely = computing <= 0 and moving <= 0
-            if unlikely or sum(o.takes(resources) for o in come) - sum(o.takes(resources) for o in out) > room:
+            more = sum(o.takes(resources) for o in come) - sum(o.takes(resources) for o in out)
+            if (computing <= 0 and moving <= 0) or more > room:
                 seldom.append((out, come))
                 continue
             count -= 1
