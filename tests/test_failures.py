@@ -6,13 +6,14 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from seqpart import LimitExceeded, OutOfMemory, Trainer
+from seqpart import DoesNotFit, LimitExceeded, OutOfMemory, Trainer
 from seqpart.execution.partition import Partition
 from seqpart.zoo.models import mlp
 from tests.command import SMALL, call, refused
@@ -122,6 +123,41 @@ def test_where_partitions_stay_a_failed_update_goes_back(save_every, call, train
     result = Trainer(model(), quiet=True, output_dir=tmp_path / "run", **options).fit(data(), data(12, 1), reuse=plan)
     assert (result.plan.stays, result.final_micro_batch, len(result.train_losses)) == ({0, 2}, 16, 3)
     same_as_plain(result, updates=9, whole=9 - trained_with_half)
+
+
+class Once(nn.Module):
+    """A layer that runs out of memory in the pass number `calls[0]` of a run in `place`, once."""
+
+    def __init__(self, width, calls, place):
+        super().__init__()
+        self.linear, self.calls, self.place = nn.Linear(width, width), calls, place
+
+    def forward(self, x):
+        if (self.place / "homes").exists():  # planning runs it too
+            self.calls[0] -= 1
+            if self.calls[0] == 0:
+                raise RuntimeError(REFUSAL)
+        return torch.relu(self.linear(x))
+
+
+def test_a_plan_that_can_do_with_less_memory_is_tried_before_the_micro_batch_is_halved(tmp_path):
+    """A ResNet-50 whose plan was 5 % too small went on with halves: its BatchNorm then learned something else."""
+    width, options = 700, {"method": "auto", "partitions": tuple(range(9)), "save_every": "never", "epochs": 3}
+
+    def model(calls):
+        left = [calls]
+        once = partial(Once, width, left, tmp_path / str(calls))
+        return [*mlp(8, width, width=width, depth=7), once, lambda: nn.Linear(width, CLASSES)]
+
+    with pytest.raises(DoesNotFit) as refusal:
+        fit(tmp_path, model(0), mem_limit="250MB", **options)
+    limit = refusal.value.smallest + (20 << 20)
+    plain, failed = (fit(tmp_path, model(calls), str(calls), mem_limit=limit, **options) for calls in (0, 5))
+    assert plain.plan.stays, "there is something to give up"
+    assert (plain.final_micro_batch, failed.final_micro_batch) == (32, 32)
+    told = [event for event in events(tmp_path, "5") if event["event"] == "allocation failed"]
+    assert told[-1]["micro_batch"] == 32
+    assert failed.weights.read_bytes() == plain.weights.read_bytes()
 
 
 def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_cures(tmp_path):

@@ -148,6 +148,8 @@ class PlanRequest:
     """Of the first partitions, in a run that goes on after they were trained."""
     may_keep_heap: bool = True
     """Until memory ran out where it was kept."""
+    spare: int = 0
+    """Bytes of the limit that the plan must leave, because one that fitted ran out of memory."""
     saved: Plan | None = None
     """A plan whose answers are to be taken again."""
 

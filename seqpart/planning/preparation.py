@@ -85,7 +85,7 @@ workspaces took 10 MB more than was counted."""
 
 
 class Preparation(Inputs):
-    """Makes the plan, and makes it again when a failed allocation asks for a smaller micro-batch."""
+    """Makes the plan, and makes it again when a failed allocation asks for one that needs less."""
 
     def problem(self, request: PlanRequest) -> Problem:
         count, asked = self.settings.partition_choice()
@@ -94,7 +94,7 @@ class Preparation(Inputs):
         costs = self.costs_at(batch)
         return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.kind == "cpu",
-            limit=request.limit, runtime=self.runtime, growth=self.device.growth, costs_at=self.costs_at,
+            limit=request.limit, runtime=self.runtime + request.spare, growth=self.device.growth, costs_at=self.costs_at,
             counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
             loss_of=partial(self.loss_cost, request),
             heap_below=self.device.heap_below, speeds=self.speeds, clips=self.settings.clip_grad_norm is not None,

@@ -9,7 +9,7 @@ from typing import Any
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.data.reader import ReaderThread
-from seqpart.errors import DataError, Diverged, LimitExceeded, ModelError, OutOfMemory
+from seqpart.errors import DataError, Diverged, DoesNotFit, LimitExceeded, ModelError, OutOfMemory
 from seqpart.execution.boundary_exchange import BoundaryExchange, open_exchange
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, PhaseDone
@@ -35,6 +35,9 @@ from seqpart.units import format_limit, format_size
 
 _GRANT_SECONDS = 0.5
 """Between two looks at what was reserved for generated code; a look takes a millisecond."""
+
+_SPARE, _MOST_SPARE = 32, 8
+"""Shares of the limit that are left free behind failed allocations: the first, doubled each time, and the last."""
 
 
 class Session:
@@ -198,14 +201,29 @@ class Session:
         self.losses = self.losses[: _passes_before(self.prepared.phases, failure.at)]
         self.saving.obey(failure.at, metrics)
         self._observer.failed(failure)
+        request = replace(self.prepared.request, micro_batch=failure.micro_batch)
         if self._grant_code():  # it was charged to the limit before, although nobody uses it
-            request = replace(self.prepared.request, micro_batch=failure.micro_batch)
-            self._plan_anew(failure, request, " once more: generated code was reserved")
+            self._go_on(failure, self._planned_anew(request), " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
-            request = replace(self.prepared.request, may_keep_heap=False, micro_batch=failure.micro_batch)
-            self._plan_anew(failure, request, "; from now on memory leaves the process as soon as it is free")
+            planned = self._planned_anew(replace(request, may_keep_heap=False))
+            self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
+        elif (smaller := self._planned_smaller(request)) is not None:
+            spare = format_size(smaller.request.spare)
+            self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
         else:
             self._halve_micro_batch(failure)
+
+    def _planned_smaller(self, request: PlanRequest) -> Prepared | None:
+        """A plan that needs less at the same micro-batch, so that the results stay what they were; None: there is none."""
+        limit, used = self.prepared.plan.limit, self.prepared.plan.peak - request.spare
+        spare = max(limit // _SPARE, 2 * request.spare)
+        if spare > limit // _MOST_SPARE:
+            return None
+        try:
+            smaller = self._planned_anew(replace(request, spare=spare, saved=None))
+        except DoesNotFit:
+            return None
+        return smaller if smaller.plan.peak - spare < used else None
 
     def _halve_micro_batch(self, failure: Failure) -> None:
         plan, largest = self.prepared.plan, failure.micro_batch
@@ -218,19 +236,22 @@ class Session:
                 f"{len(plan.partitions) + 1}."
             )
         try:
-            request = replace(self.prepared.request, micro_batch=largest // 2)
-            self._plan_anew(failure, request, f" with micro-batch {largest // 2} instead of {largest}")
+            halved = self._planned_anew(replace(self.prepared.request, micro_batch=largest // 2))
         except (ModelError, DataError) as error:  # as BatchNorm says of a single row
             raise OutOfMemory(
                 f"memory ran out in {failure.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
                 f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
             ) from error
+        self._go_on(failure, halved, f" with micro-batch {largest // 2} instead of {largest}")
 
-    def _plan_anew(self, failure: Failure, request: PlanRequest, how: str) -> None:
+    def _planned_anew(self, request: PlanRequest) -> Prepared:
         """The method stays: another one has other phases, and the position counts these."""
         methods, starts = (self.prepared.method,), self.prepared.plan.starts
-        self.prepared = self._preparation.prepare(replace(request, methods=methods, starts=starts))
-        self.reporter.record("allocation failed", step=str(failure.step), micro_batch=request.micro_batch, text=failure.text)
+        return self._preparation.prepare(replace(request, methods=methods, starts=starts))
+
+    def _go_on(self, failure: Failure, planned: Prepared, how: str) -> None:
+        micro_batch, self.prepared = planned.request.micro_batch, planned
+        self.reporter.record("allocation failed", step=str(failure.step), micro_batch=micro_batch, text=failure.text)
         self.reporter.say(
             f"an allocation failed in {failure.step} inside the limit; going on with update {failure.at.updates + 1} of "
             f"{self.prepared.phases[failure.at.phase]}{how}"
