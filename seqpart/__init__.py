@@ -8,9 +8,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-# Read by the libraries when they load, so set before torch: a spinning OpenMP thread starves the I/O threads, and
-# tensors aligned for huge pages leave holes in a heap that is kept (seqpart/memory/heap.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Read by the libraries when they load, so set before torch. OpenMP's threads that wait spin for microseconds, which small steps
+# need, and then sleep: spinning on they would starve the I/O threads. Tensors aligned for huge pages leave holes in a heap that
+# is kept (seqpart/memory/heap.py).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
 
 if "torch" not in sys.modules:

@@ -2,10 +2,13 @@
 
 import gc
 import importlib
+import os
 import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # other tests need the processors that waiting threads would spin on
 
 from seqpart.memory.device import describe_versions  # before torch: seqpart sets what torch reads when it loads
 
