@@ -6,7 +6,7 @@
                before training begins, so that what the plan predicts is there from the first step on.
 
 [Note: a kept heap] Best fit leaves holes, of which nobody knows beforehand how many: 1.3 to 1.7 times what is alive at once
-was seen where a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4 where they come and go in
+was seen where a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in
 each update, and 7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. See
 benchmarks/LOG.md. So the heap is made larger than that from the beginning, where the limit has room for it: then the
 prediction holds whatever the holes are. Should it grow beyond that until memory runs out, the run goes on without it. Tensors
@@ -22,7 +22,7 @@ _MMAP_THRESHOLD = 65536
 RETURNED_FROM = _MMAP_THRESHOLD - 112
 """Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
 _MOST_MAPPINGS = 1 << 30
-_FOR_ONE, _FOR_SEVERAL, _STREAMED = 2, 3, 4
+_FOR_ONE, _FOR_SEVERAL, _STREAMED = 2, 3, 5
 _PIECE = 64 << 10
 COMPUTING_SHARE = 0.7
 """Of the seconds that computing takes where memory is returned: 0.55 to 0.8 on networks of several kinds."""

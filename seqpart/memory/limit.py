@@ -2,8 +2,9 @@
 
 import gc
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -62,17 +63,22 @@ def limit_for(peak: int) -> int:
     return -(-(peak + _SLACK + RUNTIME_VARIES) * 100 // 99) + 1
 
 
+class Grant(Protocol):
+    def __call__(self, *, at_rest: bool = False) -> bool: ...
+
+
 @contextmanager
-def enforced(device: Device, limit: int) -> Iterator[Callable[[], bool]]:
+def enforced(device: Device, limit: int) -> Iterator[Grant]:
     """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
 
     CPU: RLIMIT_DATA counts what is reserved, so the difference to what is used now (library data, thread stacks:
     a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields what grants on top
-    what has been reserved for generated code since, less what is used of it, and says whether that was anything.
+    what has been reserved since and is not used, and says whether that was anything: what is reserved for generated code, and
+    `at_rest`, when nothing is loaded, all else too, as a heap that cannot shrink because its last bytes are in use.
     """
     if device.kind == "cuda":
         with _capped_allocator(device, limit):
-            yield lambda: False
+            yield lambda *, at_rest=False: False
         return
     now = read_process()
     if now.held >= limit:
@@ -81,17 +87,20 @@ def enforced(device: Device, limit: int) -> Iterator[Callable[[], bool]]:
     ours = limit + (now.data - now.anon)
     capped = [value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(capped), hard))
-    before = granted = generated_code()
-    over = False
+    unused, code, granted, over = now.data - now.anon, generated_code(), 0, False
 
-    def grant() -> bool:
+    def grant(*, at_rest: bool = False) -> bool:
         nonlocal granted
         if over:
             return False
-        grown, granted = max(0, (now_reserved := generated_code()) - granted), max(granted, now_reserved)
-        capped = [value for value in (ours + (granted - before) * 15 // 16, soft, hard) if value != resource.RLIM_INFINITY]
+        more = (generated_code() - code) * 15 // 16
+        if at_rest:
+            now = read_process()
+            more = max(more, now.data - now.anon - unused)
+        grown, granted = more > granted, max(granted, more)
+        capped = [value for value in (ours + granted, soft, hard) if value != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min(capped), hard))
-        return grown > 0
+        return grown
 
     try:
         yield grant

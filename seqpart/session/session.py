@@ -1,7 +1,7 @@
 """One run: directories and homes are opened, its stages run under an observer, checkpoints saved, its memory proven."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.interrupts import Interrupts
-from seqpart.memory.limit import enforced, told
+from seqpart.memory.limit import Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.planning.plan import PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared, Stage
@@ -60,7 +60,7 @@ class Session:
         """Loss and accuracy of the latest pass over the test rows."""
         self._partitions: list[Partition] = []
         self._stopped, self._granted_at = False, 0.0
-        self._grant_code: Callable[[], bool] = lambda: False
+        self._grant: Grant = lambda *, at_rest=False: False
         self._state, self._finished, self.interrupts = "failed", "", Interrupts()
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
@@ -81,7 +81,7 @@ class Session:
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled."""
-        with enforced(self._device, self.prepared.plan.limit) as self._grant_code:
+        with enforced(self._device, self.prepared.plan.limit) as self._grant:
             self.homes.fill(self._resumed)
             yield
 
@@ -97,7 +97,7 @@ class Session:
     def run_stages(self, start: Position | None = None) -> None:
         """Run the schedule from `start`, or from where the run goes on, to its end or to where the observer stops it.
 
-        Behind a failed allocation it goes on from where all was at home, without its heap or with half the micro-batch.
+        Behind a failed allocation it goes on from where all was at home, with a plan that needs less.
         """
         at, metrics = self._beginning() if start is None else (start, None)
         self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
@@ -202,9 +202,10 @@ class Session:
         self.saving.obey(failure.at, metrics)
         self._observer.failed(failure)
         request = replace(self.prepared.request, micro_batch=failure.micro_batch)
-        if self._grant_code():  # it was charged to the limit before, although nobody uses it
+        if self._grant():  # it was charged to the limit before, although nobody uses it
             self._go_on(failure, self._planned_anew(request), " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
+            self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
             planned = self._planned_anew(replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
         elif (smaller := self._planned_smaller(request)) is not None:
@@ -271,7 +272,7 @@ class Session:
             self.interrupts.check()
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:
             self._granted_at = time.monotonic()
-            self._grant_code()
+            self._grant()
         if self.sampler.violations:
             raise LimitExceeded(
                 f"the limit of {format_size(self.sampler.limit)} was passed: {format_size(self.sampler.peak)} by "
