@@ -8,8 +8,9 @@ digits   `full` on a small MLP: 1,797 rows of 64 floats, batch 64
 start    `python -m seqpart.train --mem-limit 2GB --dry-run` and `seqpart --help` against `python -c "import torch"`
 
 The plain loop has the same layers, optimizer, batch and shuffling, all rows in memory, PyTorch's own process settings, and sums
-up no losses; once more with OpenMP threads that spin for microseconds and then sleep, as seqpart's do. Each is asked for an epoch in turn,
-the ratios are of medians, and processor seconds stand beside those of the clock: on a busy machine these say more.
+up no losses; once more with OpenMP threads that spin for microseconds and then sleep, as seqpart's do. Each is asked for an
+epoch in turn, the ratios are of medians, and processor seconds stand beside those of the clock: on a busy machine these say
+more.
 """
 
 import argparse
