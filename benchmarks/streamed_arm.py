@@ -118,12 +118,12 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
 
         def listen(self, event: Any) -> None:
             if isinstance(event, StepDone) and self.phases[event.step.phase].kind is PhaseKind.TRAIN:
+                if len(self.ends) >= WARM_UP:
+                    name = event.step.verb.name
+                    self.verbs[name] = self.verbs.get(name, 0.0) + event.seconds
                 if event.step.verb is Verb.UPDATE and event.step.partition == 0:
                     self.ends.append(time.perf_counter())
                     self.used.append(Used())
-                if len(self.ends) > WARM_UP:
-                    name = event.step.verb.name
-                    self.verbs[name] = self.verbs.get(name, 0.0) + event.seconds
             super().listen(event)
 
     if arguments.arm != "streamed":
