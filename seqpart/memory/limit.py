@@ -84,10 +84,13 @@ def enforced(device: Device, limit: int) -> Iterator[Grant]:
     if now.held >= limit:
         raise too_small(limit, now.held)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    ours = limit + (now.data - now.anon)
-    capped = [value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(capped), hard))
     unused, code, granted, over = now.data - now.anon, generated_code(), 0, False
+
+    def set_limit() -> None:
+        ours = limit + unused + granted
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (min(value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY), hard)
+        )
 
     def grant(*, at_rest: bool = False) -> bool:
         nonlocal granted
@@ -98,10 +101,11 @@ def enforced(device: Device, limit: int) -> Iterator[Grant]:
             now = read_process()
             more = max(more, now.data - now.anon - unused)
         grown, granted = more > granted, max(granted, more)
-        capped = [value for value in (ours + granted, soft, hard) if value != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(capped), hard))
+        if grown:
+            set_limit()
         return grown
 
+    set_limit()
     try:
         yield grant
     finally:
