@@ -161,7 +161,7 @@ def test_more_keys_than_buffers_wait_on_disk_and_come_back_in_any_order(tmp_path
 
 def test_the_disk_relay_takes_the_memory_that_is_planned_and_leaves_no_file(tmp_path):
     exchange = on_disk(tmp_path)
-    assert sum(buffer.untyped_storage().nbytes() for buffer in exchange._buffers) == exchange_bytes(LARGEST)
+    assert sum(buffer.untyped_storage().nbytes() for buffer in exchange._file.buffers) == exchange_bytes(LARGEST)
     exchange.put((1, 0), torch.ones(3))
     exchange.close()
     assert list(tmp_path.iterdir()) == []
@@ -183,7 +183,7 @@ def test_a_write_that_failed_is_told_by_the_next_use_of_its_buffer(tmp_path, mon
     def fail(memory, offset):
         raise StoreError("the disk is gone")
 
-    monkeypatch.setattr(exchange._file, "write_from", fail)
+    monkeypatch.setattr(exchange._file._file, "write_from", fail)
     exchange.put((1, 0), torch.ones(3))
     with pytest.raises(StoreError, match="the disk is gone"):
         exchange.take((1, 0))

@@ -13,7 +13,6 @@ made again.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +21,9 @@ from typing import Protocol, Self
 import torch
 
 from seqpart.costs.partition import LINE, PartitionCost
-from seqpart.files.direct import DirectFile, aligned, bytes_of, round_up
-from seqpart.files.owned import remove
+from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
+from seqpart.offload.buffered_file import BufferedFile
 from seqpart.planning.problem import BUFFERS, boundary_bytes, boundary_places, largest_boundary
 
 Key = tuple[int, int]
@@ -221,26 +220,19 @@ class OnDisk:
     lends = True
 
     def __init__(self, path: Path, largest: int, device: Device) -> None:
-        self._device, self._file = device, DirectFile(path, write=True)
+        self._device = device
         self._places = _Places()
-        self._buffers = [aligned(largest) for _ in range(BUFFERS)]
-        self._holds: dict[int, Key] = {}
-        self._work: list[Future[object] | None] = [None] * BUFFERS
-        self._recent = list(range(BUFFERS))
-        """Buffers, the longest unused first."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-boundaries")
-        self._pool.submit(int).result()
+        self._file = BufferedFile[Key](path, largest, BUFFERS, "seqpart-boundaries")
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place = self._places.of(key, tensor)
-        number = self._number_of(key)
+        number = self._file.number_of(key)
         if number is None:
-            number = self._claim(key)
+            number = self._file.claim(key)
         else:
-            self._settle(number)
-        place.on(self._buffers[number]).copy_(place.form.kept(tensor))
-        memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
-        self._work[number] = self._pool.submit(self._file.write_from, memory, place.offset)
+            self._file.settle(number)
+        place.on(self._file.buffers[number]).copy_(place.form.kept(tensor))
+        self._file.write(number, place.form.nbytes, place.offset)
 
     def get(self, key: Key) -> torch.Tensor:
         place = self._places[key]
@@ -253,46 +245,23 @@ class OnDisk:
         return place.form.again(kept)
 
     def _buffer_with(self, key: Key) -> torch.Tensor:
-        """While it is being written the bytes in the buffer are whole; what is in none is read, behind all that is written."""
-        number = self._number_of(key)
+        """While it is being written the bytes in the buffer are whole; what is in none is read."""
+        number = self._file.number_of(key)
         if number is None:
-            number, place = self._claim(key), self._places[key]
-            memory = bytes_of(self._buffers[number][: round_up(place.form.nbytes)])
-            self._pool.submit(self._file.read_into, memory, place.offset).result()
-        self._touch(number)
-        return self._buffers[number]
+            number, place = self._file.claim(key), self._places[key]
+            self._file.read(number, place.form.nbytes, place.offset)
+            self._file.settle(number)
+        self._file.touch(number)
+        return self._file.buffers[number]
 
     def forget(self, key: Key) -> None:
-        number = self._number_of(key)
+        number = self._file.number_of(key)
         if number is not None:
-            self._settle(number)
-            del self._holds[number]
+            self._file.settle(number)
+            self._file.empty(number)
 
     def close(self) -> None:
-        self._pool.shutdown()
-        self._file.__exit__()
-        remove(self._file.path)
-        self._buffers, self._holds = [], {}
-
-    def _number_of(self, key: Key) -> int | None:
-        return next((number for number, held in self._holds.items() if held == key), None)
-
-    def _claim(self, key: Key) -> int:
-        number = next((n for n in self._recent if n not in self._holds), self._recent[0])
-        self._settle(number)
-        self._holds[number] = key
-        self._touch(number)
-        return number
-
-    def _touch(self, number: int) -> None:
-        self._recent.remove(number)
-        self._recent.append(number)
-
-    def _settle(self, number: int) -> None:
-        """The buffer's last transfer is over; raises what it raised."""
-        work, self._work[number] = self._work[number], None
-        if work is not None:
-            work.result()
+        self._file.close()
 
 
 def open_exchange(

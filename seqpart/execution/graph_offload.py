@@ -10,18 +10,16 @@ buffers.
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from seqpart.costs.clock import GRAPH_BUFFERS
 from seqpart.costs.partition import LINE, PartitionCost
-from seqpart.files.direct import DirectFile, aligned, bytes_of, round_up
-from seqpart.files.owned import remove
+from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
+from seqpart.offload.buffered_file import BufferedFile
 
 Key = tuple[int, int]
 """(partition, micro-batch)."""
@@ -108,75 +106,57 @@ class GraphOffload:
 
 
 class DiskRanges:
-    """Memory in which graphs are gathered and found again: of one file, written and read by a thread of its own."""
+    """Memory in which graphs are gathered and found again: ranges of a file, and buffers for those in use."""
 
     def __init__(self, path: Path, capacities: Mapping[int, int], micro_batches: int, device: Device) -> None:
-        self._device, self._file = device, DirectFile(path, write=True)
+        self._device, self._capacities = device, capacities
         self._starts, end = dict[int, int](), 0
-        self._capacities = capacities
         for p, capacity in capacities.items():
             self._starts[p], end = end, end + capacity * micro_batches
-        self._buffers = [aligned(max(self._capacities.values())) for _ in range(GRAPH_BUFFERS)]
-        self._holds: list[Key | None] = [None] * GRAPH_BUFFERS
-        self._recent = list(range(GRAPH_BUFFERS))
-        """Buffers, the longest unused first."""
-        self._work: list[Future[Any] | None] = [None] * GRAPH_BUFFERS
+        self._file = BufferedFile[Key](path, max(capacities.values()), GRAPH_BUFFERS, "seqpart-graphs")
         self._used: dict[Key, int] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-graphs")
-        self._pool.submit(int).result()
 
     def begin(self, key: Key) -> torch.Tensor:
         """Flat bytes to gather the saved tensors of `key` in."""
-        number = self._claim(key)
-        return self._buffers[number][: self._capacities[key[0]]]
+        return self._file.buffers[self._file.claim(key)][: self._capacities[key[0]]]
 
     def finish(self, key: Key, used: int) -> None:
         """The first `used` bytes are to be kept."""
         self._used[key] = used
         self._device.wait(self._device.mark())
-        self._move(self._holds.index(key), key, self._file.write_from)
+        self._file.write(self._holding(key), used, self._offset(key))
 
     def open(self, key: Key) -> torch.Tensor:
         """The bytes again, on the device, until `release`."""
-        if key not in self._holds:
-            self._move(self._claim(key), key, self._file.read_into)
-        number = self._holds.index(key)
-        self._settle(number)
-        return self._device.upload(self._buffers[number][: self._used[key]])
+        if self._file.number_of(key) is None:
+            self._begin_read(key)
+        number = self._holding(key)
+        self._file.settle(number)
+        return self._device.upload(self._file.buffers[number][: self._used[key]])
 
     def release(self, key: Key) -> None:
         """Begin to read the one that is needed next: the last partition that is left, its first micro-batch."""
         self._device.wait(self._device.mark())
-        self._holds[self._holds.index(key)] = None
+        self._file.empty(self._holding(key))
         del self._used[key]
         following = sorted(self._used, key=lambda key: (-key[0], key[1]))[:GRAPH_BUFFERS]
-        coming = next((key for key in following if key not in self._holds), None)
+        coming = next((key for key in following if self._file.number_of(key) is None), None)
         if coming is not None:
-            self._move(self._claim(coming), coming, self._file.read_into)
+            self._begin_read(coming)
 
-    def _claim(self, key: Key) -> int:
-        """A buffer: an empty one, or the longest unused, whose bytes are in the file."""
-        number = next((number for number in self._recent if self._holds[number] is None), self._recent[0])
-        self._recent.remove(number)
-        self._recent.append(number)
-        self._settle(number)
-        self._holds[number] = key
+    def _begin_read(self, key: Key) -> None:
+        self._file.read(self._file.claim(key), self._used[key], self._offset(key))
+
+    def _holding(self, key: Key) -> int:
+        number = self._file.number_of(key)
+        assert number is not None
         return number
 
-    def _move(self, number: int, key: Key, move: Any) -> None:
-        memory = bytes_of(self._buffers[number][: round_up(self._used[key])])
-        self._work[number] = self._pool.submit(move, memory, self._starts[key[0]] + key[1] * self._capacities[key[0]])
-
-    def _settle(self, number: int) -> None:
-        work, self._work[number] = self._work[number], None
-        if work is not None:
-            work.result()
+    def _offset(self, key: Key) -> int:
+        return self._starts[key[0]] + key[1] * self._capacities[key[0]]
 
     def close(self) -> None:
-        self._pool.shutdown()
-        self._file.__exit__()
-        remove(self._file.path)
-        self._buffers = []
+        self._file.close()
 
 
 def open_graphs(
