@@ -111,10 +111,10 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
 
     from seqpart.costs.blocks import measure_chain
     from seqpart.costs.partition import slot_bytes
+    from seqpart.devices.opening import open_device
     from seqpart.execution.partition import Partition
     from seqpart.execution.slots import Slot, at_once
     from seqpart.files.direct import probe_disk
-    from seqpart.memory.device import open_device
     from seqpart.model.blocks import as_chain, tensors_of
     from seqpart.model.optimizers import choose
     from seqpart.offload.store import Store

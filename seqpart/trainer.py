@@ -12,11 +12,11 @@ import torch
 
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.data.splits import as_split, first_rows
+from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
-from seqpart.memory.device import open_device
 from seqpart.memory.limit import told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
@@ -110,7 +110,7 @@ class Trainer:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""
         self._sampler = Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler.label = lambda: "start"
-        if self.device.kind == "cpu":
+        if self.device.shares_memory:
             self._sampler.heed(self._held, "the import of libraries")
         self._sampler.start()
 
@@ -184,7 +184,7 @@ class Trainer:
         """What `plan` makes, under the limit: what that took counts, and is no matter of the plan's own prediction."""
         sampler.hold(preparation.limit)
         prepared = plan()
-        if self.device.kind == "cpu":
+        if self.device.shares_memory:
             sampler.heed(preparation.trials.peak)
         sampler.known = sampler.peak
         return prepared

@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqpart.devices.cuda import CudaDevice
+from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.files.direct import PAGE
 from seqpart.memory import device as devices
-from seqpart.memory.device import CudaDevice, Device, describe_versions, host_memory_free, keyed_seed, open_device
+from seqpart.memory.device import Device, describe_versions, host_memory_free, keyed_seed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU on this machine")
 keys = st.tuples(st.integers(), st.text(max_size=5), st.integers(0, 100))

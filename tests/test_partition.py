@@ -8,11 +8,12 @@ from torch import nn
 
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.partition import gradient_layouts, slot_bytes, state_layouts
+from seqpart.devices.opening import open_device
 from seqpart.errors import CorruptFile
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.direct import aligned
-from seqpart.memory.device import Device, open_device
+from seqpart.memory.device import Device
 from seqpart.model.blocks import as_chain, tensors_of
 from seqpart.model.optimizers import choose
 from seqpart.offload.host_pool import HostPool
@@ -59,8 +60,11 @@ class Home:
     def load(self, *, to_update=True, learns=True):
         """A whole visit's beginning; the bytes that it read."""
         self.slot.fill_(0xAB)
-        self.partition.begin_load(Slot(self.slot, at_once), to_update=to_update)
-        return self.partition.finish_load(learns=learns)
+        filled = self.device.mark()
+        self.partition.begin_load(Slot(self.slot, lambda: self.device.after(filled)), to_update=to_update)
+        read = self.partition.finish_load(learns=learns)
+        self.partition.finish_state()
+        return read
 
     def drop(self, *, keep_state=True, gradients=False):
         """A whole visit's end; the bytes that it wrote."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.files.direct import DirectFile, probe_disk
-from seqpart.memory.device import describe_versions, host_memory_free, open_device
+from seqpart.memory.device import describe_versions, host_memory_free
 from seqpart.memory.limit import measure_runtime, warm_up
 from seqpart.memory.usage import MemoryUsage
 from seqpart.units import format_size
@@ -38,7 +39,7 @@ def doctor(arguments: Sequence[str]) -> None:
         "memory": f"{format_size(device.total_memory())}, {format_size(device.free_memory())} free",
         "limit is measured by": usage.source,
         "runtime (counts in every limit)": format_size(runtime),
-        "tier " + device.host_tier: _host_tier(device.kind),
+        "tier " + device.host_tier: _host_tier(shared=device.shares_memory),
         "tier disk": f"{options.offload_dir.resolve()}: {format_size(shutil.disk_usage(options.offload_dir).free)} free",
         "disk probe, 64 MiB": f"read {read / 1e9:.2f} GB/s, write {write / 1e9:.2f} GB/s, {_cache_use(options.offload_dir)}",
         **describe_versions(),
@@ -50,12 +51,12 @@ def doctor(arguments: Sequence[str]) -> None:
     Console(highlight=False).print(table)
 
 
-def _host_tier(kind: str) -> str:
+def _host_tier(*, shared: bool) -> str:
     free = format_size(host_memory_free())
     return (
-        f"{free} free; half of it is used unless --ram-limit says otherwise"
-        if kind == "cuda"
-        else f"{free} free; unused unless --ram-limit grants some"
+        f"{free} free; unused unless --ram-limit grants some"
+        if shared
+        else f"{free} free; half of it is used unless --ram-limit says otherwise"
     )
 
 

@@ -20,7 +20,7 @@ import torch
 
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.files.direct import PAGE, aligned, aligned_bytes, bytes_of
-from seqpart.memory.device import Device, keyed_seed
+from seqpart.memory.device import Device, Event, keyed_seed
 from seqpart.schedule.steps import Phase, Span
 
 WINDOW = 8
@@ -119,7 +119,7 @@ class Reader:
         micro_batch = min(phase.micro_batch, phase.rows)
         self._ring = [device.host(micro_batch * layout.nbytes) for _ in range(RING)]
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue()
-        self._free: queue.Queue[tuple[int, torch.cuda.Event | None] | None] = queue.Queue()
+        self._free: queue.Queue[tuple[int, Event] | None] = queue.Queue()
         for slot in range(RING):
             self._free.put((slot, None))
         self._closed = threading.Event()

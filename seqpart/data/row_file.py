@@ -66,7 +66,7 @@ class Rows:
         """Empty rows to be appended to; with `checksums`, of its chunks, what another process wrote at `path`."""
         self.layout, self.count, self.path = layout, count, path
         self.bytes_read = self.bytes_written = 0
-        self._host_pool = host_pool
+        self._device, self._host_pool = device, host_pool
         self._host = host_pool.take(layout.home_bytes(count)) if host_pool is not None else None
         self.tier = "disk" if self._host is None else device.host_tier
         self._checksums = checksums or []
@@ -102,7 +102,8 @@ class Rows:
 
     def append(self, batch: torch.Tensor) -> None:
         """Add the rows of `batch`, (rows, *shape), from any device; cast to the layout's type."""
-        rows = batch.detach().to(self.layout.dtype).reshape(len(batch), -1).cpu().contiguous().view(torch.uint8)
+        rows = batch.detach().to(self.layout.dtype).reshape(len(batch), -1)
+        rows = self._device.download(rows).contiguous().view(torch.uint8)
         held = self._done * self.layout.chunk_rows + self._filled
         assert held + len(rows) <= self.count, f"{self.path.name}: {held + len(rows)} rows came, {self.count} were expected"
         taken = 0

@@ -12,7 +12,7 @@ memory lies differently: the elements are kept as they lie. Only of a part of a 
 made again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ import torch
 
 from seqpart.costs.partition import LINE, PartitionCost
 from seqpart.files.direct import round_up
-from seqpart.memory.device import Device
+from seqpart.memory.device import DOWN, Device, Event
 from seqpart.offload.buffered_file import BufferedFile
 from seqpart.planning.problem import BUFFERS, boundary_bytes, boundary_places, largest_boundary
 
@@ -181,7 +181,7 @@ class _Places:
 
 
 class InHost:
-    """Copies in `flat`, host memory that stays its owner's. They go in the order of the device's own work.
+    """Copies in `flat`, host memory that stays its owner's. They leave behind the computation, and come back in its order.
 
     capacities: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
     """
@@ -191,10 +191,17 @@ class InHost:
     def __init__(self, flat: torch.Tensor, capacities: Mapping[int, int], device: Device) -> None:
         self._flat, self._device = flat, device
         self._places = _Places(capacities)
+        self._left: dict[Key, Event] = {}
+        """When what was put is all there."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
-        place = self._places.of(key, tensor)
-        place.on(self._flat[place.offset :]).copy_(place.form.kept(tensor), non_blocking=True)
+        place, there = self._places.of(key, tensor), self._device.mark()
+        kept = place.form.kept(tensor)
+        with self._device.copying(DOWN):
+            self._device.after(there)  # and so behind whoever read what was in its place
+            self._device.copy(kept, place.on(self._flat[place.offset :]))
+            self._device.lend(kept)
+            self._left[key] = self._device.mark()
 
     def get(self, key: Key) -> torch.Tensor:
         return self._again(key, own=False)
@@ -204,6 +211,7 @@ class InHost:
 
     def _again(self, key: Key, *, own: bool) -> torch.Tensor:
         place = self._places[key]
+        self._device.after(self._left[key])
         kept = place.on(self._flat[place.offset :])
         return place.form.again(self._device.own(kept) if own else self._device.upload(kept))
 
@@ -231,18 +239,25 @@ class OnDisk:
             number = self._file.claim(key)
         else:
             self._file.settle(number)
-        place.on(self._file.buffers[number]).copy_(place.form.kept(tensor))
+        self._device.copy(place.form.kept(tensor), place.on(self._file.buffers[number]))
+        self._device.wait(self._device.mark())
         self._file.write(number, place.form.nbytes, place.offset)
 
     def get(self, key: Key) -> torch.Tensor:
         place = self._places[key]
-        return place.form.again(self._device.upload(place.on(self._buffer_with(key))))
+        return place.form.again(self._uploaded(key, self._device.upload))
 
     def take(self, key: Key) -> torch.Tensor:
         place = self._places[key]
-        kept = self._device.own(place.on(self._buffer_with(key)))
+        kept = self._uploaded(key, self._device.own)
         self.forget(key)
         return place.form.again(kept)
+
+    def _uploaded(self, key: Key, upload: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The kept elements on the device; where that is a copy it is over, because the buffer is used again."""
+        kept = upload(self._places[key].on(self._buffer_with(key)))
+        self._device.wait(self._device.mark())
+        return kept
 
     def _buffer_with(self, key: Key) -> torch.Tensor:
         """While it is being written the bytes in the buffer are whole; what is in none is read."""

@@ -228,7 +228,8 @@ class Executor:
 
     def _update(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self._loaded[step.partition]
-        if self._device.kind == "cpu":  # nothing has to wait for the number there
+        partition.finish_state()
+        if self._device.shares_memory:  # nothing has to wait for the number there
             self.compute.refuse_divergence(step.phase, self.position.updates + 1)
         if not self.progress.updated and phase.breadth_first:
             self._mark_homes()

@@ -58,8 +58,8 @@ class Partition:
         """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
         self._slot: Slot | None = None
         self._regions: list[list[torch.Tensor]] = []
-        self.transfer = Transfer()
-        """The last one, in or out; the next waits for it."""
+        self.transfer = self._weights = self._state = Transfer(device)
+        """The last one, in or out, which the next follows. Of one in: weights, and what only the optimizer step needs."""
         self._to_update = self.changed = False
         self._waiting: list[str] | None = None
         """Parameters whose gradients are at home."""
@@ -97,26 +97,27 @@ class Partition:
                 regions.append(slot.buffer[offset : offset + layout.padded_nbytes])
                 offset += layout.padded_nbytes
             self._regions.append(regions)
-        items = list(
-            zip((block.home for block in (*self.blocks, *self._borrowed)), self._regions[0] + self._regions[1], strict=True)
-        )
+        homes = [block.home for block in (*self.blocks, *self._borrowed)]
+        states: list[tuple[str, torch.Tensor]] = []
         if to_update:
-            states = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
-            items += [(home, region) for home, region in states if home in self._store]
+            named = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
+            states = [(home, region) for home, region in named if home in self._store]
             if self._waiting is not None:
-                items += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
+                states += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
         before = [self.transfer, *(lender.transfer for lender in self.lenders)]
 
         def ready() -> None:
             slot.free()
             for transfer in before:
-                transfer.wait()
+                transfer.follow()
 
-        self.transfer = self._store.begin_get(items, ready)
+        self._weights = self._store.begin_get(zip(homes, self._regions[0] + self._regions[1], strict=True), ready)
+        self._state = self._store.begin_get(states, ready)
+        self.transfer = self._weights.with_other(self._state)
 
     def finish_load(self, *, learns: bool) -> int:
-        """Wait for it, and let the modules' tensors be views of the slot. Returns the bytes read from disk."""
-        self.transfer.wait()
+        """Let the modules' tensors be views of the slot, once its weights are there. Returns the bytes read from the disk."""
+        self._weights.follow()
         self._attach()
         self._restore_evolved()
         self.learn(learns)
@@ -256,6 +257,10 @@ class Partition:
         """Of each trained parameter that has a gradient, in the model's order."""
         return [torch.linalg.vector_norm(p.grad) for p in self.trainable if p.grad is not None]
 
+    def finish_state(self) -> None:
+        """What the optimizer step needs is there, for what is issued from now on."""
+        self._state.follow()
+
     def update(self, rate: float = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
         """Optimizer step at `rate` times the learning rate, gradients scaled by `clip` (limit, total norm) and then freed."""
         if clip is not None and self.trainable:
@@ -308,7 +313,7 @@ class Partition:
                 ]
         self.changed = False
         mark = self._device.mark()
-        self.transfer = self._store.begin_put(items, lambda: self._device.wait(mark), checksummed=not again)
+        self.transfer = self._store.begin_put(items, lambda: self._device.after(mark), checksummed=not again)
         return self.transfer
 
     def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot, Wait, int]:
@@ -321,7 +326,8 @@ class Partition:
             self._evolved = [buffer.clone() for block in self.blocks for buffer in block.module.buffers()]
         if self._before:
             self.restore_buffers()
-        waiting = self._gradients_home() if gradients else Transfer()
+        self.finish_state()  # also where no step was made
+        waiting = self._gradients_home() if gradients else Transfer(self._device)
         saved = self.save(keep_state=keep_state, again=again)
         if not keep_state:
             for block in self.blocks:
@@ -329,9 +335,9 @@ class Partition:
         slot, mark = self._slot, self._device.mark()
 
         def free() -> None:
-            self._device.wait(mark)
-            saved.wait()
-            waiting.wait()
+            self._device.after(mark)
+            saved.follow()
+            waiting.follow()
 
         self.transfer = saved.with_other(waiting)
         self._let_go()
@@ -348,7 +354,7 @@ class Partition:
             items.append((block.gradient_home, layout, region))
         self._waiting = names
         mark = self._device.mark()
-        return self._store.begin_put(items, lambda: self._device.wait(mark), checksummed=False)
+        return self._store.begin_put(items, lambda: self._device.after(mark), checksummed=False)
 
     def _restore_evolved(self) -> None:
         buffers = [buffer for block in self.blocks for buffer in block.module.buffers()]
@@ -380,8 +386,9 @@ class Partition:
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""
-        self.transfer.settle()  # its bytes must not arrive in memory that is gone
-        self.transfer = Transfer()  # nor its error in the next visit
+        for transfer in self.transfer, self._state:
+            transfer.settle()  # its bytes must not arrive in memory that is gone
+        self.transfer = self._state = Transfer(self._device)  # nor its error in the next visit
         self._graphs, self._evolved, self._waiting = {}, [], None
         self._let_go()
 

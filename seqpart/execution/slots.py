@@ -5,8 +5,8 @@
     its own      of a partition that stays: nobody else is ever in it
 
 A slot never outgrows its capacity, so a partition may have to wait for a large one although a small one is idle. A buffer
-that was given back may still be on its way home: who takes it gets the wait along with it, and may wait in a thread of
-its own.
+that was given back may still be on its way home: who takes it gets the wait along with it, and its copies come
+behind that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,8 @@ Wait = Callable[[], object]
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A flat uint8 buffer of at most `capacity` bytes, page-aligned on the CPU; `free` returns when it is unused."""
+    """A flat uint8 buffer of at most `capacity` bytes, page-aligned on the CPU; what is issued to the current stream behind
+    `free` finds it unused."""
 
     buffer: torch.Tensor
     free: Wait
@@ -75,10 +76,12 @@ class Slots:
             except BaseException:
                 self._idle.append(best)  # who began too early asks again when its turn has come
                 raise
+            made = self._device.mark()  # what computes may not be through with what its memory was before
+            best.free = lambda: self._device.after(made)
         return best
 
     def give(self, slot: Slot, free: Wait) -> None:
-        """Back again; `free` returns when its bytes are no longer needed."""
+        """Back again; behind `free` its bytes are no longer needed."""
         slot.free = free
         self._idle.append(slot)
 

@@ -1,22 +1,21 @@
-"""CPU and CUDA behind the same calls: what computes asks for memory, copies and events here, whatever the device is.
+"""What computes asks for memory, copies and events here, whatever the device is; and the CPU, the simplest of them.
 
-On CPU the device is this process's own anonymous memory: uploads are no copies, events are None. On CUDA uploads go
-from pinned memory on the current stream, and an event says when the host buffer may be reused.
+On CPU the device is this process's own anonymous memory: uploads are no copies, events are None. Elsewhere work is issued to
+streams and done later, each stream's in its order. `mark` says when the current stream is through, `after` lets the current
+stream wait for that on the device, and `wait` blocks the calling thread, which only memory of the host needs.
 """
 
 import errno
 import hashlib
 import os
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from seqpart.errors import OptionError
 from seqpart.files.direct import aligned
 from seqpart.memory.gpu_tables import release_gpu_tables
 from seqpart.memory.heap import RETURNED_FROM, Heap
@@ -29,10 +28,18 @@ _ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive(?! desc)|m
 """oneDNN does not say why: a kernel's code and its scratchpad are memory. What it cannot do at all fails by its descriptor."""
 
 
+Event = Any
+"""Of a stream: what `Device.mark` gives. None where nothing runs behind our back."""
+UP, DOWN = "up", "down"
+"""Streams of copies: from the host to the device, and home."""
+
+
 class Device:
-    """The CPU; also the interface that CUDA keeps."""
+    """The CPU; also the interface that other devices keep."""
 
     kind = "cpu"
+    shares_memory = True
+    """Whether its memory is this process's own: then host buffers count against the limit."""
     host_tier = "ram"
     granule = 1
     """The allocator rounds every tensor up to a multiple of this many bytes."""
@@ -84,22 +91,44 @@ class Device:
         """`host` on the device, in memory of its own."""
         return host.clone()
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event behind everything issued so far; None where nothing runs behind our back."""
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in host memory, where it may be read at once."""
+        return tensor
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the processor may read and write it."""
+        return True
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Between the host and the device, alike in shape and type, on the current stream: both rest until `mark`'s event."""
+        target.copy_(source, non_blocking=True)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """The current stream uses `tensor`, of the device: its memory is nobody else's before that is over."""
+
+    def mark(self) -> Event:
+        """An event behind everything that was issued to the current stream so far."""
         return None
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def after(self, event: Event) -> None:
+        """What is issued to the current stream from now on begins behind `event`."""
+
+    def wait(self, event: Event) -> None:
         """Block the calling thread until `event` has happened."""
 
-    def copying(self) -> AbstractContextManager[object]:
-        """Around copies in an I/O thread: they do not wait for the computation, and are over when it ends."""
+    def copying(self, way: str) -> AbstractContextManager[object]:
+        """Inside, the current stream is that of copies `UP` or `DOWN`, which does not wait for the computation."""
+        return nullcontext()
+
+    def at_work(self) -> AbstractContextManager[object]:
+        """Around everything that a thread does with it."""
         return nullcontext()
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
         """Mixed precision for one block. Without the cache of casts: a shared weight's gradients add up as float32."""
         if dtype is None:
             return nullcontext()
-        return torch.autocast(self.kind, dtype=dtype, cache_enabled=False)
+        return torch.autocast(self.torch.type, dtype=dtype, cache_enabled=False)
 
     def seed(self, *key: int | str) -> None:
         """Random state as a function of place (run seed, step, block, micro-batch), never of call order."""
@@ -107,7 +136,7 @@ class Device:
 
     def own_random_state(self) -> AbstractContextManager[None]:
         """Inside, random numbers are ours; outside, the caller's go on as if nothing had been drawn."""
-        return torch.random.fork_rng(devices=[] if self.kind == "cpu" else [self.torch.index])
+        return torch.random.fork_rng(devices=[])
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether memory, or the room for a thread's stack, was refused."""
@@ -123,100 +152,29 @@ class Device:
         """Give memory that the allocator keeps for reuse back to the system."""
         self.heap.trim()
 
+    # --- its own memory, where that is not the process's -----------------------------------------------------------
+
+    def reserved(self) -> int:
+        """Bytes that the framework's allocator has of the device."""
+        return 0
+
+    def allocated(self) -> int:
+        """Bytes of tensors in them."""
+        return 0
+
+    def allocated_peak(self) -> int:
+        """The most of these since `restart_peaks`."""
+        return 0
+
+    def restart_peaks(self) -> None:
+        """From now on `allocated_peak` and `allocator_peak` count anew."""
+
+    def cap(self, nbytes: int | None) -> None:
+        """Let the allocator have at most so many bytes; None: all of the device."""
+
     def allocator_peak(self) -> int | None:
         """Most bytes that the framework's allocator held at once, where it counts them."""
         return None
-
-
-class CudaDevice(Device):
-    kind = "cuda"
-    contention = 0.0
-    host_tier = "pinned"
-    granule = 512
-    heap_below = 0
-    growth = 64 << 20
-    """Kernel workspaces, and what the caching allocator loses to fragments."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.torch = torch.device("cuda", index)
-        self._threads = threading.local()
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(self.torch)
-        # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
-        # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
-        torch.backends.cudnn.benchmark = False
-        torch.cuda.synchronize(self.torch)  # the context is made here, so that NVML knows this process from the start
-
-    @property
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.torch)
-
-    def total_memory(self) -> int:
-        return int(torch.cuda.get_device_properties(self.torch).total_memory)
-
-    def free_memory(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch)[0])
-
-    def settle(self) -> None:
-        """The caching allocator is capped by the meter; nothing to settle here."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
-
-    def host(self, nbytes: int) -> torch.Tensor:
-        # Rounded to a power of two by the pinned allocator anyway: few buffers, allocated once.
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def upload(self, host: torch.Tensor) -> torch.Tensor:
-        # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.
-        return host.to(self.torch, non_blocking=True)
-
-    def own(self, host: torch.Tensor) -> torch.Tensor:
-        return self.upload(host)
-
-    def mark(self) -> torch.cuda.Event | None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch))
-        return event
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            event.synchronize()
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        stream: torch.cuda.Stream | None = getattr(self._threads, "stream", None)
-        if stream is None:
-            stream = self._threads.stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.torch), torch.cuda.stream(stream):
-            yield
-            stream.synchronize()
-
-    def seed(self, *key: int | str) -> None:
-        super().seed(*key)
-        torch.cuda.default_generators[self.torch.index].manual_seed(keyed_seed(*key))
-
-    def release_cached(self) -> None:
-        torch.cuda.empty_cache()
-
-    def allocator_peak(self) -> int | None:
-        return int(torch.cuda.max_memory_reserved(self.torch))
-
-
-def open_device(name: str) -> Device:
-    """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. Raises OptionError for anything else."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return Device()
-    kind, colon, index = name.partition(":")
-    if name != "auto" and (kind != "cuda" or (colon and not index.isdecimal())):
-        raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N; found {name!r}.")
-    if not torch.cuda.is_available():
-        raise OptionError(f"--device {name}: no usable CUDA GPU was found. Use --device cpu.")
-    number = int(index or 0)
-    if number >= torch.cuda.device_count():
-        raise OptionError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA GPU(s), counted from 0.")
-    return CudaDevice(number)
 
 
 def keyed_seed(*key: int | str) -> int:

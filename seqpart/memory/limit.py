@@ -76,7 +76,7 @@ def enforced(device: Device, limit: int) -> Iterator[Grant]:
     what has been reserved since and is not used, and says whether that was anything: what is reserved for generated code, and
     `at_rest`, when nothing is loaded, all else too, as a heap that cannot shrink because its last bytes are in use.
     """
-    if device.kind == "cuda":
+    if not device.shares_memory:
         with _capped_allocator(device, limit):
             yield lambda *, at_rest=False: False
         return
@@ -123,17 +123,17 @@ def generated_code() -> int:
 
 @contextmanager
 def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
-    context = MemoryUsage(device).read() - torch.cuda.memory_reserved(device.torch)
+    context = MemoryUsage(device).read() - device.reserved()
     # Kernels that are loaded later make the context grow: the margin is theirs.
     available = limit - context - margin_of(limit)
     if available <= 0:
         raise too_small(limit, context)
-    torch.cuda.reset_peak_memory_stats(device.torch)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, available / device.total_memory()), device.torch)
+    device.restart_peaks()
+    device.cap(available)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device.torch)
+        device.cap(None)
 
 
 def too_small(limit: int, held: int) -> DoesNotFit:

@@ -196,28 +196,28 @@ class HighWater:
     """
 
     def __init__(self, device: Device) -> None:
-        self._cuda = device.torch if device.kind == "cuda" else None
-        self.works = self._cuda is not None or _set_mark_back()
+        self._device = None if device.shares_memory else device
+        self.works = self._device is not None or _set_mark_back()
         """Not where /proc is read-only."""
 
     def now(self) -> int:
         """Bytes held now."""
-        if self._cuda is not None:
-            return torch.cuda.memory_allocated(self._cuda)
+        if self._device is not None:
+            return self._device.allocated()
         return read_process().held
 
     def restart(self) -> int:
         """Bytes held now, from which on `peak` counts."""
-        if self._cuda is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
+        if self._device is not None:
+            self._device.restart_peaks()
         else:
             _set_mark_back()
         return self.now()
 
     def peak(self) -> int:
         """Most bytes held since `restart`."""
-        if self._cuda is not None:
-            return torch.cuda.max_memory_allocated(self._cuda)
+        if self._device is not None:
+            return self._device.allocated_peak()
         return highest()
 
 

@@ -63,7 +63,7 @@ def first_piece(nbytes: int, *, powers_of_two: bool) -> int:
 
 
 class _HostDevice(Protocol):
-    kind: str
+    shares_memory: bool
 
     def host(self, nbytes: int) -> torch.Tensor: ...
 
@@ -75,7 +75,7 @@ class HostPool:
     """
 
     def __init__(self, budget: int, device: _HostDevice, *, first: int = 0) -> None:
-        pinned = device.kind == "cuda"
+        pinned = not device.shares_memory
         sizes = [first] * bool(first) + piece_sizes(budget - first, powers_of_two=pinned)
         self._pieces = [device.host(size) if pinned else _shared(size) for size in sizes]
         self._extents = [Extents(size) for size in sizes]

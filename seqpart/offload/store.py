@@ -24,7 +24,7 @@ import torch
 from seqpart.files.direct import bytes_of, sync
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
-from seqpart.memory.device import Device
+from seqpart.memory.device import DOWN, UP, Device, Event
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
 from seqpart.offload.tensor_file import TensorFiles, Version
@@ -58,21 +58,33 @@ class _Home:
 class Transfer:
     """Tensors on their way between home and the device; `nbytes` of them by way of the disk."""
 
-    def __init__(self, parts: "Sequence[Future[None]]" = (), nbytes: int = 0) -> None:
-        self._parts, self.nbytes = parts, nbytes
+    def __init__(self, device: Device, parts: "Sequence[Future[Event]]" = (), nbytes: int = 0) -> None:
+        self._device, self._parts, self.nbytes = device, parts, nbytes
+        """Of each part the event behind it, once it was issued."""
 
     def wait(self) -> None:
         """Return when every part is over; raise the first error of any."""
         wait(self._parts)
         for part in self._parts:
-            part.result()
+            self._device.wait(part.result())
+
+    def follow(self) -> None:
+        """What is issued to the current stream from now on begins when every part is over; raise the first error of any.
+
+        Returns when every part was issued: on the CPU it is over then, and so is what goes by way of the disk."""
+        wait(self._parts)
+        for part in self._parts:
+            self._device.after(part.result())
 
     def settle(self) -> None:
         """Return when every part is over, however it ended: its error is told elsewhere."""
         wait(self._parts)
+        for part in self._parts:
+            if part.exception() is None:
+                self._device.wait(part.result())
 
     def with_other(self, other: "Transfer") -> "Transfer":
-        return Transfer([*self._parts, *other._parts], self.nbytes + other.nbytes)
+        return Transfer(self._device, [*self._parts, *other._parts], self.nbytes + other.nbytes)
 
 
 class Store:
@@ -89,7 +101,7 @@ class Store:
         """Discarded since the mark: a rollback brings them back."""
         self._epoch, self._host_epoch = 0, -1
         """How many marks there were, and how many before the last put into host memory."""
-        self._puts: list[Future[None]] = []
+        self._puts: list[Future[Event]] = []
         self._count = threading.Lock()
         # Started now, so that the threads' stacks are part of the runtime and not of somebody's partition.
         self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="seqpart-io")
@@ -137,7 +149,7 @@ class Store:
         """Copy the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
         home = self._homes[name]
         if home.host is not None:
-            _copy(home.host[: home.layout.nbytes], flat[: home.layout.nbytes])
+            self._copy(home.host[: home.layout.nbytes], flat[: home.layout.nbytes])
             return
         assert home.now is not None, f"{name} is not written yet"
         self._files.read(home.now, flat)
@@ -147,7 +159,7 @@ class Store:
     def begin_put(
         self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, checksummed: bool = True
     ) -> "Transfer":
-        """Start to `put` each of `items` in the I/O threads, once `after` has returned there. Their memory must rest.
+        """Start to `put` each of `items` in the I/O threads, behind what `after` waits for there. Their memory must rest.
 
         It belongs before the next `mark`, also when it ends after that. Without `checksummed` files get their checksums when
         they are persisted only.
@@ -156,24 +168,26 @@ class Store:
         for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
             self._place(name, layout)
         nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
-        parts = [self._pool.submit(self._move, after, self._put, [*item, self._epoch, checksummed]) for item in work]
+        parts = [self._pool.submit(self._move, DOWN, after, self._put, [*item, self._epoch, checksummed]) for item in work]
         self._puts = [put for put in self._puts if not put.done()] + parts
-        return Transfer(parts, nbytes)
+        return Transfer(self._device, parts, nbytes)
 
     def begin_get(self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
-        """Start to `get` each of `items` in the I/O threads, once `after` has returned there."""
+        """Start to `get` each of `items` in the I/O threads, behind what `after` waits for there; with no items, that alone."""
         work = list(items)
         nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
-        return Transfer([self._pool.submit(self._move, after, self.get, [*item]) for item in work], nbytes)
+        parts = [self._pool.submit(self._move, UP, after, self.get, [*item]) for item in work]
+        return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, _at_once, [])], nbytes)
 
-    def _move(self, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> None:
-        """Takes the arguments out of their list: a thread of the pool lets go of a job, and of the memory that it was given,
-        only some time after it has said that the job is over."""
-        after()
-        taken = tuple(arguments)
-        arguments.clear()
-        with self._device.copying():
+    def _move(self, way: str, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> Event:
+        """The event behind it. Takes the arguments out of their list: a thread of the pool lets go of a job, and of the memory
+        that it was given, only some time after it has said that the job is over."""
+        with self._device.copying(way):
+            after()
+            taken = tuple(arguments)
+            arguments.clear()
             work(*taken)
+            return self._device.mark()
 
     def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         self.begin_put(items, _at_once).wait()
@@ -233,7 +247,7 @@ class Store:
         A home in host memory is written if it changed since it last was; it stays in host memory as well.
         """
         self._assert_at_rest()
-        Transfer([self._pool.submit(self._persist, name, home) for name, home in self._homes.items()]).wait()
+        self._all([self._pool.submit(self._persist, name, home) for name, home in self._homes.items()])
         sync(self.folder)
         return {
             name: {"file": home.now.path.name, "header": f"{home.now.digest:016x}"}
@@ -256,13 +270,17 @@ class Store:
         for name, version in zip(described, self._pool.map(self._files.found, files, digests), strict=True):
             host = self._host_for(name, version.layout.nbytes)
             self._homes[name] = _Home(version.layout, host, now=version, files={version.path.name})
-        Transfer([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None]).wait()
+        self._all([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None])
         self._retained.sweep(HOME_FILES, [file.name for file in files])
 
     def verify(self) -> None:
         """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
         parts = [home.now for home in self._homes.values() if home.host is None and home.now is not None]
-        Transfer([self._pool.submit(self._files.check, version) for version in parts]).wait()
+        self._all([self._pool.submit(self._files.check, version) for version in parts])
+
+    def _all(self, work: "Sequence[Future[None]]") -> None:
+        """Wait for it, none of which is of the device's; raises the first error of any."""
+        Transfer(self._device, work).wait()
 
     def _place(self, name: str, layout: Layout) -> _Home:
         """The home of `name`: where it is, where it was before it was discarded since the mark, or a new place."""
@@ -277,7 +295,7 @@ class Store:
         if home.host is not None:
             home.now = None
             self._note_host(epoch)
-            _copy(flat[: layout.nbytes], home.host[: layout.nbytes])
+            self._copy(flat[: layout.nbytes], home.host[: layout.nbytes])
         else:
             if home.epoch != epoch:
                 home.marked, home.epoch = home.now, epoch
@@ -323,6 +341,13 @@ class Store:
         assert home.now is not None and home.host is not None
         self._files.read(home.now, home.host)
 
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Flat bytes. On the host by the calling thread alone: copy_ would start an OpenMP team in every I/O thread."""
+        if self._device.is_host(source) and self._device.is_host(target):
+            bytes_of(target)[:] = bytes_of(source)
+        else:
+            self._device.copy(source, target)
+
     def _note_host(self, epoch: int) -> None:
         with self._count:
             self._host_epoch = max(self._host_epoch, epoch)
@@ -333,14 +358,6 @@ class Store:
 
 def _at_once() -> None:
     """Nothing to wait for."""
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Flat bytes, by the calling thread alone: between CPU tensors copy_ would start an OpenMP team in every I/O thread."""
-    if source.device.type == target.device.type == "cpu":
-        bytes_of(target)[:] = bytes_of(source)
-    else:
-        target.copy_(source)
 
 
 def _named(version: Version | None) -> set[str]:

@@ -20,7 +20,7 @@ import xxhash
 from seqpart.errors import CorruptFile
 from seqpart.files.direct import PAGE, REQUEST, DirectFile, aligned, bytes_of, round_up, sync
 from seqpart.files.owned import remove
-from seqpart.memory.device import Device
+from seqpart.memory.device import Device, Event
 from seqpart.offload.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
 CHECK = 1 << 20
@@ -48,12 +48,25 @@ class Version:
             self.durable = True
 
 
+class _Staging(threading.local):
+    """A header's pages on the CPU, a request's worth each elsewhere. What was given last stands first."""
+
+    def __init__(self) -> None:
+        self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self.busy: list[Event] = [None, None]
+        """When what was copied out of each is over."""
+
+    @property
+    def last(self) -> torch.Tensor:
+        return self.buffers[0]
+
+
 class TensorFiles:
     """Moves whole homes in the calling thread. Flat buffers are uint8, of at least `layout.padded_nbytes` bytes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._staging = threading.local()
+        self._staging = _Staging()
 
     def write(self, path: Path, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> Version:
         """A version at `path`, over the blocks of the file that is there. What fails leaves no file."""
@@ -94,13 +107,13 @@ class TensorFiles:
     def read(self, version: Version, flat: torch.Tensor) -> None:
         """Copy the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written: by its header
         and length, and by its checksum if it has one."""
-        if flat.device.type == "cpu":
+        if self._device.is_host(flat):
             for _ in self._pieces(version, REQUEST, lambda at, want: flat[at : at + round_up(want)]):
                 pass
             return
         for at, want in self._pieces(version, REQUEST, lambda at, want: self._stage(want)[: round_up(want)]):
-            # Waits for the copy: the staging buffer is about to be filled again.
-            flat[at : at + want].copy_(self._stage(want)[:want])
+            self._device.copy(self._staging.last[:want], flat[at : at + want])
+            self._staging.busy[0] = self._device.mark()
 
     def check(self, version: Version) -> None:
         """Read the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
@@ -147,10 +160,11 @@ class TensorFiles:
 
     def _readable(self, flat: torch.Tensor, at: int, want: int) -> memoryview:
         """`want` bytes of `flat` from `at`, rounded up to pages, in host memory."""
-        if flat.device.type == "cpu":
+        if self._device.is_host(flat):
             return bytes_of(flat[at : at + round_up(want)])
         stage = self._stage(want)[: round_up(want)]
-        stage[:want].copy_(flat[at : at + want])
+        self._device.copy(flat[at : at + want], stage[:want])
+        self._device.wait(self._device.mark())
         return bytes_of(stage)
 
     def _page_of(self, head: bytes) -> memoryview:
@@ -159,11 +173,14 @@ class TensorFiles:
         return page
 
     def _stage(self, nbytes: int) -> torch.Tensor:
-        """Host memory of this thread's own, reused: a header's pages on CPU, one request's worth on CUDA."""
-        buffer: torch.Tensor | None = getattr(self._staging, "buffer", None)
-        if buffer is None or len(buffer) < nbytes:
-            buffer = self._staging.buffer = self._device.host(round_up(nbytes))
-        return buffer
+        """Host memory of this thread's own, of two buffers in turn: one is filled while the other is copied to the device."""
+        staging = self._staging
+        staging.buffers.reverse()
+        staging.busy.reverse()
+        self._device.wait(staging.busy[0])
+        if len(staging.last) < nbytes:
+            staging.buffers[0] = self._device.host(round_up(nbytes))
+        return staging.last
 
 
 @functools.lru_cache(1024)

@@ -93,18 +93,18 @@ class Preparation(Inputs):
         heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
         return Problem(
-            chain=self.chain, device=self.device.name, host_counts=self.device.kind == "cpu",
+            chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
             limit=request.limit, runtime=self.runtime + request.spare, growth=self.device.growth, costs_at=self.costs_at,
             counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
             loss_of=partial(self.loss_cost, request),
             heap_below=self.device.heap_below, speeds=self.speeds, clips=self.settings.clip_grad_norm is not None,
-            boundary_tiers=("device", "host" if self.device.kind == "cuda" or self.settings.ram_limit else "disk"),
-            host_room=self._host_budget() // (2 if self.device.kind == "cuda" else 1), label_row=self._label_row(),
+            boundary_tiers=("device", "host" if not self.device.shares_memory or self.settings.ram_limit else "disk"),
+            host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=request.starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
             cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
             contention=self.device.contention, saved=request.saved,
-            auto=self.settings.method == "auto", may_offload=self.settings.method == "auto" and self.device.kind == "cpu",
+            auto=self.settings.method == "auto", may_offload=self.settings.method == "auto" and self.device.shares_memory,
             live_bytes=self.live_bytes,
             may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
         )  # fmt: skip
@@ -301,7 +301,7 @@ class Preparation(Inputs):
         if candidate.resources.boundary_tier != "host":
             return 0
         nbytes = boundary_bytes([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
-        return first_piece(nbytes, powers_of_two=self.device.kind == "cuda")
+        return first_piece(nbytes, powers_of_two=not self.device.shares_memory)
 
     def _label_row(self) -> int:
         labels = self.train.labels
@@ -318,7 +318,7 @@ class Preparation(Inputs):
             homes = [home + state.padded_nbytes for home, state in zip(homes, states, strict=True)]
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
         budget = min(budget, sum(homes) + rows + boundary_tier)
-        budget = boundary_tier + sum(piece_sizes(budget - boundary_tier, powers_of_two=self.device.kind == "cuda"))
+        budget = boundary_tier + sum(piece_sizes(budget - boundary_tier, powers_of_two=not self.device.shares_memory))
         used, at_host = boundary_tier, set()
         for p, (first, last, _) in enumerate(candidate.parts):
             used += sum(homes[first:last])
@@ -329,7 +329,7 @@ class Preparation(Inputs):
     def _host_budget(self) -> int:
         asked, free = self.settings.ram_limit, self.host_free
         if asked is None:
-            return free // 2 if self.device.kind == "cuda" else 0
+            return 0 if self.device.shares_memory else free // 2
         budget = parse_size(asked, total=free, free=free, name="--ram-limit")
         if budget > free:
             raise OptionError(f"--ram-limit: {format_size(budget)} were asked for, and {format_size(free)} of RAM are free.")

@@ -26,7 +26,8 @@ from profiling.question import Way, job_of, parsed, way_named
 from profiling.trace import StepLog
 from seqpart.data.reader import windows
 from seqpart.model.blocks import as_chain
-from seqpart.memory.device import Device, open_device
+from seqpart.devices.opening import open_device
+from seqpart.memory.device import Device
 from seqpart.errors import SeqpartError
 from seqpart.memory.usage import read_process
 from seqpart.data.splits import Split, count_classes, write_rows

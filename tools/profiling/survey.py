@@ -13,8 +13,9 @@ from profiling.question import parsed
 from seqpart.cli.job import opened
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.hardware import measure_speeds, seconds_of
+from seqpart.devices.cuda import CudaDevice
 from seqpart.errors import SeqpartError
-from seqpart.memory.device import CudaDevice, describe_versions
+from seqpart.memory.device import describe_versions
 from seqpart.model.blocks import as_chain
 from seqpart.model.optimizers import choose
 from seqpart.planning.inputs import limit_of

@@ -1,0 +1,1 @@
+"""The devices beside the CPU, and how one is opened by its name."""

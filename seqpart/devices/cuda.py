@@ -1,0 +1,120 @@
+"""A CUDA GPU: streams of copies beside the one that computes, pinned host memory, the caching allocator and its cap.
+
+Work is issued from several threads to three streams: the current one, which computes, and one for copies each way. All memory
+of the device is allocated on the first of them; whoever copies from or to it elsewhere waits for events, or lends it.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from seqpart.memory.device import DOWN, UP, Device, Event, keyed_seed
+
+
+class CudaDevice(Device):
+    kind = "cuda"
+    shares_memory = False
+    contention = 0.0
+    host_tier = "pinned"
+    granule = 512
+    heap_below = 0
+    growth = 64 << 20
+    """Kernel workspaces, and what the caching allocator loses to fragments."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.torch = torch.device("cuda", index)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(self.torch)
+        # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
+        # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
+        torch.backends.cudnn.benchmark = False
+        self._copies = {way: torch.cuda.Stream(self.torch) for way in (UP, DOWN)}  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self.torch)  # the context is made here, so that NVML knows this process from the start
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch)
+
+    def total_memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch).total_memory)
+
+    def free_memory(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def settle(self) -> None:
+        """The caching allocator is capped by the meter; nothing to settle here."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        # Rounded to a power of two by the pinned allocator anyway: few buffers, allocated once.
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.
+        return host.to(self.torch, non_blocking=True)
+
+    def own(self, host: torch.Tensor) -> torch.Tensor:
+        return self.upload(host)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.torch))
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch))
+        return event
+
+    def after(self, event: Event) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.torch).wait_event(event)
+
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            event.synchronize()
+
+    @contextmanager
+    def copying(self, way: str) -> Iterator[None]:
+        with torch.cuda.device(self.torch), torch.cuda.stream(self._copies[way]):
+            yield
+
+    def at_work(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.torch)
+
+    def own_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[self.torch.index])
+
+    def seed(self, *key: int | str) -> None:
+        super().seed(*key)
+        torch.cuda.default_generators[self.torch.index].manual_seed(keyed_seed(*key))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def allocator_peak(self) -> int | None:
+        return int(torch.cuda.max_memory_reserved(self.torch))
+
+    def reserved(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch))
+
+    def allocated(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch))
+
+    def allocated_peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.torch))
+
+    def restart_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def cap(self, nbytes: int | None) -> None:
+        share = 1.0 if nbytes is None else min(1.0, nbytes / self.total_memory())
+        torch.cuda.set_per_process_memory_fraction(share, self.torch)
