@@ -92,7 +92,7 @@ class Trainer:
 
     def plan(self, train: object, test: object, *, reuse: Plan | None = None) -> Plan:
         """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
-        with closing(self.prepare(train, test, reuse=reuse, dry=True)) as preparation:
+        with self.device.at_work(), closing(self.prepare(train, test, reuse=reuse, dry=True)) as preparation:
             return preparation.planned().plan
 
     def prepare(self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False) -> Preparation:
@@ -195,6 +195,7 @@ class Trainer:
         self._sampler = None
         stack.enter_context(like_ctrl_c())
         stack.callback(reporter.close)
+        stack.enter_context(self.device.at_work())
         stack.enter_context(self.device.own_random_state())
         sampler.start()
         stack.callback(sampler.stop)

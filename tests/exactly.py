@@ -118,7 +118,7 @@ class Trained:
         if how.method == "full":
             options.pop("partitions", None)
         if how.boundary_tier == "host":
-            options["ram_limit"] = "50MB"
+            options.setdefault("ram_limit", "50MB")
         record = Record()
         trainer = Trainer(
             self.model(), loss, optimizer, output_dir=self._folder / f"run-{next(self._numbers)}", quiet=True, **options

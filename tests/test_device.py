@@ -90,7 +90,7 @@ def test_a_gpu_beyond_the_last_is_refused_with_their_number(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cuda:-1", "cuda:", "cpu:0", "auto:1", "CPU"])
 def test_any_other_name_is_refused_with_those_that_are_known(name):
-    with pytest.raises(OptionError, match="expected auto, cpu, cuda or cuda:N"):
+    with pytest.raises(OptionError, match="expected auto, cpu, cuda or cuda:N, sim or sim:CARD"):
         open_device(name)
 
 
@@ -248,5 +248,5 @@ def test_a_gpu_that_is_full_is_an_error_of_memory():
 
 def test_a_device_whose_number_was_forgotten_is_not_taken_for_the_first():
     """`cuda:` was read as cuda:0."""
-    with pytest.raises(OptionError, match="expected auto, cpu, cuda or cuda:N"):
+    with pytest.raises(OptionError, match="expected auto, cpu, cuda or cuda:N, sim or sim:CARD"):
         open_device("cuda:")

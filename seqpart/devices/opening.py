@@ -3,20 +3,32 @@
 import torch
 
 from seqpart.devices.cuda import CudaDevice
+from seqpart.devices.simulated import SimulatedDevice
 from seqpart.errors import OptionError
+from seqpart.hardware.table import load
 from seqpart.memory.device import Device
+
+_DEFAULT_CARD = "rtx3060-12gb"
 
 
 def open_device(name: str) -> Device:
-    """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. Raises OptionError for anything else."""
+    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`, `sim` or `sim:CARD`. Raises OptionError for anything else.
+
+    CARD: a name of seqpart/hardware, or a file of that form; `@7` behind it is the seed of how late copies happen.
+    """
+    kind, colon, rest = name.partition(":")
+    if kind == "sim" and (rest or not colon):
+        card, _, seed = rest.partition("@")
+        if seed and not seed.isdecimal():
+            raise OptionError(f"--device {name}: expected a whole number behind @, the seed of the simulation; found {seed!r}.")
+        return SimulatedDevice(load(card or _DEFAULT_CARD), int(seed or 0))
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return Device()
-    kind, colon, index = name.partition(":")
-    if name != "auto" and (kind != "cuda" or (colon and not index.isdecimal())):
-        raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N; found {name!r}.")
+    if name != "auto" and (kind != "cuda" or (colon and not rest.isdecimal())):
+        raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N, sim or sim:CARD; found {name!r}.")
     if not torch.cuda.is_available():
         raise OptionError(f"--device {name}: no usable CUDA GPU was found. Use --device cpu.")
-    number = int(index or 0)
+    number = int(rest or 0)
     if number >= torch.cuda.device_count():
         raise OptionError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA GPU(s), counted from 0.")
     return CudaDevice(number)

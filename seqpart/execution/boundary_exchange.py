@@ -230,7 +230,7 @@ class OnDisk:
     def __init__(self, path: Path, largest: int, device: Device) -> None:
         self._device = device
         self._places = _Places()
-        self._file = BufferedFile[Key](path, largest, BUFFERS, "seqpart-boundaries")
+        self._file = BufferedFile[Key](path, largest, BUFFERS, "seqpart-boundaries", device)
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place = self._places.of(key, tensor)

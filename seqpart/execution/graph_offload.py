@@ -113,7 +113,7 @@ class DiskRanges:
         self._starts, end = dict[int, int](), 0
         for p, capacity in capacities.items():
             self._starts[p], end = end, end + capacity * micro_batches
-        self._file = BufferedFile[Key](path, max(capacities.values()), GRAPH_BUFFERS, "seqpart-graphs")
+        self._file = BufferedFile[Key](path, max(capacities.values()), GRAPH_BUFFERS, "seqpart-graphs", device)
         self._used: dict[Key, int] = {}
 
     def begin(self, key: Key) -> torch.Tensor:

@@ -12,10 +12,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
+import numpy as np
 import torch
 
 from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError
@@ -45,9 +47,35 @@ def aligned(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(whole, dtype=torch.uint8)[: round_up(nbytes)]
 
 
-def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU uint8 tensor, writable, not copied."""
+def bytes_of(flat: torch.Tensor, *, write: bool = True) -> memoryview:
+    """The memory of a contiguous CPU uint8 tensor, not copied. write: it may be written to."""
+    for watcher in _watchers:
+        watcher(flat.data_ptr(), len(flat), write=write, disk=False)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+class Watcher(Protocol):
+    """Is told of memory that the processor uses, by its address, or that goes to or from a `disk`, before it does."""
+
+    def __call__(self, address: int, nbytes: int, *, write: bool, disk: bool) -> None: ...
+
+
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Inside, in every thread, `watcher` is told of what files and their users do with memory."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def _told(memory: memoryview, *, write: bool) -> None:
+    for watcher in _watchers:
+        watcher(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory), write=write, disk=True)
 
 
 class DirectFile:
@@ -108,6 +136,7 @@ class DirectFile:
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill `memory` from `offset` on; returns the bytes read, fewer only at the end of the file."""
         done = 0
+        _told(memory, write=True)
         while done < len(memory):
             try:
                 got = os.preadv(self._fd, [memory[done : done + REQUEST]], offset + done)
@@ -123,6 +152,7 @@ class DirectFile:
 
     def write_from(self, memory: memoryview, offset: int) -> None:
         done = 0
+        _told(memory, write=False)
         while done < len(memory):
             try:
                 done += os.pwritev(self._fd, [memory[done : done + REQUEST]], offset + done)

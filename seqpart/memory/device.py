@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from seqpart.files.direct import aligned
+from seqpart.hardware.table import Hardware
 from seqpart.memory.gpu_tables import release_gpu_tables
 from seqpart.memory.heap import RETURNED_FROM, Heap
 
@@ -48,6 +49,8 @@ class Device:
     growth = 12 << 20
     """Allowed for packing buffers inside matrix kernels, small objects and the allocator's own; benchmarks/prediction.py."""
 
+    hardware: Hardware | None = None
+    """Of a device that is simulated: what is measured on others."""
     contention = 0.15
     """Seconds that the computation loses to a second of transfers behind it: they share the memory and the processor."""
 
@@ -69,6 +72,10 @@ class Device:
 
     def free_memory(self) -> int:
         return min(int(psutil.virtual_memory().available), _cgroup_free())
+
+    def used(self) -> int:
+        """Bytes of it that this process has, where nobody else can say that."""
+        return 0
 
     def settle(self) -> None:
         """Make freed memory leave the process at once, and put down what only a GPU would need."""

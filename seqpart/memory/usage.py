@@ -91,12 +91,15 @@ class MemoryUsage:
     """The figure that is held against the limit on this device, and its name."""
 
     def __init__(self, device: Device) -> None:
+        self._device = device
         self._nvml = _NvmlUsage(device.torch.index) if device.kind == "cuda" else None
-        self._tree = None if self._nvml else _TreeUsage()
+        self._tree = _TreeUsage() if device.shares_memory else None
 
     @property
     def source(self) -> str:
-        return self._nvml.source if self._nvml else "RssAnon + RssShmem of the process tree"
+        if self._tree:
+            return "RssAnon + RssShmem of the process tree"
+        return self._nvml.source if self._nvml else f"of the {self._device.name}: its context and what the allocator reserved"
 
     def watch(self) -> None:
         """From now on `read` also finds what was held between two looks, where the system has a mark of it."""
@@ -112,8 +115,7 @@ class MemoryUsage:
         """Bytes."""
         if self._tree:
             return self._tree.read()
-        assert self._nvml is not None
-        return self._nvml.read()
+        return self._nvml.read() if self._nvml else self._device.used()
 
 
 class _TreeUsage:
@@ -197,8 +199,8 @@ class HighWater:
 
     def __init__(self, device: Device) -> None:
         self._device = None if device.shares_memory else device
-        self.works = self._device is not None or _set_mark_back()
-        """Not where /proc is read-only."""
+        self.works = device.hardware is None and (self._device is not None or _set_mark_back())
+        """Not where /proc is read-only; and a simulated device has no kernels whose memory it could show."""
 
     def now(self) -> int:
         """Bytes held now."""

@@ -5,8 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from seqpart.files.direct import DirectFile, aligned, bytes_of, round_up
+from seqpart.files.direct import DirectFile, bytes_of, round_up
 from seqpart.files.owned import remove
+from seqpart.memory.device import Device
 
 K = TypeVar("K")
 
@@ -17,9 +18,9 @@ class BufferedFile(Generic[K]):
     What a transfer raised is raised by the next `settle` or `claim` of its buffer.
     """
 
-    def __init__(self, path: Path, nbytes: int, count: int, name: str) -> None:
+    def __init__(self, path: Path, nbytes: int, count: int, name: str, device: Device) -> None:
         self._file = DirectFile(path, write=True)
-        self.buffers = [aligned(nbytes) for _ in range(count)]
+        self.buffers = [device.host(nbytes) for _ in range(count)]
         self._holds: dict[int, K] = {}
         self._work: list[Future[object] | None] = [None] * count
         self._recent = list(range(count))

@@ -7,6 +7,7 @@ never gives it back.
 
 import mmap
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -60,6 +61,38 @@ def piece_sizes(budget: int, *, powers_of_two: bool) -> list[int]:
 def first_piece(nbytes: int, *, powers_of_two: bool) -> int:
     """Size of a piece for `nbytes` alone."""
     return 1 << max(0, nbytes - 1).bit_length() if powers_of_two else round_up(nbytes)
+
+
+def pieces_for(need: int, groups: Sequence[Sequence[int]], budget: int, *, powers_of_two: bool) -> tuple[int, frozenset[int]]:
+    """(bytes of a pool inside `budget` for `need` bytes, groups of buffers that all fit in it, taken in their order).
+
+    Powers of two may have to be more than what goes into them, so that the last one does.
+    """
+    sizes, fit = list[int](), frozenset[int]()
+    for quarters in (4, 5, 6, 8) if powers_of_two else (4,):
+        wanted = round_up(need * quarters // 4, _SMALLEST_PIECE if powers_of_two else PAGE)
+        sizes = piece_sizes(min(budget, wanted), powers_of_two=powers_of_two)
+        fit = _fitting([Extents(size) for size in sizes], groups)
+        if len(fit) == len(groups):
+            break
+    return sum(sizes), fit
+
+
+def _fitting(pieces: Sequence[Extents], groups: Sequence[Sequence[int]]) -> frozenset[int]:
+    fit = set()
+    for number, group in enumerate(groups):
+        taken: list[tuple[Extents, int, int]] = []
+        for nbytes in group:
+            place = next(((piece, start, nbytes) for piece in pieces if (start := piece.take(nbytes)) is not None), None)
+            if place is None:
+                break
+            taken.append(place)
+        if len(taken) == len(group):
+            fit.add(number)
+        else:
+            for piece, start, nbytes in taken:
+                piece.give(start, nbytes)
+    return frozenset(fit)
 
 
 class _HostDevice(Protocol):

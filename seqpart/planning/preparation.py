@@ -19,7 +19,7 @@ from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Rec
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import label_dtype
 from seqpart.model.optimizers import Optimizer
-from seqpart.offload.host_pool import first_piece, piece_sizes
+from seqpart.offload.host_pool import first_piece, pieces_for
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
 from seqpart.planning.plan import PartitionPlan, Plan, PlanRequest
@@ -311,20 +311,17 @@ class Preparation(Inputs):
         self, boundary_tier: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
     ) -> tuple[int, frozenset[int]]:
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, then homes in order, then rows."""
-        budget = self._host_budget()
-        homes = [round_up(max(cost.weights, 1)) for cost in costs]
+        homes = [(round_up(max(cost.weights, 1)),) for cost in costs]
         if self.exact:
             states = state_layouts(costs, self.possible_optimizers()[0])
-            homes = [home + state.padded_nbytes for home, state in zip(homes, states, strict=True)]
+            homes = [(*home, state.padded_nbytes) for home, state in zip(homes, states, strict=True)]
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
-        budget = min(budget, sum(homes) + rows + boundary_tier)
-        budget = boundary_tier + sum(piece_sizes(budget - boundary_tier, powers_of_two=not self.device.shares_memory))
-        used, at_host = boundary_tier, set()
-        for p, (first, last, _) in enumerate(candidate.parts):
-            used += sum(homes[first:last])
-            if used <= budget:
-                at_host.add(p)
-        return budget, frozenset(at_host)
+        groups = [[size for home in homes[first:last] for size in home if size] for first, last, _ in candidate.parts]
+        nbytes, at_host = pieces_for(
+            sum(map(sum, groups)) + rows, groups, self._host_budget() - boundary_tier,
+            powers_of_two=not self.device.shares_memory,
+        )  # fmt: skip
+        return boundary_tier + nbytes, at_host
 
     def _host_budget(self) -> int:
         asked, free = self.settings.ram_limit, self.host_free

@@ -1,0 +1,88 @@
+"""Every operation of PyTorch seen: which memory it reads, writes and makes, on which side, in how many seconds."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Used = tuple[torch.Tensor, bool]
+"""A tensor, and whether it is written."""
+
+
+class Observer(Protocol):
+    """What is told of operations."""
+
+    torch: torch.device
+
+    def begins(self, name: str, used: list[Used], *, makes: bool) -> bool:
+        """Whether the operation is the device's, whose tensors are used; `makes`: it is asked for tensors there."""
+
+    def ends(self, name: str, found: list[torch.Tensor], *, nbytes: int, flops: int, dtype: torch.dtype) -> None:
+        """Tensors that it gave, bytes and floating-point operations that it took."""
+
+
+_WAITS = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
+"""Operations whose result the program looks at, or whose shape: the host waits for them."""
+_UNSET = ("aten.empty", "aten.new_empty")
+
+
+def waits(name: str) -> bool:
+    return name.startswith(_WAITS)
+
+
+class Watching(TorchDispatchMode):
+    """Inside, in one thread, `observer` is told of every operation on real tensors."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = list(_used(func, args, kwargs))
+        makes = kwargs.get("device") == self._observer.torch
+        if any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor, _ in used):
+            return func(*args, **kwargs)
+        name = str(func)
+        if _is_view(func) or not self._observer.begins(name, used, makes=makes):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if found and isinstance(found[0], FakeTensor):
+            return result
+        if name.startswith(_UNSET):
+            for tensor in found:
+                _spoil(tensor)
+        packet = func._overloadpacket
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        nbytes = sum(tensor.nbytes for tensor in (*(tensor for tensor, _ in used), *found))
+        dtype = found[0].dtype if found else torch.float32
+        self._observer.ends(name, found, nbytes=nbytes, flops=int(flops), dtype=dtype)
+        return result
+
+
+def _used(func: Any, args: Any, kwargs: Any) -> Iterator[Used]:
+    arguments = func._schema.arguments
+    named = {argument.name: argument for argument in arguments}
+    for argument, value in [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]:
+        write = argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf, write
+
+
+def _is_view(func: Any) -> bool:
+    """Nothing is read or written: the result is another name for the same memory."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """What nobody wrote is to be nothing that one can go on with."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
