@@ -6,13 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from seqpart.memory.device import Device
-from seqpart.memory.usage import MemoryUsage, Reading, _NvmlUsage, read_process, read_tree
+from seqpart.memory.usage import MemoryUsage, Reading, read_process, read_tree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from watch import tree
@@ -90,58 +89,6 @@ def test_a_process_that_is_gone_holds_nothing():
 
 def test_readings_add_up():
     assert Reading(1, 2, 3, 4) + Reading(10, 20, 30, 40) == Reading(11, 22, 33, 44)
-
-
-class Nvml(SimpleNamespace):
-    """What `pynvml` says on an invented card."""
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        assert uuid.startswith("GPU-")
-        return uuid
-
-    def nvmlDeviceGetComputeRunningProcesses(self, _):
-        return self.processes
-
-    def nvmlDeviceGetMemoryInfo(self, _):
-        return SimpleNamespace(used=self.used)
-
-
-@pytest.fixture
-def card(monkeypatch):
-    nvml = Nvml(used=3 << 30, processes=[SimpleNamespace(pid=1, usedGpuMemory=9 << 30)])
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 30)
-    return nvml
-
-
-def test_on_a_gpu_the_figure_is_the_driver_s_for_this_process(card):
-    card.processes.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=2 << 30))
-    usage = _NvmlUsage(0)
-    assert (usage.source, usage.read()) == ("NVML, this process", 2 << 30)
-
-
-def test_without_a_figure_per_process_the_growth_of_the_card_stands_in_and_is_named(card):
-    card.processes.append(SimpleNamespace(pid=os.getpid(), usedGpuMemory=None))
-    usage = _NvmlUsage(0)
-    before = usage.read()
-    card.used += 1 << 30
-    assert usage.read() - before == 1 << 30
-    assert before >= 1 << 30, "what is reserved already is ours"
-    assert "no per-process figure here" in usage.source
-
-
-def test_without_a_driver_torch_s_own_count_stands_in_and_is_named(card, monkeypatch):
-    def missing():
-        raise OSError("no driver")
-
-    monkeypatch.setattr(card, "nvmlInit", missing, raising=False)
-    usage = _NvmlUsage(0)
-    assert usage.read() == 1 << 30
-    assert "NVML: no driver; the context is not counted" in usage.source
 
 
 def test_a_thread_that_looks_while_the_interpreter_ends_says_nothing():

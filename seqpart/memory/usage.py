@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from seqpart.memory.device import Device
+from seqpart.memory.nvml import NvmlUsage
 
 _FELL = 1 << 20
 """Bytes of file pages."""
@@ -92,7 +93,7 @@ class MemoryUsage:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._nvml = _NvmlUsage(device.torch.index) if device.kind == "cuda" else None
+        self._nvml = _nvml_usage(device) if device.kind == "cuda" else None
         self._tree = _TreeUsage() if device.shares_memory else None
 
     @property
@@ -116,6 +117,10 @@ class MemoryUsage:
         if self._tree:
             return self._tree.read()
         return self._nvml.read() if self._nvml else self._device.used()
+
+
+def _nvml_usage(device: Device) -> NvmlUsage:
+    return NvmlUsage(str(torch.cuda.get_device_properties(device.torch).uuid), device.reserved)
 
 
 class _TreeUsage:
@@ -221,50 +226,3 @@ class HighWater:
         if self._device is not None:
             return self._device.allocated_peak()
         return highest()
-
-
-class _NvmlUsage:
-    """NVML's per-process figure; where the driver gives none (WSL, Windows, containers) what stands in is named."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._handle: object = None
-        self.source = "torch's reserved memory (NVML is not available; the context is not counted)"
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            # By UUID: CUDA_VISIBLE_DEVICES renumbers CUDA's indices, not NVML's.
-            uuid = str(torch.cuda.get_device_properties(index).uuid)
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        except Exception as error:
-            self.source = f"torch's reserved memory (NVML: {error}; the context is not counted)"
-            return
-        self._nvml, self._handle = pynvml, handle
-        self._others = 0
-        self._per_process = self._own() is not None
-        self.source = "NVML, this process"
-        if not self._per_process:
-            self._others = max(0, self._used() - torch.cuda.memory_reserved(index))
-            self.source = "NVML, growth of the whole device since start (no per-process figure here), plus the context"
-            self._others = max(0, self._others - _CONTEXT_GUESS)
-
-    def _own(self) -> int | None:
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-        return None
-
-    def _used(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-
-    def read(self) -> int:
-        if self._handle is None:
-            return int(torch.cuda.memory_reserved(self._index))
-        if self._per_process:
-            return self._own() or 0
-        return max(0, self._used() - self._others)
-
-
-_CONTEXT_GUESS = 512 << 20
-"""Bytes of context assumed to be ours where NVML cannot tell ours from others'."""
