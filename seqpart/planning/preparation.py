@@ -311,7 +311,7 @@ class Preparation(Inputs):
         self, boundary_tier: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
     ) -> tuple[int, frozenset[int]]:
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, then homes in order, then rows."""
-        homes = [(round_up(max(cost.weights, 1)),) for cost in costs]
+        homes: list[tuple[int, ...]] = [(round_up(max(cost.weights, 1)),) for cost in costs]
         if self.exact:
             states = state_layouts(costs, self.possible_optimizers()[0])
             homes = [(*home, state.padded_nbytes) for home, state in zip(homes, states, strict=True)]
