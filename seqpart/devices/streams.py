@@ -76,6 +76,11 @@ class Streams:
         """When the calling thread got to here."""
         return float(getattr(self._thread, "seconds", 0.0))
 
+    @property
+    def computed_until(self) -> float:
+        """When the last kernel that was issued is over."""
+        return self._streams[COMPUTING].seconds
+
     def reach(self, seconds: float) -> None:
         """The calling thread waits until then."""
         self._thread.seconds = max(self.seconds, seconds)
