@@ -122,6 +122,7 @@ def test_a_limit_that_nothing_fits_is_told_with_the_smallest_that_would_do(tmp_p
         (["--output-dir", "x"], "--output-dir:"),
         (["--dry-run"], "--dry-run:"),
         (["--epochs", "1,2"], "--epochs 1,2"),
+        (["--device", "sim"], "--device sim:"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_words(arguments, words):
