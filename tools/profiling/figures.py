@@ -52,7 +52,8 @@ def of_run(way: Way, watched: Watched, said: dict[str, Any], steps: list[Ran]) -
         way=way, status=said.get("status", "died"), message=said.get("message", "" if said else died),
         peak=max(used, default=0),
         ram=max((sample.ram for sample in watched.samples), default=0), file_pages=max(files), seconds=watched.seconds,
-        source=said["source"] if said.get("simulated") else watched.source, disk_read=watched.disk_read, disk_written=watched.disk_written, said=said,
+        source=said["source"] if said.get("simulated") else watched.source, disk_read=watched.disk_read,
+        disk_written=watched.disk_written, said=said,
         curve=_thinned(list(zip(times, used, _labels(times, steps), strict=True))), steps=steps,
     )  # fmt: skip
 
