@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from seqpart.devices.ordering import HOST, Clock, act, join
 
 COMPUTING = "the stream that computes"
-_LATE_SHARE, _LATE_SECONDS = 0.2, 0.004
+_LATE_SHARE, _LATE_SECONDS = 0.1, 0.02
 """How often a thread of copies comes late, and by how much."""
 
 
