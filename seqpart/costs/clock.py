@@ -12,12 +12,14 @@ class Clock:
     def __init__(self, slots: int, stays: frozenset[int]) -> None:
         self._free, self._stays = [0.0] * slots, stays
         self._ready: dict[int, float] = {}
+        self._whole: dict[int, float] = {}
+        """When each partition's weights are there, and when its optimizer state is."""
         self._computing = self._reading = self._writing = 0.0
         self._graph_buffers = [0.0] * GRAPH_BUFFERS
         """When each is free."""
 
-    def take(self, step: Step, seconds: float, graph: float, boundary: float, times: int) -> float:
-        """When `step` ends, which stands for `times` equal ones, of `seconds` each.
+    def take(self, step: Step, seconds: float, graph: float, boundary: float, times: int, first: float = 1.0) -> float:
+        """When `step` ends, which stands for `times` equal ones, of `seconds` each. first: of a load, the share of weights.
 
         graph: seconds that a graph takes from FORWARD to the disk, or from there to BACKWARD; boundary: that what is handed on
         takes.
@@ -28,15 +30,17 @@ class Clock:
             if p not in self._stays:
                 slot = min(self._free)
                 self._free.remove(slot)
-            self._reading = self._ready[p] = max(self._reading, slot) + seconds
+            begins = max(self._reading, slot)
+            self._ready[p], self._whole[p] = begins + first * seconds, begins + seconds
+            self._reading = self._whole[p]
             return self._reading
         if step.verb is Verb.DROP:
             self._writing = max(self._writing, self._computing) + seconds
             if p not in self._stays:
                 self._free.append(self._writing)
-            del self._ready[p]
+            del self._ready[p], self._whole[p]
             return self._writing
-        begins = max(self._computing, self._ready[p])
+        begins = max(self._computing, self._whole[p] if step.verb is Verb.UPDATE else self._ready[p])
         if graph:
             buffer = self._graph_buffers.pop(0)
             if step.verb is Verb.BACKWARD:

@@ -1,5 +1,6 @@
 """What this machine does per second, measured at start: a matrix product, an optimizer step, the disk."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from seqpart.costs.partition import PartitionCost
 from seqpart.files.direct import probe_disk
 from seqpart.hardware.table import Hardware
 from seqpart.memory.compiler import take_step
-from seqpart.memory.device import Device
+from seqpart.memory.device import DOWN, UP, Device
 from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.model.optimizers import Optimizer
 
@@ -25,6 +26,10 @@ class Speeds:
     """Parameters updated."""
     read: float
     write: float
+    """Bytes, of the disk."""
+    up: float = math.inf
+    down: float = math.inf
+    """Bytes, from pinned memory to the device and home. On the CPU host memory is no further than the device's."""
 
     def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int, keeps_heap: bool = False) -> float:
         """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows.
@@ -67,18 +72,41 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
         device.wait(device.mark())
 
     update()
+    up, down = (math.inf, math.inf) if device.shares_memory else (_link(device, UP), _link(device, DOWN))
     return Speeds(
         flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
         optimizer=parameter.numel() / seconds_of(update),
         read=read,
         write=write,
+        up=up,
+        down=down,
     )
+
+
+_PROBE = 64 << 20
+"""Bytes of a copy that a link is measured with."""
+
+
+def _link(device: Device, way: str) -> float:
+    """Bytes a second of copies from pinned memory, or into it."""
+    host, there = device.host(_PROBE), device.empty(_PROBE)
+    source, target = (host, there) if way == UP else (there, host)
+
+    def copy() -> None:
+        with device.copying(way):
+            device.copy(source, target)
+            device.wait(device.mark())
+
+    device.wait(device.mark())
+    copy()
+    return _PROBE / seconds_of(copy)
 
 
 def speeds_of(hardware: Hardware) -> Speeds:
     """As a table says."""
     return Speeds(
-        flops=hardware.flops["float32"], optimizer=hardware.optimizer, read=hardware.disk_read, write=hardware.disk_write
+        flops=hardware.flops["float32"], optimizer=hardware.optimizer, read=hardware.disk_read, write=hardware.disk_write,
+        up=hardware.h2d, down=hardware.d2h,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Resources:
     gradients_room: bool = False
     """Whether gradients may have to wait in the slot."""
     at_host: frozenset[int] = frozenset()
-    """Partitions whose homes are in host memory and cost no disk traffic."""
+    """Partitions whose homes are in host memory, and come and go by the device's link instead of the disk."""
     graph_buffers: int = 0
     """Bytes of the buffers through which graphs go to the disk; saved tensors are used where they lie in them."""
     keeps_heap: bool = False
@@ -93,6 +93,8 @@ class Simulator:
         self._stored: set[int] = set()
         """Partitions that have optimizer state at home."""
         self.progress = Progress(phases, start)
+        self._first = 1.0
+        """Of a load, the share that the computation waits for: weights, and not what the optimizer step needs."""
         self._clock = Clock(resources.slots, resources.stays)
         self._do = {
             Verb.LOAD: self._load,
@@ -116,7 +118,7 @@ class Simulator:
         self.progress.finish(step)
         graph, boundary = self._graph_seconds(step), self._boundary_seconds(step)
         moving = seconds if step.verb in (Verb.LOAD, Verb.DROP) else graph + boundary
-        ends = self._clock.take(step, seconds, graph, boundary, times)
+        ends = self._clock.take(step, seconds, graph, boundary, times, first=self._first)
         slots, after = self._own + self._shared, self._now
         return PredictedStep(
             step, before, max(before, peak, after), after, slots,
@@ -131,16 +133,19 @@ class Simulator:
         return REQUEST_SECONDS + self._partitions[step.partition].graph / rate if rate else 0.0
 
     def _boundary_seconds(self, step: Step) -> float:
-        """Of what a step leaves on the disk for another partition, written behind the computation."""
-        phase, p = self._phases[step.phase], step.partition
-        if self._resources.boundary_tier != "disk" or phase.kind is not PhaseKind.TRAIN:
+        """Of what a step leaves off the device for another partition, written behind the computation."""
+        phase, p, part = self._phases[step.phase], step.partition, self._partitions[step.partition]
+        if self._resources.boundary_tier == "device" or phase.kind is not PhaseKind.TRAIN:
             return 0.0
-        part = self._partitions[p]
         if step.verb is Verb.FORWARD and p < phase.last:
-            return REQUEST_SECONDS + part.output / self._speeds.write
+            return self._away(part.output, self._speeds.write, self._speeds.down)
         if step.verb is Verb.BACKWARD and p > phase.lowest:
-            return REQUEST_SECONDS + part.input / self._speeds.write
+            return self._away(part.input, self._speeds.write, self._speeds.down)
         return 0.0
+
+    def _away(self, nbytes: int, disk: float, link: float) -> float:
+        """Seconds of a boundary's way, at the rate of the disk or of the link."""
+        return REQUEST_SECONDS + nbytes / disk if self._resources.boundary_tier == "disk" else nbytes / link
 
     @property
     def _now(self) -> int:
@@ -160,10 +165,12 @@ class Simulator:
         p = step.partition
         if self._resources.slots == 1 and p not in self._resources.stays:
             self._shared = max(self._shared, part.slot_bytes(self._resources.gradients_room))
-        read = part.weights + (part.borrowed if self._resources.borrows else 0)
+        self._first = read = part.weights + (part.borrowed if self._resources.borrows else 0)
         if step.more:
             read += (part.state if p in self._stored else 0) + (part.gradients if p in self.progress.away else 0)
-        read = 0 if p in self._resources.at_host else read
+        self._first /= max(1, read)
+        if p in self._resources.at_host:
+            return 0, 0, 0, read / self._speeds.up
         return 0, read, 0, read / self._speeds.read
 
     def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
@@ -180,7 +187,8 @@ class Simulator:
         if step.more:
             written += part.gradients
             self._free("gradients", p, 0)
-        written = 0 if p in self._resources.at_host else written
+        if p in self._resources.at_host:
+            return 0, 0, 0, written / self._speeds.down
         return 0, 0, written, written / self._speeds.write
 
     def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
@@ -249,8 +257,8 @@ class Simulator:
             self._free("boundary", p, m)
             self._free("tied", 0, m)
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
-        if self._resources.boundary_tier == "disk" and not alone and not phase.keeps_graph(p):
-            seconds += REQUEST_SECONDS + part.input / self._speeds.read  # nothing goes on while it is read
+        if self._resources.boundary_tier != "device" and not alone and not phase.keeps_graph(p):
+            seconds += self._away(part.input, self._speeds.read, self._speeds.up)  # nothing goes on while it is read
         return peak, read, 0, max(seconds, read / self._speeds.read)
 
     def _computing(self, part: PartitionCost, rows: int, *, forward: int, backward: int) -> float:

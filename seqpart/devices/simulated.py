@@ -8,7 +8,7 @@ needed to see it:
     streams    copies happen late, and every two accesses must be ordered by events; see ordering.py and streams.py
     seconds    copies take as long as the card's links do, kernels as long as its rates say
 
-Tensors are the processor's, so results have the bits of the CPU. All of them lie in ranges that are told apart by their address.
+Tensors are the processor's, so results have the bits of the CPU; the two sides are told apart by their addresses.
 """
 
 import weakref
@@ -44,6 +44,7 @@ class SimulatedDevice(Device):
         super().__init__()
         # An index tells what is asked of the device from what is asked of the processor, on which both are made.
         self.torch, self.hardware = torch.device("cpu", 0), hardware
+        self._card = hardware
         self.streams = Streams(tuple(_COPIES.values()), seed)
         self._allocator = CachingAllocator(hardware.memory - hardware.context)
         self._memories: dict[int, Memory] = {}
@@ -56,17 +57,17 @@ class SimulatedDevice(Device):
 
     @property
     def name(self) -> str:
-        return f"simulated {self.hardware.name}"
+        return f"simulated {self._card.name}"
 
     def total_memory(self) -> int:
-        return self.hardware.memory
+        return self._card.memory
 
     def free_memory(self) -> int:
-        return self.hardware.memory - self.used()
+        return self._card.memory - self.used()
 
     def used(self) -> int:
         """Bytes of the card that this process has: what its driver would say."""
-        return self.hardware.context + self._allocator.reserved
+        return self._card.context + self._allocator.reserved
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -144,13 +145,13 @@ class SimulatedDevice(Device):
             way = UP if self.is_host(source) else DOWN
             stream = self.streams.current
             begins = max(self.streams.begin(stream), self._links[way])
-            rate = self.hardware.h2d if way == UP else self.hardware.d2h
-            took = self.hardware.copy_latency + source.nbytes / rate
+            rate = self._card.h2d if way == UP else self._card.d2h
+            took = self._card.copy_latency + source.nbytes / rate
             stream.seconds = self._links[way] = begins + took
             self.busy[way] += took
             for tensor, write in ((source, False), (target, True)):
                 self._touch(tensor, write=write, actor=stream.name, what=f"a copy {way}")
-            held = self._held(stream, source, target)
+            held = source.detach(), target.detach()
 
             def late() -> None:
                 self._refuse_freed(held, stream)
@@ -160,9 +161,6 @@ class SimulatedDevice(Device):
             self.streams.issue(stream, late)
             self._raise_errors()
 
-    def _held(self, stream: Stream, source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return source.detach(), target.detach()
-
     def _refuse_freed(self, held: tuple[torch.Tensor, torch.Tensor], stream: Stream) -> None:
         """A copy that nobody waited for, of memory that nobody has any more: its next owner would find it overwritten."""
         for tensor in held:
@@ -170,7 +168,8 @@ class SimulatedDevice(Device):
             if memory is None or not memory.on_device or stream.name in memory.lent or stream.name == COMPUTING:
                 continue
             if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= _OURS:
-                self._freed_too_early.append(f"{memory.name} was freed while {stream.name} was yet to use it, and it was not lent.")
+                text = f"{memory.name} was freed while {stream.name} was yet to use it, and was not lent."
+                self._freed_too_early.append(text)
 
     def _raise_errors(self) -> None:
         if self._freed_too_early:
@@ -196,14 +195,15 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def copying(self, way: str) -> Iterator[None]:
-        with self.streams.using(_COPIES[way]), Watching(self):
+        with self.streams.using(_COPIES[way]), Watching(self, self.torch):
+            self.streams.dawdle()
             yield
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(watched(self._host_used))
-            stack.enter_context(Watching(self))
+            stack.enter_context(Watching(self, self.torch))
             yield
 
     # --- what is used ---------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class SimulatedDevice(Device):
                     what = "the program" if not disk else "a file that is read" if write else "a file that is written"
                     touch(memory, first, last, write=write, actor=HOST, clock=self.streams.host, what=what)
             if disk:
-                took = nbytes / (self.hardware.disk_read if write else self.hardware.disk_write)
+                took = nbytes / (self._card.disk_read if write else self._card.disk_write)
                 self.streams.reach(max(self._links["disk"], self.streams.seconds) + took)
                 self._links["disk"] = self.streams.seconds
                 self.busy["disk"] += took
@@ -253,9 +253,9 @@ class SimulatedDevice(Device):
 
     def ends(self, name: str, found: list[torch.Tensor], *, nbytes: int, flops: int, dtype: torch.dtype) -> None:
         with self.streams.lock:
-            stream, rates = self.streams.current, self.hardware.flops
+            stream, rates = self.streams.current, self._card.flops
             rate = rates.get(str(dtype).removeprefix("torch."), rates["float32"])
-            took = self.hardware.launch + max(flops / rate, nbytes / self.hardware.memory_bandwidth)
+            took = self._card.launch + max(flops / rate, nbytes / self._card.memory_bandwidth)
             stream.seconds = max(stream.seconds, self.streams.seconds) + took
             self.busy["computing"] += took
             self._made(found, name)

@@ -1,14 +1,15 @@
 """Streams whose copies happen late: when somebody waits for them, or before that by chance.
 
-Kernels of the stream that computes run at once, since the program goes on with what they return; what waits for them is ordered by
-events all the same, see ordering.py. Copies of the other streams are put off: a copy whose wait is missing finds, or leaves, other
-bytes. In which order streams go on is drawn from a seed.
+Kernels of the stream that computes run at once, since the program goes on with what they return; what waits for them is ordered
+by events all the same, see ordering.py. Copies of the other streams are put off: one whose wait is missing finds, or leaves,
+other bytes. In which order streams go on is drawn from a seed.
 
 Beside the clocks that order accesses goes one of seconds: when everything would end on the hardware that is simulated.
 """
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from seqpart.devices.ordering import HOST, Clock, act, join
 
 COMPUTING = "the stream that computes"
+_LATE_SHARE, _LATE_SECONDS = 0.2, 0.004
+"""How often a thread of copies comes late, and by how much."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,9 +76,21 @@ class Streams:
         """When the calling thread got to here."""
         return float(getattr(self._thread, "seconds", 0.0))
 
+    @property
+    def computed_until(self) -> float:
+        """When the last kernel that was issued is over."""
+        return self._streams[COMPUTING].seconds
+
     def reach(self, seconds: float) -> None:
         """The calling thread waits until then."""
         self._thread.seconds = max(self.seconds, seconds)
+
+    def dawdle(self) -> None:
+        """Now and then the calling thread comes late."""
+        with self.lock:
+            late = self._random.random() < _LATE_SHARE
+        if late:
+            time.sleep(_LATE_SECONDS)
 
     # --- issuing --------------------------------------------------------------------------------------------------
 

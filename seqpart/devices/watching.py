@@ -16,8 +16,6 @@ Used = tuple[torch.Tensor, bool]
 class Observer(Protocol):
     """What is told of operations."""
 
-    torch: torch.device
-
     def begins(self, name: str, used: list[Used], *, makes: bool) -> bool:
         """Whether the operation is the device's, whose tensors are used; `makes`: it is asked for tensors there."""
 
@@ -34,17 +32,17 @@ def waits(name: str) -> bool:
     return name.startswith(_WAITS)
 
 
-class Watching(TorchDispatchMode):
-    """Inside, in one thread, `observer` is told of every operation on real tensors."""
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, in one thread, `observer` is told of every operation on real tensors; `card`: what asks for tensors on it."""
 
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self._observer = observer
+    def __init__(self, observer: Observer, card: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer, self._card = observer, card
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         used = list(_used(func, args, kwargs))
-        makes = kwargs.get("device") == self._observer.torch
+        makes = kwargs.get("device") == self._card
         if any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor, _ in used):
             return func(*args, **kwargs)
         name = str(func)

@@ -88,8 +88,7 @@ class Partition:
 
     def begin_load(self, slot: Slot, *, to_update: bool) -> None:
         """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`."""
-        self._slot, self._to_update = slot, to_update
-        self._regions, offset = [], 0
+        self._slot, self._to_update, self._regions, offset = slot, to_update, [], 0
         own, borrowed = [cost.layout for cost in self._costs], [cost.layout for cost in self._borrowed.values()]
         for layouts in own, borrowed, self._states if to_update else [], self._gradients:
             regions = []
@@ -97,8 +96,7 @@ class Partition:
                 regions.append(slot.buffer[offset : offset + layout.padded_nbytes])
                 offset += layout.padded_nbytes
             self._regions.append(regions)
-        homes = [block.home for block in (*self.blocks, *self._borrowed)]
-        states: list[tuple[str, torch.Tensor]] = []
+        homes, states = [block.home for block in (*self.blocks, *self._borrowed)], list[tuple[str, torch.Tensor]]()
         if to_update:
             named = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
             states = [(home, region) for home, region in named if home in self._store]

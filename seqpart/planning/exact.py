@@ -94,7 +94,9 @@ def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[t
         tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
         if boundary_bytes([cost for _, _, cost in parts], problem.batch_size, micro_batch) > problem.host_room:
             tiers = tuple(dict.fromkeys("disk" if tier == "host" else tier for tier in tiers))
-        for slots, tier in itertools.product((len(parts),) if method.stays else (2, 1), tiers):
+        # A third slot lets what comes and what goes pass each other, where each has a link of its own.
+        in_turn = (2, 1) if problem.host_counts else (3, 2, 1)
+        for slots, tier in itertools.product((len(parts),) if method.stays else in_turn, tiers):
             if slots <= len(parts):
                 yield parts, Resources(slots=slots, boundary_tier=tier)
 
@@ -201,10 +203,24 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
             )
         yield from _in_runs(candidate.why)
         yield f"boundaries wait on {candidate.resources.boundary_tier}"
+        yield from _bound(best)
     yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
         asked = "as asked" if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
+
+
+def _bound(best: Prediction) -> Iterator[str]:
+    """What an update takes its time for, where anything comes and goes, and which of it the rest waits for."""
+    if not best.moving:
+        return
+    near, parts = best.candidate.resources.at_host, range(len(best.candidate.parts))
+    link = "the disk" if not near else "the device's link" if near.issuperset(parts) else "the device's link and the disk"
+    longer = link if best.moving > best.computing else "the computation"
+    yield (
+        f"an update computes for {best.computing:.3g} s and moves bytes for {best.moving:.3g} s, one beside the other: it waits "
+        f"for {longer}{'' if longer == link else f', with transfers by {link}'}"
+    )
 
 
 def _as_saved(saved: Plan, best: Prediction) -> bool:

@@ -15,6 +15,8 @@ from seqpart.planning.problem import (
     buffers_of,
     exchange_bytes,
     graph_buffer_bytes,
+    homes_at_host,
+    host_boundaries,
     largest_boundary,
 )
 from seqpart.schedule.phases import Epochs, Phases
@@ -71,8 +73,10 @@ def predict(
     keeps: frozenset[int] = frozenset(), offloads: frozenset[int] = frozenset(),
 ) -> Prediction:  # fmt: skip
     costs = [part[2] for part in parts]
+    boundaries = host_boundaries(problem, parts, micro_batch, resources.boundary_tier)
+    _, at_host = homes_at_host(problem, parts, boundaries, states=True)
     resources = replace(
-        resources, label_row=problem.label_row, borrows=not method.stays,
+        resources, label_row=problem.label_row, borrows=not method.stays, at_host=at_host,
         gradients_room=problem.clips and len(parts) > 1 and not method.stays,
         graph_buffers=graph_buffer_bytes(costs, offloads),
     )  # fmt: skip

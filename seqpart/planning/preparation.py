@@ -19,12 +19,11 @@ from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Rec
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import label_dtype
 from seqpart.model.optimizers import Optimizer
-from seqpart.offload.host_pool import first_piece, pieces_for
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
 from seqpart.planning.plan import PartitionPlan, Plan, PlanRequest
 from seqpart.planning.prediction import Prediction, peaks_by_partition
-from seqpart.planning.problem import Candidate, Problem, boundary_bytes
+from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
 from seqpart.schedule.phases import Phases
 from seqpart.settings import OF_SIL
@@ -100,6 +99,7 @@ class Preparation(Inputs):
             heap_below=self.device.heap_below, speeds=self.speeds, clips=self.settings.clip_grad_norm is not None,
             boundary_tiers=("device", "host" if not self.device.shares_memory or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
+            host_budget=self._host_budget(),
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=request.starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
             cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
@@ -191,8 +191,12 @@ class Preparation(Inputs):
         phases = method.phases(self._workload(candidate, training, recovery))
         block_costs = self.costs_at(candidate.micro_batch)
         cache_layouts = tuple(self.cache_row(block_costs[last - 1]) for _, last, _ in candidate.parts)
-        exchange_bytes = self._exchange_bytes(recovery.candidate if recovery is not None else candidate)
-        host_pool_bytes, at_host = self._host_tier(exchange_bytes, candidate, block_costs, cache_layouts)
+        streamed = recovery.candidate if recovery is not None else candidate
+        exchange_bytes = planning.host_boundaries(
+            replace(problem, batch_size=max(problem.batch_size, self.recovery_batch)), streamed.parts, streamed.micro_batch,
+            streamed.resources.boundary_tier,
+        )  # fmt: skip
+        host_pool_bytes, at_host = self._host_tier(problem, exchange_bytes, candidate, cache_layouts)
         plan = self._plan(
             problem, method, candidate, training, costs, phases, reasons, cache_layouts, host_pool_bytes, at_host, recovery
         )
@@ -297,38 +301,24 @@ class Preparation(Inputs):
             found.append(cost)
         return tuple(found)
 
-    def _exchange_bytes(self, candidate: Candidate) -> int:
-        if candidate.resources.boundary_tier != "host":
-            return 0
-        nbytes = boundary_bytes([cost for _, _, cost in candidate.parts], self.largest_batch, candidate.micro_batch)
-        return first_piece(nbytes, powers_of_two=not self.device.shares_memory)
-
     def _label_row(self) -> int:
         labels = self.train.labels
         return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
 
     def _host_tier(
-        self, boundary_tier: int, candidate: Candidate, costs: Sequence[BlockCost], cache_layouts: Sequence[RowLayout]
+        self, problem: Problem, boundaries: int, candidate: Candidate, cache_layouts: Sequence[RowLayout]
     ) -> tuple[int, frozenset[int]]:
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, then homes in order, then rows."""
-        homes = [(round_up(max(cost.weights, 1)),) for cost in costs]
-        if self.exact:
-            states = state_layouts(costs, self.possible_optimizers()[0])
-            homes = [(*home, state.padded_nbytes) for home, state in zip(homes, states, strict=True)]
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
-        groups = [[size for home in homes[first:last] for size in home if size] for first, last, _ in candidate.parts]
-        nbytes, at_host = pieces_for(
-            sum(map(sum, groups)) + rows, groups, self._host_budget() - boundary_tier,
-            powers_of_two=not self.device.shares_memory,
-        )  # fmt: skip
-        return boundary_tier + nbytes, at_host
+        nbytes, at_host = planning.homes_at_host(problem, candidate.parts, boundaries, states=self.exact, rows=rows)
+        return boundaries + nbytes, at_host
 
     def _host_budget(self) -> int:
         asked, free = self.settings.ram_limit, self.host_free
         if asked is None:
             return 0 if self.device.shares_memory else free // 2
         budget = parse_size(asked, total=free, free=free, name="--ram-limit")
-        if budget > free:
+        if budget > free and not (self.dry and self.device.hardware is not None):  # the machine around that card has its own
             raise OptionError(f"--ram-limit: {format_size(budget)} were asked for, and {format_size(free)} of RAM are free.")
         return budget
 

@@ -16,6 +16,7 @@ from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.model.blocks import Chain
+from seqpart.offload.host_pool import first_piece, pieces_for
 from seqpart.offload.layout import Layout
 from seqpart.planning.plan import Plan
 from seqpart.units import format_size
@@ -55,6 +56,8 @@ class Problem:
     """Bytes of host memory that boundaries may take there."""
     label_row: int
     """Bytes of one row's labels on the device."""
+    host_budget: int = 0
+    """Bytes of host memory for boundaries, homes and rows."""
     input_row: RowLayout
     cache_row: Callable[[BlockCost], RowLayout]
     cuts_behind: Callable[[BlockCost], bool]
@@ -75,6 +78,8 @@ class Problem:
     """Bytes of modules given alive, which are in memory before and after everything else."""
     known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
     """Of `cost_of`: what it has found already."""
+    placed: "dict[tuple[int, ...], tuple[int, frozenset[int]]]" = field(default_factory=dict, compare=False)
+    """Of `homes_at_host`: the same."""
 
     def peak(self, work: int) -> int:
         """Of the process or device, where a partition takes `work` bytes."""
@@ -266,8 +271,39 @@ def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int)
     return -(-batch // micro_batch) * (sum(boundary_places(parts, micro_batch).values()) + tied)
 
 
+def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tier: str) -> int:
+    """Bytes of the piece of host memory that they take there, where they wait there."""
+    if tier != "host":
+        return 0
+    nbytes = boundary_bytes([cost for _, _, cost in parts], problem.batch_size, micro_batch)
+    return first_piece(nbytes, powers_of_two=not problem.host_counts)
+
+
 _TIED_PAGES = 16
 """A partition's shared weights are counted together, and rounded up one by one."""
+
+
+def homes_at_host(
+    problem: Problem, parts: Parts, boundaries: int, *, states: bool, rows: int = 0
+) -> tuple[int, frozenset[int]]:
+    """(bytes of a pool in host memory beside `boundaries`, partitions whose homes all have a place in it); `rows` come behind.
+
+    states: whether optimizer state has a home as well.
+    """
+    if not problem.host_budget:
+        return 0, frozenset()
+    key = (boundaries, rows, *(first for first, _, _ in parts))
+    if key not in problem.placed:
+        costs = problem.costs_at(micro_batches(problem)[0])
+        homes = [
+            (round_up(max(cost.weights, 1)), state.padded_nbytes if states else 0)
+            for cost, state in zip(costs, problem.states, strict=True)
+        ]
+        groups = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
+        need = sum(map(sum, groups)) + rows
+        budget = max(0, problem.host_budget - boundaries)
+        problem.placed[key] = pieces_for(need, groups, budget, powers_of_two=not problem.host_counts)
+    return problem.placed[key]
 
 
 def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int) -> int:

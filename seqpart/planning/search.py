@@ -273,7 +273,8 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
         if problem.auto and not plain.method.stays and p not in shared:
             visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
             read, written = visits * cost.weights + cost.state, cost.weights + cost.state
-            transfer = read / speeds.read + written / speeds.write
+            near = p in candidate.resources.at_host
+            transfer = read / (speeds.up if near else speeds.read) + written / (speeds.down if near else speeds.write)
             found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))
     return found
 
