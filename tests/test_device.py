@@ -150,6 +150,14 @@ def test_whoever_waits_does_so_on_the_event_s_own_gpu(monkeypatch):
     assert len(card.entered) == 1
 
 
+def test_pinned_buffers_are_of_whole_pages_like_all_others(monkeypatch):
+    """Boundaries on the disk would have gone through the page cache: a buffer that ends inside a page is no matter for O_DIRECT."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **how: empty(*size, **how))
+    for nbytes in (1, PAGE, PAGE + 1):
+        assert len(object.__new__(CudaDevice).host(nbytes)) == len(Device().host(nbytes)) == -(-nbytes // PAGE) * PAGE
+
+
 def test_a_gpu_without_a_uuid_as_under_rocm_has_a_figure_that_names_what_stands_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=8 * 10**9))
     monkeypatch.setattr(nvml, "_Card", lambda uuid: (_ for _ in ()).throw(RuntimeError(f"no NVML, uuid {uuid!r}")))

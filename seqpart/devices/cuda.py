@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from seqpart.files.direct import round_up
 from seqpart.memory.device import DOWN, UP, Device, Event, keyed_seed
 
 
@@ -57,8 +58,9 @@ class CudaDevice(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        # Rounded to a power of two by the pinned allocator anyway: few buffers, allocated once.
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        # Whole pages, or a file that is read or written around the page cache falls back to it. The pinned allocator makes
+        # powers of two of them anyway: few buffers, allocated once.
+        return torch.empty(round_up(nbytes), dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.

@@ -89,7 +89,7 @@ class Device:
         return aligned(nbytes)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 buffer from which `upload` is fast."""
+        """A flat uint8 buffer of whole pages, `nbytes` or a little more, from which `upload` is fast."""
         return aligned(nbytes)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
