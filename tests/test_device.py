@@ -151,7 +151,7 @@ def test_whoever_waits_does_so_on_the_event_s_own_gpu(monkeypatch):
 
 
 def test_pinned_buffers_are_of_whole_pages_like_all_others(monkeypatch):
-    """Boundaries on the disk would have gone through the page cache: a buffer that ends inside a page is no matter for O_DIRECT."""
+    """O_DIRECT refused the end of a boundary's buffer, and its file went through the page cache from then on."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **how: empty(*size, **how))
     for nbytes in (1, PAGE, PAGE + 1):
