@@ -98,7 +98,7 @@ class Settings:
     whole), auto (the fastest of the three that fits); or sil (partitions one after the other, approximate). Required: None
     is refused."""
     device: str = "auto"
-    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+    """auto (CUDA where there is one), cpu, cuda, cuda:N, sim, or sim:CARD: a card that need not be there, simulated."""
     ram_limit: str | int | float | None = None
     """Host memory for homes and boundary rows, beside the limit.
     Default on CPU: none, so everything else is on disk. On CUDA: half of what is free, pinned."""

@@ -84,7 +84,7 @@ OPTIONS = {
     "--ram-limit 2XB": "--ram-limit: expected a size; found '2XB'",
     "--ram-limit 99TB": "--ram-limit: 99000.00 GB were asked for; of RAM are free",
     "--method adaboost": "--method: expected one of auto, sil, streamed, checkpointed, full; found 'adaboost'",
-    "--device tpu": "--device: expected auto, cpu, cuda or cuda:N; found 'tpu'",
+    "--device tpu": "--device: expected auto, cpu, cuda or cuda:N, sim or sim:CARD; found 'tpu'",
     "--device cuda:99": "--device cuda:99",
     "--lr nan": "--lr: expected a finite number, zero or above; found nan",
     "--lr -1": "--lr: expected a finite number; found -1.0",

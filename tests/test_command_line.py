@@ -253,7 +253,7 @@ def test_doctor_tells_what_the_machine_offers_and_leaves_nothing(here, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--device", "tpu"], 2, "--device: expected auto, cpu, cuda or cuda:N; found 'tpu'"),
+        (["--device", "tpu"], 2, "--device: expected auto, cpu, cuda or cuda:N, sim or sim:CARD; found 'tpu'"),
         (["--offload-dir", "nowhere"], 2, "--offload-dir: expected a directory; nowhere is none"),
         (["--offload-dir", "/proc"], 6, "Give a directory that you may write to"),
         (["--colour"], 2, "unrecognized arguments: --colour"),

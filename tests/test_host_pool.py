@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqpart.files.direct import PAGE, round_up
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import Extents, HostPool, piece_sizes
+from seqpart.offload.host_pool import Extents, HostPool, piece_sizes, pieces_for
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 5 * PAGE)), max_size=60))
@@ -45,6 +45,26 @@ def test_pieces_never_exceed_the_budget(budget, powers):
     assert budget - sum(sizes) < (1 << 20 if powers else PAGE)
     if powers:
         assert all(size & (size - 1) == 0 and size <= 2 << 30 for size in sizes)
+
+
+class Pinned(Device):
+    """As one whose pinned memory comes in powers of two."""
+
+    shares_memory = False
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 600 << 10), min_size=1, max_size=4), max_size=6), st.integers(0, 4 << 20), st.booleans()
+)
+def test_groups_of_homes_that_fit_find_their_places_in_the_pool(groups, budget, powers):
+    """The plan said that homes were in host memory, and pieces of powers of two had no room for them."""
+    need = sum(round_up(size) for group in groups for size in group)
+    nbytes, fit = pieces_for(need, groups, budget, powers_of_two=powers)
+    assert nbytes <= budget
+    pool = HostPool(nbytes, Pinned() if powers else Device())
+    assert all(pool.take(size) is not None for number in sorted(fit) for size in groups[number])
+    if budget >= 2 * need + (1 << 20):
+        assert len(fit) == len(groups), "there was host memory enough"
 
 
 def test_buffers_are_page_aligned_flat_bytes_that_keep_apart():

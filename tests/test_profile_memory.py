@@ -111,6 +111,16 @@ def test_a_limit_that_nothing_fits_is_told_with_the_smallest_that_would_do(tmp_p
     assert document["table"][0]["fits"].startswith("no") and "1.0 MB" in said
 
 
+def test_on_a_simulated_device_its_memory_pinned_memory_and_the_disk_are_shown(tmp_path):
+    where = ("--device", "sim:rtx4090", "--mem-limit", "1GB", "--methods", "streamed,sil")
+    code, said, document = profiled(tmp_path, *where, "--ram-limit", "1GB", *SMALL)
+    assert code == 0, said
+    for row in document["table"]:
+        assert 440 << 20 < row["peak"] <= row["predicted"] <= 10**9
+        assert row["pinned"] > 0
+        assert row["disk_written"] is not None
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -122,6 +132,7 @@ def test_a_limit_that_nothing_fits_is_told_with_the_smallest_that_would_do(tmp_p
         (["--output-dir", "x"], "--output-dir:"),
         (["--dry-run"], "--dry-run:"),
         (["--epochs", "1,2"], "--epochs 1,2"),
+        (["--device", "sim"], "know no simulated device"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_words(arguments, words):

@@ -29,6 +29,7 @@ SCHEDULE = (
 )
 OTHER_SCHEDULE = "... --partitions 3 --method streamed --micro-batch-size 256 ..."
 VERIFY = "seqpart verify --mem-limit 800MB --steps 3"
+PLAN_FOR_A_CARD = "seqpart plan --device sim:rtx3060-12gb --mem-limit 11GB --ram-limit 32GB --method auto"
 SAVED, RESUMED = (
     "python -m seqpart.train --mem-limit 2GB --method streamed --output-dir runs/mine --save-every 200",
     "python -m seqpart.train --resume runs/mine",
@@ -50,6 +51,7 @@ HOW = {
     "seqpart verify": "run as printed above",
     "seqpart verify --sweep 8": "run by test_verify_plans",
     "seqpart doctor": "run by test_command_line",
+    PLAN_FOR_A_CARD: "run as printed (slow)",
     "python -m benchmarks.prediction": "there",
     "python -m benchmarks.prediction architectures": "there",
     "python -m benchmarks.campaign": "there",
@@ -58,7 +60,7 @@ HOW = {
         for rest in (
             "partition_speed", "streamed_speed L", "streamed_speed S", "streamed_speed disk", "streamed_speed smallest",
             "peers.compare S", "peers.compare L", "peers.compare T --data-dir DIR", "pnn_paper --data-dir DIR", "frontier",
-            "small_jobs epochs",
+            "small_jobs epochs", "what_fits",
         )
     },
     "pip install -e .": "its extras are looked for",
@@ -196,3 +198,11 @@ def test_a_killed_run_goes_on_as_the_readme_says(tmp_path, monkeypatch, capsys):
     assert ran.code == 0, ran.err
     assert "going on from runs/mine/checkpoint.json" in ran.out
     assert refused(call(capsys, *options(RESUMED)), 2, "is finished")
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_card_that_is_not_there_is_made(here):
+    words = [sys.executable, "-m", "seqpart", *shlex.split(PLAN_FOR_A_CARD)[1:]]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "NVIDIA GeForce RTX 3060" in done.stdout and "predicted peak" in done.stdout

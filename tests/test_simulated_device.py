@@ -287,6 +287,27 @@ def test_the_three_tiers_are_used(tmp_path):
     assert set(tiers("20MB")) == {"pinned", "disk"}
 
 
+def test_a_plan_says_what_an_update_waits_for(tmp_path):
+    def reasons(ram):
+        trainer = Trainer(
+            network(), device=SIM, method="streamed", partitions=8, mem_limit="600MB", batch_size=4, epochs=1, quiet=True,
+            output_dir=tmp_path / ram, ram_limit=ram,
+        )  # fmt: skip
+        return " ".join(trainer.plan(classes(64), classes(8)).reasons)
+
+    assert "it waits for the device's link" in reasons("1GB")
+    assert "it waits for the disk" in reasons("1")
+
+
+def test_more_host_memory_than_this_machine_has_may_be_planned_with_and_not_used(tmp_path):
+    trainer = functools.partial(
+        Trainer, device=SIM, method="auto", mem_limit="2GB", batch_size=4, quiet=True, ram_limit="900TB"
+    )
+    assert trainer(network()).plan(classes(64), classes(8)).method
+    with pytest.raises(OptionError, match="of RAM are free"):
+        trainer(network(), output_dir=tmp_path / "run").fit(classes(64), classes(8))
+
+
 # --- every wait is needed ---------------------------------------------------------------------------------------------
 
 MODULES = ("execution.boundary_exchange", "execution.partition", "execution.slots", "execution.executor",

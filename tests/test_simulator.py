@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqpart.costs.clock import Clock
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.simulator import Resources, Simulator, simulate
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.planning.problem import parts_of
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import steps_of
+from seqpart.schedule.steps import Step, Verb, steps_of
 from tests import chains
 
 SPEEDS = Speeds(flops=1e10, optimizer=1e9, read=2e8, write=2e8)
@@ -58,3 +59,34 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
     if updates <= 4:  # of more, the steady state stands for those that are left out
         assert sum(step.bytes_read for step in short) == sum(step.bytes_read for step in steps)
         assert seconds == pytest.approx(max(step.ends for step in steps))
+
+
+def loaded(at_host, *, more):
+    """What a load takes of 8 MB of weights and twice that of optimizer state, which is at home."""
+    chain = [chains.block(8 << 20, 0, 4096, 1) for _ in range(2)]
+    problem = chains.problem_of(chain, 1 << 40, micro_batch=8, starts=(0, 1), speeds=LINKED)
+    costs = [cost for _, _, cost in parts_of(problem, 8, (0, 1))]
+    training = [PartitionTraining(epochs=2, batch_size=8, micro_batch=8, trainable=True) for _ in costs]
+    work = Workload(train_rows=16, test_rows=0, shuffle=False, partitions=tuple(training), clips=False)
+    phases = Phases([Epochs(train=replace(whole_network(work, streamed=True), epoch=1), epochs=2, behind=())])
+    simulator = Simulator(phases, costs, LINKED, Resources(at_host=frozenset({0, 1} if at_host else ())))
+    steps = [step for step in simulator.run(steps_of(phases)) if step.step.verb is Verb.LOAD and step.step.more is more]
+    return steps[-1]
+
+
+LINKED = Speeds(flops=1e10, optimizer=1e9, read=1e8, write=1e8, up=1e10, down=1e10)
+
+
+def test_homes_in_host_memory_come_by_the_link_and_others_from_the_disk():
+    """All were priced as if they were on the disk."""
+    disk, host = loaded(False, more=False), loaded(True, more=False)
+    assert (disk.bytes_read, host.bytes_read) == (8 << 20, 0)
+    assert disk.seconds == pytest.approx((8 << 20) / 1e8)
+    assert host.seconds == pytest.approx((8 << 20) / 1e10)
+
+
+def test_backward_does_not_wait_for_optimizer_state_and_the_update_does():
+    clock = Clock(1, frozenset())
+    assert clock.take(Step(Verb.LOAD, 0, more=True), 3.0, 0.0, 0.0, 1, first=1 / 3) == 3.0
+    assert clock.take(Step(Verb.BACKWARD, 0, 0), 0.5, 0.0, 0.0, 1) == 1.5
+    assert clock.take(Step(Verb.UPDATE, 0), 0.25, 0.0, 0.0, 1) == 3.25

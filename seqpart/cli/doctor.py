@@ -23,7 +23,7 @@ PACKAGES = ("torchvision", "numpy", "psutil", "nvidia-ml-py", "ptflops", "safete
 def doctor(arguments: Sequence[str]) -> None:
     """Print device, limits, tiers, disk speed and versions. Raises OptionError or StoreError for a bad option."""
     parser = argparse.ArgumentParser(prog="seqpart doctor", description=doctor.__doc__)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, sim or sim:CARD")
     parser.add_argument("--offload-dir", type=Path, default=Path(), help="directory whose disk to probe (default: here)")
     options = parser.parse_args(arguments)
     if not options.offload_dir.is_dir():

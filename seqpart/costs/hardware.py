@@ -30,6 +30,8 @@ class Speeds:
     up: float = math.inf
     down: float = math.inf
     """Bytes, from pinned memory to the device and home. On the CPU host memory is no further than the device's."""
+    half_rate_rows: int = 12
+    """Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
 
     def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int, keeps_heap: bool = False) -> float:
         """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows.
@@ -38,12 +40,8 @@ class Speeds:
         """
         timed = forward * cost.forward_seconds + backward * cost.backward_seconds
         counted = (forward + 2 * backward) * cost.row_flops / self.flops
-        timed *= (rows + _HALF_RATE_ROWS) / (cost.rows + _HALF_RATE_ROWS)
-        return (COMPUTING_SHARE if keeps_heap else 1.0) * (timed + counted * (rows + _HALF_RATE_ROWS))
-
-
-_HALF_RATE_ROWS = 12
-"""Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
+        timed *= (rows + self.half_rate_rows) / (cost.rows + self.half_rate_rows)
+        return (COMPUTING_SHARE if keeps_heap else 1.0) * (timed + counted * (rows + self.half_rate_rows))
 
 
 def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Speeds:
@@ -103,10 +101,10 @@ def _link(device: Device, way: str) -> float:
 
 
 def speeds_of(hardware: Hardware) -> Speeds:
-    """As a table says."""
+    """As a table says, whose rate is that of large products: a row of tokens or pixels is one, and a simulated kernel too."""
     return Speeds(
         flops=hardware.flops["float32"], optimizer=hardware.optimizer, read=hardware.disk_read, write=hardware.disk_write,
-        up=hardware.h2d, down=hardware.d2h,
+        up=hardware.h2d, down=hardware.d2h, half_rate_rows=0,
     )  # fmt: skip
 
 

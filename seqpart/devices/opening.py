@@ -3,7 +3,6 @@
 import torch
 
 from seqpart.devices.cuda import CudaDevice
-from seqpart.devices.simulated import SimulatedDevice
 from seqpart.errors import OptionError
 from seqpart.hardware.table import load
 from seqpart.memory.device import Device
@@ -31,6 +30,8 @@ def open_device(name: str) -> Device:
         card, _, seed = rest.partition("@")
         if seed and not seed.isdecimal():
             raise OptionError(f"--device {name}: expected a whole number behind @, the seed of the simulation; found {seed!r}.")
+        from seqpart.devices.simulated import SimulatedDevice  # with PyTorch's counter of operations, which loads Triton
+
         return SimulatedDevice(load(card or _DEFAULT_CARD), int(seed or 0))
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return Device()

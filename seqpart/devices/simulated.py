@@ -12,6 +12,7 @@ Tensors are the processor's, so results have the bits of the CPU; the two sides 
 """
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -49,6 +50,8 @@ class SimulatedDevice(Device):
         self._allocator = CachingAllocator(hardware.memory - hardware.context)
         self._memories: dict[int, Memory] = {}
         """By the address of the storage."""
+        self._freed: deque[Memory] = deque()
+        """Those whose storages are gone."""
         self._links = {UP: 0.0, DOWN: 0.0, "disk": 0.0}
         """When each is free."""
         self.busy = {UP: 0.0, DOWN: 0.0, "disk": 0.0, "computing": 0.0}
@@ -109,6 +112,7 @@ class SimulatedDevice(Device):
         return here
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        self._forget_freed()
         return self._memories.get(tensor.untyped_storage().data_ptr())
 
     def _note(self, tensor: torch.Tensor, name: str, *, on_device: bool) -> Memory:
@@ -116,7 +120,7 @@ class SimulatedDevice(Device):
         address = storage.data_ptr()
         memory = Memory(f"{name} of {storage.nbytes()} bytes", address, storage.nbytes(), on_device)
         self._memories[address] = memory
-        weakref.finalize(storage, self._freed, memory).atexit = False
+        weakref.finalize(storage, self._freed.append, memory).atexit = False
         return memory
 
     def _made(self, tensors: list[torch.Tensor], name: str) -> None:
@@ -130,13 +134,17 @@ class SimulatedDevice(Device):
                 stream = self.streams.current
                 touch(memory, 0, nbytes, write=True, actor=stream.name, clock=_acting(stream), what=f"allocated for {name}")
 
-    def _freed(self, memory: Memory) -> None:
-        """May be called anywhere, by whoever drops the last reference."""
-        with self.streams.lock:
-            if self._memories.get(memory.address) is memory:
-                del self._memories[memory.address]
-            if memory.block is not None:
-                self._allocator.give(memory.block)
+    def _forget_freed(self) -> None:
+        """A last reference may be dropped anywhere, also by the garbage collector in the middle of the allocator."""
+        while self._freed:
+            with self.streams.lock:
+                if not self._freed:
+                    return
+                memory = self._freed.popleft()
+                if self._memories.get(memory.address) is memory:
+                    del self._memories[memory.address]
+                if memory.block is not None:
+                    self._allocator.give(memory.block)
 
     # --- streams --------------------------------------------------------------------------------------------------
 
@@ -220,6 +228,7 @@ class SimulatedDevice(Device):
         """The processor read or wrote memory, for a file or for itself."""
         with self.streams.lock:
             act(HOST, self.streams.host)
+            self._forget_freed()
             for memory in list(self._memories.values()):
                 first = address - memory.address
                 if -nbytes < first < memory.nbytes:
@@ -268,9 +277,11 @@ class SimulatedDevice(Device):
         """Its memory is not the processor's."""
 
     def reserved(self) -> int:
+        self._forget_freed()
         return self._allocator.reserved
 
     def allocated(self) -> int:
+        self._forget_freed()
         return self._allocator.allocated
 
     def allocated_peak(self) -> int:
@@ -287,6 +298,7 @@ class SimulatedDevice(Device):
 
     def release_cached(self) -> None:
         with self.streams.lock:
+            self._forget_freed()
             self._allocator.release_cached()
 
 

@@ -80,7 +80,7 @@ def _is_view(func: Any) -> bool:
 
 def _spoil(tensor: torch.Tensor) -> None:
     """What nobody wrote is to be nothing that one can go on with."""
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype is not torch.bool:
         tensor.fill_(torch.iinfo(tensor.dtype).max)

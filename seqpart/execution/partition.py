@@ -261,6 +261,7 @@ class Partition:
 
     def update(self, rate: float = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
         """Optimizer step at `rate` times the learning rate, gradients scaled by `clip` (limit, total norm) and then freed."""
+        self.finish_state()
         if clip is not None and self.trainable:
             nn.utils.clip_grads_with_norm_(self.trainable, *clip)
         if self.optimizer is not None:
@@ -379,8 +380,7 @@ class Partition:
             detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
         self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
-        self.trainable, self._modules = [], []
-        self.changed = False
+        self.trainable, self._modules, self.changed = [], [], False
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""

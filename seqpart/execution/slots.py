@@ -2,6 +2,7 @@
 
     one slot     the buffer is reused, and made anew when a larger partition comes
     two slots    one partition computes while the previous one goes home out of the other buffer and the next one comes
+    three slots  the previous one goes home while the next one comes, where each has a link of its own
     its own      of a partition that stays: nobody else is ever in it
 
 A slot never outgrows its capacity, so a partition may have to wait for a large one although a small one is idle. A buffer

@@ -218,8 +218,8 @@ def _bound(best: Prediction) -> Iterator[str]:
     link = "the disk" if not near else "the device's link" if near.issuperset(parts) else "the device's link and the disk"
     longer = link if best.moving > best.computing else "the computation"
     yield (
-        f"an update computes for {best.computing:.3g} s and moves bytes for {best.moving:.3g} s, one beside the other: it waits "
-        f"for {longer}{'' if longer == link else f', with transfers by {link}'}"
+        f"an update computes for {best.computing:.3g} s and moves bytes for {best.moving:.3g} s, one beside the other: it "
+        f"waits for {longer}{'' if longer == link else f', with transfers by {link}'}"
     )
 
 

@@ -59,6 +59,7 @@ class Variant:
             stack.callback(shutil.rmtree, preparation.folder, ignore_errors=True)
             silent = Reporter(quiet=True)
             stack.callback(silent.close)
+            stack.enter_context(preparation.device.at_work())
             stack.enter_context(preparation.device.own_random_state())
             sampler.start()
             stack.callback(sampler.stop)

@@ -36,10 +36,13 @@ class Run:
 
 
 def of_run(way: Way, watched: Watched, said: dict[str, Any], steps: list[Ran]) -> Run:
-    """`granted` host memory (--ram-limit on the CPU) lies beside the limit, and is not part of the peak."""
+    """`granted` host memory (--ram-limit on the CPU) lies beside the limit, and is not part of the peak. Of a simulated device
+    nobody outside the process sees the memory: its own word for the peak stands for all samples."""
     began = watched.samples[0].at if watched.samples else 0.0
     on_host = said.get("granted", 0) if said.get("pinned", 0) == 0 else 0
     used = [max(0, sample.device - on_host) for sample in watched.samples]
+    if said.get("simulated"):
+        used = [said["inside"]] * len(used)
     lines = [line for line in watched.errors.splitlines() if line.strip()]
     died = f"exit code {watched.exit_code}: {lines[-1] if lines else 'no word'}"
     steps = [Ran(step.began - began, step.ended - began, step.kind, step.label) for step in steps]
@@ -49,7 +52,8 @@ def of_run(way: Way, watched: Watched, said: dict[str, Any], steps: list[Ran]) -
         way=way, status=said.get("status", "died"), message=said.get("message", "" if said else died),
         peak=max(used, default=0),
         ram=max((sample.ram for sample in watched.samples), default=0), file_pages=max(files), seconds=watched.seconds,
-        source=watched.source, disk_read=watched.disk_read, disk_written=watched.disk_written, said=said,
+        source=said["source"] if said.get("simulated") else watched.source, disk_read=watched.disk_read,
+        disk_written=watched.disk_written, said=said,
         curve=_thinned(list(zip(times, used, _labels(times, steps), strict=True))), steps=steps,
     )  # fmt: skip
 

@@ -79,7 +79,8 @@ def _told(result: Result, kind: str, reporter: Tracing, log: StepLog) -> dict[st
     proof, plan = result.proof, result.plan
     return {
         "predicted": plan.peak, "runtime": proof.runtime, "allocator_peak": proof.allocator_peak, "granted": proof.host,
-        "pinned": proof.host if kind == "cuda" else 0, "violations": proof.violations, "inside": proof.peak,
+        "pinned": 0 if kind == "cpu" else proof.host, "simulated": kind == "sim",
+        "violations": proof.violations, "inside": proof.peak,
         "source": proof.source, "method": plan.method, "partitions": len(plan.partitions), "slots": plan.slots,
         "micro_batch": result.final_micro_batch, "training_seconds": log.training, "train_losses": list(result.train_losses),
         "test_loss": result.test_loss, "accuracy": result.accuracy, **reporter.traffic,

@@ -82,6 +82,12 @@ def way_named(name: str) -> Way:
 
 
 def _refuse(job: Job, ways: tuple[Way, ...]) -> None:
+    plain = [way.name for way in ways if way.plain]
+    if job.device.startswith("sim") and plain:
+        raise OptionError(
+            f"--device {job.device} and --methods {','.join(plain)}: these are plain PyTorch programs, which know no simulated "
+            f"device. Give --methods some of {', '.join(OURS)}."
+        )
     defaults = {field.name: field.default for field in dataclasses.fields(Job)}
     given = [flag_of(name) for name in _OWN if getattr(job, name) != defaults[name]]
     if given:
