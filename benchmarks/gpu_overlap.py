@@ -33,7 +33,8 @@ from seqpart.schedule.steps import PhaseKind, Verb
 
 WARM_UP = 3
 """Updates that are not looked at: state that is not at home yet, kernels that are loaded."""
-_COPIES = {"HtoD": UP, "DtoH": DOWN}
+_COPIES = {"HtoD": UP, "DtoH": DOWN, "HostToDevice": UP, "DeviceToHost": DOWN}
+"""As the profilers of CUDA and of ROCm name them."""
 
 
 @dataclass(frozen=True, kw_only=True)

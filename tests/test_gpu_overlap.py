@@ -41,6 +41,11 @@ def test_a_trace_says_how_long_each_part_was_busy():
     assert found.per_update(2).ratio == 1.5
 
 
+def test_copies_are_known_by_rocm_s_names_too():
+    found = busy_of([event("gpu_memcpy", "CopyHostToDevice", 0, 1), event("gpu_memcpy", "CopyDeviceToHost", 1, 2)])
+    assert (found.computing, found.up, found.down) == (0, 1, 2)
+
+
 def test_a_trace_without_a_gpu_is_no_measurement():
     with pytest.raises(RuntimeError, match="is CUPTI usable"):
         busy_of([{"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}])
