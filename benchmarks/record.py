@@ -20,9 +20,9 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def save(name: str, result: object) -> Path:
+def save(name: str, result: object, machine: str = "") -> Path:
     """Write benchmarks/results/NAME-MACHINE.json and return its path (relative where possible)."""
-    path = path_of(name)
+    path = path_of(name, machine)
     document = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), **describe_versions(), "cpu": _cpu(), "result": result}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -42,10 +42,10 @@ def note(name: str, found: dict[str, Any], group: str, named: dict[str, Any]) ->
         save(name, found)
 
 
-def path_of(name: str) -> Path:
-    """Where the results of the benchmark `name` on this kind of machine lie."""
-    machine = "gpu" if describe_versions()["gpu"] != "none" else "cpu"
-    return FOLDER / f"{name}-{machine}.json"
+def path_of(name: str, machine: str = "") -> Path:
+    """Where the results of the benchmark `name` on this kind of machine lie, or on the one of that name."""
+    kind = "gpu" if describe_versions()["gpu"] != "none" else "cpu"
+    return FOLDER / f"{name}-{machine or kind}.json"
 
 
 def _cpu() -> str:

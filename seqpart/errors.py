@@ -26,7 +26,7 @@ from pathlib import Path
 
 _WORDS = (
     "sil|streamed|checkpointed|full|auto|mse|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|sgd|left|all|cpu|"
-    "cuda(?::[0-9]+)?"
+    "(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )
 _FLAG = re.compile(
     r"(?<![\w/=-])--([a-z]+(?:-[a-z]+)*)"

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -16,7 +18,9 @@ from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.files.direct import PAGE
 from seqpart.memory import device as devices
+from seqpart.memory import nvml
 from seqpart.memory.device import Device, describe_versions, host_memory_free, keyed_seed
+from seqpart.memory.usage import MemoryUsage
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU on this machine")
 keys = st.tuples(st.integers(), st.text(max_size=5), st.integers(0, 100))
@@ -94,6 +98,77 @@ def test_any_other_name_is_refused_with_those_that_are_known(name):
         open_device(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mps", "the memory of Apple's GPUs is the system's own"),
+        ("mps:0", "no limit could be kept"),
+        ("xpu", "nothing that says what a process holds on an Intel GPU with the driver's context"),
+        ("xpu:1", "a limit could not be proven"),
+        ("hip", 'PyTorch calls an AMD GPU cuda. Use device="cuda"'),
+        ("rocm:0", 'PyTorch calls an AMD GPU cuda. Use device="cuda"'),
+    ],
+)
+def test_an_accelerator_on_which_no_limit_could_be_proven_is_refused_with_what_is_missing(name, why):
+    with pytest.raises(OptionError) as caught:
+        open_device(name)
+    assert str(caught.value).startswith(f'device="{name}" is refused: ')
+    assert why in str(caught.value)
+
+
+class Card:
+    """What PyTorch says of a GPU: 8 GB, of which the program has allowed itself the half."""
+
+    def __init__(self, monkeypatch):
+        self.shares, self.entered = [], []
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=8 * 10**9))
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: self.shares.append(share))
+        monkeypatch.setattr(torch.cuda, "device", self._entering)
+        self.device = object.__new__(CudaDevice)
+        self.device.torch, self.device._share = torch.device("cuda", 1), 0.5
+
+    @contextmanager
+    def _entering(self, device):
+        self.entered.append(device)
+        yield
+
+
+def test_the_cap_is_never_wider_than_the_program_s_own_and_that_is_put_back(monkeypatch):
+    """The cap that the program had set was gone behind a run: it was put back to all of the card."""
+    card = Card(monkeypatch)
+    for nbytes in (2 * 10**9, 6 * 10**9, None):
+        card.device.cap(nbytes)
+    assert card.shares == [0.25, 0.5, 0.5]
+
+
+def test_whoever_waits_does_so_on_the_event_s_own_gpu(monkeypatch):
+    """The thread that reads rows had no current device: its waits would have made a context on the first GPU."""
+    card, waited = Card(monkeypatch), []
+    card.device.wait(types.SimpleNamespace(synchronize=lambda: waited.append(list(card.entered))))
+    assert waited == [[card.device.torch]]
+    card.device.wait(None)
+    assert len(card.entered) == 1
+
+
+def test_pinned_buffers_are_of_whole_pages_like_all_others(monkeypatch):
+    """O_DIRECT refused the end of a boundary's buffer, and its file went through the page cache from then on."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **how: empty(*size, **how))
+    for nbytes in (1, PAGE, PAGE + 1):
+        assert len(object.__new__(CudaDevice).host(nbytes)) == len(Device().host(nbytes)) == -(-nbytes // PAGE) * PAGE
+
+
+def test_a_gpu_without_a_uuid_as_under_rocm_has_a_figure_that_names_what_stands_in(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=8 * 10**9))
+    monkeypatch.setattr(nvml, "_Card", lambda uuid: (_ for _ in ()).throw(RuntimeError(f"no NVML, uuid {uuid!r}")))
+    device = types.SimpleNamespace(
+        kind="cuda", torch=torch.device("cuda", 0), shares_memory=False, reserved=lambda: 123, name="AMD Radeon"
+    )
+    usage = MemoryUsage(device)
+    assert usage.read() == 123
+    assert usage.source == "torch's reserved memory (NVML: no NVML, uuid ''; the context is not counted)"
+
+
 def test_an_error_of_memory_is_told_from_others():
     device = Device()
     with pytest.raises(RuntimeError) as caught:
@@ -112,11 +187,16 @@ def test_an_error_of_memory_is_told_from_others():
         ("could not execute a primitive", True),
         ("could not create a memory object", True),
         ("std::bad_alloc", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("GET was unable to find an engine to execute this computation", True),
+        ("CUDNN_STATUS_NOT_SUPPORTED", False),
         ("could not create a primitive descriptor for the convolution forward propagation primitive", False),
     ],
 )
-def test_what_onednn_and_the_c_library_say_of_memory_is_told_from_what_they_cannot_do(text, memory):
-    """mobilenet under 436 MB ended in a traceback: oneDNN does not say why it could not create a primitive."""
+def test_what_libraries_say_of_memory_is_told_from_what_they_cannot_do(text, memory):
+    """mobilenet under 436 MB ended in a traceback: oneDNN does not say why it could not create a primitive. cuDNN has new names
+    since its version 9, and PyTorch says of plans that found no room for a workspace only that none was left."""
     assert Device().is_out_of_memory(RuntimeError(text)) is memory
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,15 +27,14 @@ ARMS = {
     "fsdp2": ["benchmarks.peers.fsdp2"],
     "torchao": ["benchmarks.peers.gpu_only", "--way", "torchao"],
     "accelerate": ["benchmarks.peers.gpu_only", "--way", "accelerate"],
-    "ours": ["benchmarks.peers.ours", "--device", "cuda"],
-    "ours, full": ["benchmarks.peers.ours", "--device", "cuda", "--method", "full"],
+    "ours": ["benchmarks.peers.ours", "--device", "cuda", "--limit", "LIMIT"],
+    "ours, full": ["benchmarks.peers.ours", "--device", "cuda", "--method", "full", "--limit", "0.5"],
 }
 
 
-def run(name: str, data: Path, folder: Path, network: str, limit: str) -> dict[str, Any]:
-    module, *options = ARMS[name]
-    if name.startswith("ours"):
-        options += ["--limit", limit if name == "ours" else "0.5"]
+def run(arm: Sequence[str], data: Path, folder: Path, network: str) -> dict[str, Any]:
+    """arm: a module and its options."""
+    module, *options = arm
     gpu = Gpu()
     gpu.start()
     place = Path(tempfile.mkdtemp(dir=folder))
@@ -52,26 +52,32 @@ def run(name: str, data: Path, folder: Path, network: str, limit: str) -> dict[s
     return {"peak": peak, "ram": ram, "seconds": seconds, "losses": printed["losses"][-1:], "source": found.source}
 
 
+def said(found: dict[str, Any]) -> str:
+    return found.get("refused") or f"{found['seconds']:.3f} s per update, peak {found['peak'] / 1e9:.2f} GB"
+
+
+def without_gpu(instead: str) -> int:
+    """Exit code of a benchmark that needs one."""
+    print(f"refused: this measures a GPU, and none was found. {instead} is for CPUs.", file=sys.stderr)
+    return 3
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=["S", "L", "T"], default="S")
     parser.add_argument("--limit", default="2GB", help="of seqpart's streamed run")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print(
-            "refused: these peers offload from a GPU, and none was found. benchmarks.peers.compare is for CPUs.",
-            file=sys.stderr,
-        )
-        return 3
+        return without_gpu("benchmarks.peers.compare")
     result = record.load("peers")
     with tempfile.TemporaryDirectory(dir=".") as folder:
         data = Path(folder) / "rows.pt"
         children.shown("benchmarks.peers.data", options.network, data)
-        for name in ARMS:
-            found = run(name, data, Path(folder), options.network, options.limit)
+        for name, arm in ARMS.items():
+            limited = [options.limit if word == "LIMIT" else word for word in arm]
+            found = run(limited, data, Path(folder), options.network)
             result.setdefault(options.network, {})[name] = found
-            told = found.get("refused") or f"{found['seconds']:.3f} s per update, peak {found['peak'] / 1e9:.2f} GB"
-            print(f"{name:12s} {told}", flush=True)
+            print(f"{name:12s} {said(found)}", flush=True)
             record.save("peers", result)
     return 0
 

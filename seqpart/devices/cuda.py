@@ -1,7 +1,12 @@
-"""A CUDA GPU: streams of copies beside the one that computes, pinned host memory, the caching allocator and its cap.
+"""A GPU of CUDA, or of ROCm, whose PyTorch has the same names: streams of copies beside the one that computes, pinned host
+memory, the caching allocator and its cap.
 
 Work is issued from several threads to three streams: the current one, which computes, and one for copies each way. All memory
 of the device is allocated on the first of them; whoever copies from or to it elsewhere waits for events, or lends it.
+
+A pinned buffer that is dropped while a copy of it is under way is not handed out again before that is over: PyTorch's allocator
+of pinned memory notes the stream of every copy that `copy_` and `to` issue, also of a part of the buffer. Whoever keeps the
+buffer and writes into it again has to wait for an event.
 """
 
 from collections.abc import Iterator
@@ -9,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from seqpart.files.direct import round_up
 from seqpart.memory.device import DOWN, UP, Device, Event, keyed_seed
 
 
@@ -30,6 +36,8 @@ class CudaDevice(Device):
         # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
         # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
         torch.backends.cudnn.benchmark = False
+        self._share = torch.cuda.get_per_process_memory_fraction(self.torch)
+        """Of the card, that the program allows itself: no cap of ours is wider, and it is put back."""
         self._copies = {way: torch.cuda.Stream(self.torch) for way in (UP, DOWN)}  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.torch)  # the context is made here, so that NVML knows this process from the start
 
@@ -50,8 +58,9 @@ class CudaDevice(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        # Rounded to a power of two by the pinned allocator anyway: few buffers, allocated once.
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        # Whole pages, or a file that is read or written around the page cache falls back to it. The pinned allocator makes
+        # powers of two of them anyway: few buffers, allocated once.
+        return torch.empty(round_up(nbytes), dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.
@@ -80,7 +89,8 @@ class CudaDevice(Device):
 
     def wait(self, event: Event) -> None:
         if event is not None:
-            event.synchronize()
+            with torch.cuda.device(self.torch):  # of a new thread it is the first GPU, where waiting would make a context
+                event.synchronize()
 
     @contextmanager
     def copying(self, way: str) -> Iterator[None]:
@@ -116,5 +126,5 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self.torch)
 
     def cap(self, nbytes: int | None) -> None:
-        share = 1.0 if nbytes is None else min(1.0, nbytes / self.total_memory())
+        share = self._share if nbytes is None else min(self._share, nbytes / self.total_memory())
         torch.cuda.set_per_process_memory_fraction(share, self.torch)

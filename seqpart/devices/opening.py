@@ -8,6 +8,16 @@ from seqpart.hardware.table import load
 from seqpart.memory.device import Device
 
 _DEFAULT_CARD = "rtx3060-12gb"
+_CUDA_TOO = "PyTorch calls an AMD GPU cuda. Use --device cuda"
+_REFUSED = {
+    "mps": "the memory of Apple's GPUs is the system's own, shared with the processor and all programs. torch.mps caps its "
+    "allocator only; what the driver holds beside it for this process is in no figure, so no limit could be kept",
+    "xpu": "torch.xpu has streams, events, pinned memory and a cap of its allocator, but nothing that says what a process "
+    "holds on an Intel GPU with the driver's context, as NVML does: a limit could not be proven",
+    "hip": _CUDA_TOO,
+    "rocm": _CUDA_TOO,
+}
+"""Accelerators that PyTorch knows, and why they are not used by that name."""
 
 
 def open_device(name: str) -> Device:
@@ -25,6 +35,8 @@ def open_device(name: str) -> Device:
         return SimulatedDevice(load(card or _DEFAULT_CARD), int(seed or 0))
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return Device()
+    if kind in _REFUSED:
+        raise OptionError(f"--device {name} is refused: {_REFUSED[kind]}.")
     if name != "auto" and (kind != "cuda" or (colon and not rest.isdecimal())):
         raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N, sim or sim:CARD; found {name!r}.")
     if not torch.cuda.is_available():

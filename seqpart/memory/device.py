@@ -23,8 +23,10 @@ from seqpart.memory.heap import RETURNED_FROM, Heap
 
 _ALLOCATION_FAILED = (
     "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread",
-    "_STATUS_ALLOC_FAILED", "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED", "CUDA error: out of memory", "HIP error: out of memory",
+    "was unable to find an engine to execute this computation",
 )  # fmt: skip
+"""The last: cuDNN's plans are tried one after the other, and each that gets no workspace is passed over in silence."""
 _ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive(?! desc)|memory|stream|engine)")
 """oneDNN does not say why: a kernel's code and its scratchpad are memory. What it cannot do at all fails by its descriptor."""
 
@@ -87,7 +89,7 @@ class Device:
         return aligned(nbytes)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 buffer from which `upload` is fast."""
+        """A flat uint8 buffer of whole pages, `nbytes` or a little more, from which `upload` is fast."""
         return aligned(nbytes)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,8 @@ class MemoryUsage:
 
 
 def _nvml_usage(device: Device) -> NvmlUsage:
-    return NvmlUsage(str(torch.cuda.get_device_properties(device.torch).uuid), device.reserved)
+    # ROCm's PyTorch may come without a uuid, and has no NVML: then the figure says what stands in.
+    return NvmlUsage(str(getattr(torch.cuda.get_device_properties(device.torch), "uuid", "")), device.reserved)
 
 
 class _TreeUsage:
