@@ -57,7 +57,8 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _spoil(tensor)
         packet = func._overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        nbytes = sum(tensor.nbytes for tensor in (*(tensor for tensor, _ in used), *found))
+        nbytes = sum(tensor.nbytes * (2 if write else 1) for tensor, write in used)  # what is written was read before
+        nbytes += sum(tensor.nbytes for tensor in found if not any(tensor is other for other, _ in used))
         dtype = found[0].dtype if found else torch.float32
         self._observer.ends(name, found, nbytes=nbytes, flops=int(flops), dtype=dtype)
         return result
