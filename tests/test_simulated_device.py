@@ -225,7 +225,7 @@ ON_THE_DEVICE = [how for how in HOWS if not how.offloads]
 NAMES = ["dropout, sgd", "statistics, sgd, clipped", "mlp, adam, clipped, bf16", "frozen middle, adam, clipped"]
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", NAMES[1:2])
 def test_every_way_to_train_on_it_gives_the_bits_of_the_cpu(name, arm):
     trained = arm(name)
     expected = trained.run(FULL)
