@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from contextlib import closing
 
 import pytest
 import torch
@@ -285,6 +286,18 @@ def test_the_three_tiers_are_used(tmp_path):
     assert set(tiers("1GB")) == {"pinned"}
     assert set(tiers("1")) == {"disk"}
     assert set(tiers("20MB")) == {"pinned", "disk"}
+
+
+def test_gradients_that_wait_for_their_norm_wait_in_pinned_memory_like_the_other_homes(tmp_path):
+    """They went to the disk, and were priced as if they did not."""
+    trainer = Trainer(
+        network(), device=SIM, method="streamed", partitions=4, mem_limit="2GB", batch_size=32, epochs=1, quiet=True,
+        output_dir=tmp_path / "run", ram_limit="1GB", clip_grad_norm=1.0,
+    )  # fmt: skip
+    with closing(trainer.prepare(classes(64), classes(8))) as preparation:
+        prepared = preparation.planned()
+    homes = [block.gradient_home for block in prepared.chain]
+    assert set(homes) <= prepared.hosted().keys()
 
 
 def test_a_plan_says_what_an_update_waits_for(tmp_path):

@@ -25,7 +25,7 @@ from seqpart.planning.plan import PartitionPlan, Plan, PlanRequest
 from seqpart.planning.prediction import Prediction, peaks_by_partition
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
-from seqpart.schedule.phases import Phases
+from seqpart.schedule.phases import Phases, counted
 from seqpart.settings import OF_SIL
 from seqpart.units import format_size, parse_size
 from seqpart.values import flag_of
@@ -68,13 +68,16 @@ class Prepared:
     """Of the host pool, for boundaries."""
 
     def hosted(self) -> dict[str, int]:
-        """Bytes of the homes that are planned to be in host memory: weights and optimizer state, partition by partition."""
+        """Bytes of the homes that are planned to be in host memory, partition by partition: weights, optimizer state, and
+        gradients where they wait there for their norm."""
         homes: dict[str, int] = {}
+        waits = any(phase.clips and phase.streams for phase, _ in counted(self.phases))
         for p in sorted(self.at_host):
             part, optimizer = self.plan.partitions[p], self.stages[0].optimizers[p]
             costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
             for block, cost, state in zip(blocks, costs, state_layouts(costs, optimizer), strict=True):
                 homes |= {block.home: cost.layout.nbytes} | ({block.state_home: state.nbytes} if state.specs else {})
+                homes |= {block.gradient_home: cost.gradient_layout.nbytes} if waits and cost.gradients else {}
         return homes
 
 

@@ -288,15 +288,20 @@ def homes_at_host(
 ) -> tuple[int, frozenset[int]]:
     """(bytes of a pool in host memory beside `boundaries`, partitions whose homes all have a place in it); `rows` come behind.
 
-    states: whether optimizer state has a home as well.
+    states: whether optimizer state has a home as well, and gradients where updates wait for their norm.
     """
     if not problem.host_budget:
         return 0, frozenset()
-    key = (boundaries, rows, *(first for first, _, _ in parts))
+    key = (boundaries, rows, states, *(first for first, _, _ in parts))
     if key not in problem.placed:
         costs = problem.costs_at(micro_batches(problem)[0])
+        waits = problem.clips and states and len(parts) > 1  # gradients, at home, for their norm
         homes = [
-            (round_up(max(cost.weights, 1)), state.padded_nbytes if states else 0)
+            (
+                round_up(max(cost.weights, 1)),
+                state.padded_nbytes if states else 0,
+                cost.gradient_layout.padded_nbytes if waits else 0,
+            )
             for cost, state in zip(costs, problem.states, strict=True)
         ]
         groups = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
