@@ -109,18 +109,18 @@ def test_a_kernel_that_uses_host_memory_is_refused(device):
         there + host[:16]
 
 
-def copied(device, host, there, *, event=True):
-    with device.copying(UP):
-        device.copy(host, there)
-        return device.mark() if event else None
-
-
-def test_what_computes_without_waiting_for_a_copy_is_named(device):
+def copied(device):
+    """(host memory, memory of the device, the event behind the copy of one into the other)."""
     host, there = device.host(4096), device.empty(4096)
     made = device.mark()
     with device.copying(UP):
         device.after(made)
-    behind = copied(device, host, there)
+        device.copy(host, there)
+        return host, there, device.mark()
+
+
+def test_what_computes_without_waiting_for_a_copy_is_named(device):
+    _, there, behind = copied(device)
     with pytest.raises(Unordered, match=r"a copy up \(writes .* and aten\.sum.*not ordered by any event"):
         there.sum()
     device.after(behind)
@@ -128,11 +128,7 @@ def test_what_computes_without_waiting_for_a_copy_is_named(device):
 
 
 def test_host_memory_that_is_written_while_it_is_copied_is_named(device):
-    host, there = device.host(4096), device.empty(4096)
-    made = device.mark()
-    with device.copying(UP):
-        device.after(made)
-    behind = copied(device, host, there)
+    host, _, behind = copied(device)
     with pytest.raises(Unordered, match="a copy up"):
         host.fill_(1)
     device.wait(behind)

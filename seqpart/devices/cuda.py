@@ -14,19 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from seqpart.devices.accelerator import Accelerator
 from seqpart.files.direct import round_up
-from seqpart.memory.device import DOWN, UP, Device, Event, keyed_seed
+from seqpart.memory.device import DOWN, UP, Event, keyed_seed
 
 
-class CudaDevice(Device):
+class CudaDevice(Accelerator):
     kind = "cuda"
-    shares_memory = False
-    contention = 0.0
-    host_tier = "pinned"
-    granule = 512
-    heap_below = 0
-    growth = 64 << 20
-    """Kernel workspaces, and what the caching allocator loses to fragments."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -51,9 +45,6 @@ class CudaDevice(Device):
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch)[0])
 
-    def settle(self) -> None:
-        """The caching allocator is capped by the meter; nothing to settle here."""
-
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
@@ -65,9 +56,6 @@ class CudaDevice(Device):
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.
         return host.to(self.torch, non_blocking=True)
-
-    def own(self, host: torch.Tensor) -> torch.Tensor:
-        return self.upload(host)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()

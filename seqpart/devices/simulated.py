@@ -19,33 +19,29 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from seqpart.devices.caching_allocator import GRANULE, CachingAllocator
+from seqpart.devices.accelerator import Accelerator
+from seqpart.devices.caching_allocator import CachingAllocator
 from seqpart.devices.ordering import HOST, Memory, Unordered, act, touch
 from seqpart.devices.streams import COMPUTING, Event, Stream, Streams
 from seqpart.devices.watching import Used, Watching, waits
 from seqpart.files.direct import aligned, watched
 from seqpart.hardware.table import Hardware
-from seqpart.memory.device import DOWN, UP, Device
+from seqpart.memory.device import DOWN, UP
 
 _COPIES = {UP: "the stream of copies to the device", DOWN: "the stream of copies home"}
 
 
-class SimulatedDevice(Device):
+class SimulatedDevice(Accelerator):
     """`hardware`, simulated; `seed`: of how late copies happen."""
 
     kind = "sim"
-    shares_memory = False
-    contention = 0.0
-    host_tier = "pinned"
-    granule = GRANULE
-    heap_below = 0
-    growth = 64 << 20
+    hardware: Hardware
 
     def __init__(self, hardware: Hardware, seed: int = 0) -> None:
         super().__init__()
         # An index tells what is asked of the device from what is asked of the processor, on which both are made.
         self.torch, self.hardware = torch.device("cpu", 0), hardware
-        self._card = hardware
+        self._name = f"simulated {hardware.name}"
         self.streams = Streams(tuple(_COPIES.values()), seed)
         self._allocator = CachingAllocator(hardware.memory - hardware.context)
         self._memories: dict[int, Memory] = {}
@@ -60,17 +56,17 @@ class SimulatedDevice(Device):
 
     @property
     def name(self) -> str:
-        return f"simulated {self._card.name}"
+        return self._name
 
     def total_memory(self) -> int:
-        return self._card.memory
+        return self.hardware.memory
 
     def free_memory(self) -> int:
-        return self._card.memory - self.used()
+        return self.hardware.memory - self.used()
 
     def used(self) -> int:
         """Bytes of the card that this process has: what its driver would say."""
-        return self._card.context + self._allocator.reserved
+        return self.hardware.context + self._allocator.reserved
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -98,9 +94,6 @@ class SimulatedDevice(Device):
             self._made([there], "an upload")
         self.copy(host, there)
         return there
-
-    def own(self, host: torch.Tensor) -> torch.Tensor:
-        return self.upload(host)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.is_host(tensor):
@@ -153,8 +146,8 @@ class SimulatedDevice(Device):
             way = UP if self.is_host(source) else DOWN
             stream = self.streams.current
             begins = max(self.streams.begin(stream), self._links[way])
-            rate = self._card.h2d if way == UP else self._card.d2h
-            took = self._card.copy_latency + source.nbytes / rate
+            rate = self.hardware.h2d if way == UP else self.hardware.d2h
+            took = self.hardware.copy_latency + source.nbytes / rate
             stream.seconds = self._links[way] = begins + took
             self.busy[way] += took
             for tensor, write in ((source, False), (target, True)):
@@ -238,7 +231,7 @@ class SimulatedDevice(Device):
                     what = "the program" if not disk else "a file that is read" if write else "a file that is written"
                     touch(memory, first, last, write=write, actor=HOST, clock=self.streams.host, what=what)
             if disk:
-                took = nbytes / (self._card.disk_read if write else self._card.disk_write)
+                took = nbytes / (self.hardware.disk_read if write else self.hardware.disk_write)
                 self.streams.reach(max(self._links["disk"], self.streams.seconds) + took)
                 self._links["disk"] = self.streams.seconds
                 self.busy["disk"] += took
@@ -262,9 +255,9 @@ class SimulatedDevice(Device):
 
     def ends(self, name: str, found: list[torch.Tensor], *, nbytes: int, flops: int, dtype: torch.dtype) -> None:
         with self.streams.lock:
-            stream, rates = self.streams.current, self._card.flops
+            stream, rates = self.streams.current, self.hardware.flops
             rate = rates.get(str(dtype).removeprefix("torch."), rates["float32"])
-            took = self._card.launch + max(flops / rate, nbytes / self._card.memory_bandwidth)
+            took = self.hardware.launch + max(flops / rate, nbytes / self.hardware.memory_bandwidth)
             stream.seconds = max(stream.seconds, self.streams.seconds) + took
             self.busy["computing"] += took
             self._made(found, name)
@@ -272,9 +265,6 @@ class SimulatedDevice(Device):
                 self.streams.wait(self.streams.record())
 
     # --- the allocator --------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Its memory is not the processor's."""
 
     def reserved(self) -> int:
         self._forget_freed()

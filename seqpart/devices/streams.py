@@ -102,10 +102,10 @@ class Streams:
         act(stream.name, stream.clock)
         return max(stream.seconds, self.seconds)
 
-    def issue(self, stream: Stream, copy: Callable[[], None]) -> None:
-        """A copy, at once where the stream computes."""
+    def issue(self, stream: Stream, item: Callable[[], None] | Event) -> None:
+        """A copy, or an event to wait for: at once where the stream computes."""
         stream.issued += 1
-        stream.late.append(copy)
+        stream.late.append(item)
         if stream.name == COMPUTING:
             self._finish(stream, stream.issued)
         self._hurry()
@@ -126,11 +126,7 @@ class Streams:
             stream = self.current
             join(stream.clock, event.clock)
             stream.seconds = max(stream.seconds, event.seconds)
-            stream.issued += 1
-            stream.late.append(event)
-            if stream.name == COMPUTING:
-                self._finish(stream, stream.issued)
-            self._hurry()
+            self.issue(stream, event)
 
     def wait(self, event: Event) -> None:
         """The calling thread does."""

@@ -47,10 +47,10 @@ def aligned(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(whole, dtype=torch.uint8)[: round_up(nbytes)]
 
 
-def bytes_of(flat: torch.Tensor, *, write: bool = True) -> memoryview:
-    """The memory of a contiguous CPU uint8 tensor, not copied. write: it may be written to."""
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU uint8 tensor, writable, not copied."""
     for watcher in _watchers:
-        watcher(flat.data_ptr(), len(flat), write=write, disk=False)
+        watcher(flat.data_ptr(), len(flat), write=True, disk=False)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 

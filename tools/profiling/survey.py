@@ -13,7 +13,6 @@ from profiling.question import parsed
 from seqpart.cli.job import opened
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.hardware import measure_speeds, seconds_of
-from seqpart.devices.cuda import CudaDevice
 from seqpart.errors import SeqpartError
 from seqpart.memory.device import describe_versions
 from seqpart.model.blocks import as_chain
@@ -43,15 +42,15 @@ def _facts(arguments: list[str], place: Path) -> dict[str, Any]:
     parameters = sum(prod(spec.shape) for cost in costs for spec in cost.gradient_layout.specs)
     optimizer = choose(values_of(job.optimizer)[0], lr=1.0)
     rates = measure_speeds(device, optimizer, min(batch, _ROWS), job.offload_dir or place)
-    updates = -(-train.count // batch)
+    on_gpu, updates = device.kind == "cuda", -(-train.count // batch)
     flops = 3 * sum(cost.flops for cost in costs) / batch * train.count
     rate = _matrix_rate(device.torch, job.autocast or train.dtype if train.dtype.is_floating_point else torch.float32)
     return {
         "limit": limit_of(job, device), "device": device.kind, "device_name": device.name, "rows": train.count,
         "parameters": parameters, "blocks": len(chain), "epochs": as_text(job.epochs), "batch_size": as_text(job.batch_size),
         "compute_seconds": flops / rate + updates * parameters / rates.optimizer, "flops_per_second": rate,
-        "read": rates.read, "write": rates.write, "to_device": _copy_rate(device, to=True),
-        "from_device": _copy_rate(device, to=False), "versions": describe_versions(),
+        "read": rates.read, "write": rates.write, "to_device": rates.up if on_gpu else None,
+        "from_device": rates.down if on_gpu else None, "versions": describe_versions(),
         "options": {key: as_text(value) for key, value in dataclasses.asdict(job).items() if value is not None},
     }  # fmt: skip
 
@@ -70,20 +69,6 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
     work()
     return times * 2 * _ROWS * _WIDTH**2 / seconds_of(work, repeats=5)
-
-
-def _copy_rate(device: Any, *, to: bool) -> float | None:
-    """Bytes per second between pinned memory and the GPU; None where the device is the host."""
-    if not isinstance(device, CudaDevice):
-        return None
-    host, there = torch.empty(256 << 20, dtype=torch.uint8).pin_memory(), device.empty(256 << 20)
-
-    def work() -> None:
-        (there if to else host).copy_(host if to else there, non_blocking=True)
-        torch.cuda.synchronize(device.torch)
-
-    work()
-    return host.nbytes / seconds_of(work, repeats=5)
 
 
 if __name__ == "__main__":
