@@ -1,5 +1,6 @@
 """Chains of blocks that are nothing but numbers, and problems made of them, to plan for without a model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -8,8 +9,14 @@ from hypothesis import strategies as st
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.hardware import Speeds
 from seqpart.data.row_file import RowLayout
+from seqpart.model.packs import Value
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.planning.problem import Problem
+
+
+def value(number, nbytes):
+    """What block `number` takes, for a micro-batch of 8 rows."""
+    return Value(number, (8, nbytes // 32), torch.float32, nbytes, 8, True, number - 1, (number,))
 
 
 def block(weights, saved, output, flops):
@@ -19,14 +26,21 @@ def block(weights, saved, output, flops):
         layout=layout, trainable=("w",), gradient_layout=layout, gradients=weights, held=0, buffers=0,
         forward_peak=saved + output, saved=saved + output, saved_alone=saved,
         saved_sizes=(saved, output), backward_peak=weights + output,
-        accumulate_peak=2 * weights + output, inference_peak=output, input=output, input_row=output // 8,
-        input_shape=(output // 32,), output=output, output_shape=(output // 32,), input_dtype=torch.float32,
-        output_dtype=torch.float32, flops=flops,
+        accumulate_peak=2 * weights + output, inference_peak=output, takes=(value(0, output),), gives=(value(1, output),),
+        flops=flops,
     )  # fmt: skip
 
 
+def joined(blocks):
+    """The blocks in a row: each takes what the one before gave."""
+    return [
+        replace(cost, takes=(value(number, cost.input),), gives=(value(number + 1, cost.output),))
+        for number, cost in enumerate(blocks)
+    ]
+
+
 def problem_of(blocks, limit, *, micro_batch, starts, speeds):
-    rows = RowLayout((blocks[0].input_row // 4,), torch.float32)
+    blocks, rows = joined(blocks), RowLayout((blocks[0].takes[0].row // 4,), torch.float32)
     states = [Layout.of([TensorSpec(name="m", shape=(2 * cost.weights // 4,), dtype=torch.float32)]) for cost in blocks]
     return Problem(
         chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], device="a test", host_counts=False,

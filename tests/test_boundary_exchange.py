@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqpart.boundaries.exchange import InHost, OnDevice, OnDisk
 from seqpart.errors import StoreError
-from seqpart.execution.boundary_exchange import InHost, OnDevice, OnDisk
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.planning.problem import BUFFERS, exchange_bytes

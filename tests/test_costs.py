@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from seqpart.costs.blocks import LiveBytes, _watch_inference, _watch_training, measure_chain, measure_loss
+from seqpart.costs.blocks import _watch_inference, _watch_training, measure_chain, measure_loss
+from seqpart.costs.counting import LiveBytes
 from seqpart.errors import DataError, ModelError
+from seqpart.files.direct import round_up
 from seqpart.model.blocks import as_chain, layout_of, tensors_of
+from seqpart.model.packs import Value
 from seqpart.zoo import models
 
 BATCH = 6
@@ -51,14 +55,16 @@ def cost_of(source, shape, batch=BATCH, **options):
 def real_of(factory, shape, *, granule=1, dtype=torch.float32, autocast=None):
     """The same watching on real tensors with real memory."""
     module = factory().train()
-    shape = (BATCH, *shape)
-    training = _watch_training(module, tensors_of(module), shape, dtype, granule, autocast)
-    return training, _watch_inference(module, tensors_of(module), shape, dtype, granule, autocast)
+    shape, block = (BATCH, *shape), as_chain([factory])[0]
+    nbytes = round_up(torch.Size(shape).numel() * dtype.itemsize, granule)
+    taken = [Value(0, shape, dtype, nbytes, BATCH, dtype.is_floating_point, -1, (0,))]
+    training = _watch_training(block, module, tensors_of(module), taken, granule, autocast)
+    return training, _watch_inference(module, tensors_of(module), taken, granule, autocast)
 
 
 MEASURED = (
     "forward_peak", "saved", "saved_alone", "saved_sizes", "backward_peak", "accumulate_peak", "input", "output",
-    "output_shape", "input_dtype", "output_dtype",
+    "output_shape", "output_dtype",
 )  # fmt: skip
 
 
@@ -90,7 +96,7 @@ def test_weights_gradients_and_layout_are_those_of_the_real_module(factory, shap
 def test_a_linear_layer_costs_what_paper_and_pencil_say():
     cost = cost_of(lambda: nn.Linear(24, 10), (24,))
     x, y, weight, bias = BATCH * 24 * 4, BATCH * 10 * 4, 240 * 4, 10 * 4
-    assert (cost.input, cost.input_row, cost.output, cost.output_shape) == (x, 24 * 4, y, (10,))
+    assert (cost.input, cost.takes[0].row, cost.output, cost.output_shape) == (x, 24 * 4, y, (10,))
     assert (cost.weights, cost.gradients) == (weight + bias, weight + bias)
     assert (cost.forward_peak, cost.saved, cost.saved_alone, cost.inference_peak) == (y, y, 0, y)
     assert cost.backward_peak == weight + bias + x, "its gradients and the input's"
@@ -101,7 +107,7 @@ def test_every_size_is_rounded_to_the_allocator_s_granule():
     cost = cost_of(lambda: nn.Linear(24, 10), (24,), granule=512)
     assert (cost.input, cost.output) == (1024, 512)
     assert cost.gradients == 1024 + 512
-    assert cost.input_row == 24 * 4, "a row at home is not in the allocator"
+    assert cost.takes[0].row == 24 * 4, "a row at home is not in the allocator"
 
 
 def test_a_frozen_layer_has_no_gradients_of_its_own():
@@ -143,7 +149,7 @@ def test_blocks_of_one_factory_and_shape_are_measured_once():
         return nn.Linear(4, 4)
 
     first, second, _ = measure_chain(as_chain([factory, factory, lambda: nn.Linear(4, 2)]), (4,), BATCH)
-    assert first == second
+    assert replace(first, takes=(), gives=()) == replace(second, takes=(), gives=())
     assert len(calls) == 1
 
 
@@ -197,10 +203,10 @@ def test_a_transformer_costs_on_fake_tensors_what_it_costs(autocast, dropout):
 def test_a_chain_on_tokens_is_measured_with_each_output_s_type_as_the_next_input_s():
     chain = as_chain(models.gpt(65, 16, width=32, depth=2, heads=4))
     costs = measure_chain(chain, (16,), BATCH, dtype=torch.int64, autocast=torch.bfloat16)
-    assert [cost.input_dtype for cost in costs] == [torch.int64] + [torch.float32] * 3
+    assert [cost.takes[0].dtype for cost in costs] == [torch.int64] + [torch.float32] * 3
     assert costs[-1].output_dtype == torch.bfloat16
-    assert (costs[0].input_row, costs[0].output_shape, costs[-1].output_shape) == (16 * 8, (16, 32), (16, 65))
-    assert all((left.output, left.output_dtype) == (right.input, right.input_dtype) for left, right in pairwise(costs))
+    assert (costs[0].takes[0].row, costs[0].output_shape, costs[-1].output_shape) == (16 * 8, (16, 32), (16, 65))
+    assert all((left.output, left.output_dtype) == (right.input, right.takes[0].dtype) for left, right in pairwise(costs))
 
 
 def test_a_block_is_measured_again_for_input_of_another_type():
@@ -257,7 +263,7 @@ def test_an_output_that_carries_no_real_gradient_is_refused(dtype):
 
 def test_an_output_of_another_float_type_is_the_next_block_s_input():
     first, second = measure_chain(as_chain([Types(torch.bfloat16), nn.ReLU()]), (4,), BATCH)
-    assert (first.input_dtype, first.output_dtype) == (torch.float32, torch.bfloat16)
+    assert (first.takes[0].dtype, first.output_dtype) == (torch.float32, torch.bfloat16)
     assert (second.input, second.output_dtype) == (BATCH * 4 * 2, torch.bfloat16)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.costs.blocks import LiveBytes
+from seqpart.costs.counting import LiveBytes
 from seqpart.costs.hardware import measure_speeds, seconds_of
 from seqpart.errors import DoesNotFit
 from seqpart.memory.device import Device

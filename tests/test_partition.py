@@ -66,6 +66,12 @@ class Home:
         self.partition.finish_state()
         return read
 
+    def forward(self, x, **options):
+        """What the partition makes of its input."""
+        (entering,) = self.partition.entering
+        (output,) = self.partition.forward({entering.number: x}, **options).values()
+        return output
+
     def drop(self, *, keep_state=True, gradients=False):
         """A whole visit's end; the bytes that it wrote."""
         slot, free, written = self.partition.begin_drop(keep_state=keep_state, gradients=gradients)
@@ -121,7 +127,7 @@ def train_visits(home, data, *, visit=1, micro_batches=1, clip=None):
     for first in range(0, len(data), visit):
         home.load()
         for m, (x, labels) in enumerate(data[first : first + visit], start=1):
-            loss_of(home.partition.forward(x, training=True, key=(first, m)), labels).backward()
+            loss_of(home.forward(x, training=True, key=(first, m)), labels).backward()
             if m % micro_batches == 0:
                 update(home.partition, clip)
         home.drop()
@@ -166,7 +172,7 @@ def test_each_gradient_s_norm_is_told(home):
     (x, labels), *_ = batches(1)
     home.load()
     assert home.partition.gradient_norms() == []
-    loss_of(home.partition.forward(x, training=True, key=(0,)), labels).backward()
+    loss_of(home.forward(x, training=True, key=(0,)), labels).backward()
     assert home.partition.gradient_norms() == [parameter.grad.norm() for parameter in home.partition.trainable]
 
 
@@ -176,7 +182,7 @@ def test_gradients_that_wait_at_home_for_their_norm_come_back_bit_for_bit(home, 
     for x, labels in batches(2):
         for visited in (home, stays):
             visited.load(to_update=visited is stays)
-            loss_of(visited.partition.forward(x, training=True, key=(0,)), labels).backward()
+            loss_of(visited.forward(x, training=True, key=(0,)), labels).backward()
         home.drop(gradients=True)
         home.load()
         assert home.partition.gradient_norms() == stays.partition.gradient_norms()
@@ -194,7 +200,7 @@ def test_each_step_is_at_its_own_rate_whatever_the_last_one_was(tmp_path):
     for rate, batch in zip((1.0, 0.5, 2.0), data, strict=True):
         expected = train_plain(plain, choose("sgd", lr=0.05 * rate), [batch])
         home.load()
-        loss_of(home.partition.forward(batch[0], training=True, key=(0,)), batch[1]).backward()
+        loss_of(home.forward(batch[0], training=True, key=(0,)), batch[1]).backward()
         home.partition.update(rate)
         home.drop()
     assert_same(home.tensors(), expected)
@@ -204,7 +210,7 @@ def test_each_step_is_at_its_own_rate_whatever_the_last_one_was(tmp_path):
 def test_an_update_frees_the_gradients(home):
     (x, labels), *_ = batches(1)
     home.load()
-    loss_of(home.partition.forward(x, training=True, key=(0,)), labels).backward()
+    loss_of(home.forward(x, training=True, key=(0,)), labels).backward()
     assert all(parameter.grad is not None for parameter in home.partition.trainable)
     home.partition.update()
     assert all(parameter.grad is None for parameter in home.partition.trainable)
@@ -223,7 +229,7 @@ def test_state_that_is_not_kept_starts_again_at_zero(tmp_path):
     home = Home(tmp_path, model)
     for x, labels in batches(3):
         home.load()
-        loss_of(home.partition.forward(x, training=True, key=(0,)), labels).backward()
+        loss_of(home.forward(x, training=True, key=(0,)), labels).backward()
         home.partition.update()
         home.drop(keep_state=False)
     for batch in batches(3):
@@ -236,12 +242,12 @@ def test_dropout_is_a_function_of_place_and_not_of_order(tmp_path):
     home = Home(tmp_path, nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Dropout(0.5)))
     x = torch.ones(4, 6)
     home.load(to_update=False)
-    first, other = (home.partition.forward(x, training=True, key=key) for key in ((1, 2, 3), (1, 2, 4)))
+    first, other = (home.forward(x, training=True, key=key) for key in ((1, 2, 3), (1, 2, 4)))
     first, other = first.detach().clone(), other.detach().clone()
     home.drop(keep_state=False)
     home.load(to_update=False)
     torch.manual_seed(99)
-    assert torch.equal(home.partition.forward(x, training=True, key=(1, 2, 3)), first)
+    assert torch.equal(home.forward(x, training=True, key=(1, 2, 3)), first)
     assert not torch.equal(first, other)
     # Two dropouts with one mask would keep half of the numbers, with a mask each a quarter.
     assert (first != 0).float().mean() < 0.4
@@ -251,13 +257,13 @@ def test_dropout_is_a_function_of_place_and_not_of_order(tmp_path):
 def test_without_training_dropout_and_statistics_rest(home):
     home.load(to_update=False)
     mean = home.chain[1].module.running_mean.clone()
-    home.partition.forward(torch.randn(4, 6), training=False, key=(0,))
+    home.forward(torch.randn(4, 6), training=False, key=(0,))
     assert torch.equal(home.chain[1].module.running_mean, mean)
 
 
 def test_weights_that_did_not_change_are_not_written(home):
     home.load(to_update=False)
-    home.partition.forward(torch.randn(4, 6), training=False, key=(0,))
+    home.forward(torch.randn(4, 6), training=False, key=(0,))
     before = home.store.traffic.bytes_written
     assert home.drop() == 0
     assert home.store.traffic.bytes_written == before

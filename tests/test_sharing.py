@@ -253,6 +253,22 @@ def language():
     return [first, nn.Sequential(nn.Linear(8, 8), nn.ReLU()), last]
 
 
+def three_uses():
+    """One weight in three blocks, and between them others."""
+    torch.manual_seed(0)
+    first, middle, last = nn.Embedding(11, 11), nn.Linear(11, 11), nn.Linear(11, 11, bias=False)
+    middle.weight = last.weight = first.weight
+    return [first, nn.Sequential(nn.Linear(11, 11), nn.ReLU()), middle, nn.Tanh(), nn.Linear(11, 11), last]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("partitions", [(0, 1, 2, 4, 5), (0, 2), (0, 1)], ids=str)
+def test_a_weight_of_three_blocks_learns_from_all_of_them_in_the_order_of_whole_training(how, partitions, trained):
+    """More than two were refused: T5 uses one embedding three times."""
+    arms = trained(three_uses, tokens(), partitions=partitions)
+    assert first_difference(arms.run(how), arms.run(FULL)) is None
+
+
 @pytest.mark.parametrize("how", HOWS, ids=str)
 def test_a_partition_whose_only_weight_is_borrowed_hands_its_gradient_on(how, trained):
     """It had no parameter of its own, counted as frozen, and the head's part of the shared gradient was missing."""

@@ -319,10 +319,10 @@ def test_more_host_memory_than_this_machine_has_may_be_planned_with_and_not_used
 
 # --- every wait is needed ---------------------------------------------------------------------------------------------
 
-MODULES = ("execution.boundary_exchange", "execution.partition", "execution.slots", "execution.executor",
+MODULES = ("boundaries.exchange", "execution.partition", "execution.slots", "execution.executor",
            "offload.store", "offload.tensor_file", "data.reader")  # fmt: skip
 NOT_FOUND = {
-    "execution.boundary_exchange:InHost.put: self._device.copying(DOWN)": "in the stream that computes it is right, and slow",
+    "boundaries.exchange:InHost.put: self._device.copying(DOWN)": "in the stream that computes it is right, and slow",
     "offload.store:Store._move: self._device.copying(way)": "in the stream that computes it is right, and slow",
     "offload.store:Transfer.settle: self._device.wait(part.result())": "behind errors only",
     "offload.store:Store._all: Transfer(self._device, work).wait()": "between threads of the host",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.costs.blocks import LiveBytes
+from seqpart.costs.counting import LiveBytes
 from seqpart.costs.simulator import Resources, Simulator
 from seqpart.errors import DoesNotFit
 from seqpart.execution.events import StepDone

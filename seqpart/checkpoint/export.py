@@ -106,7 +106,7 @@ def _entries(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Iterator[tu
         for name, tensor in block.module.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
                 owner, spec = source[id(tensor)]
-                found.append((owner, f"{block.name}.{name}", spec))
+                found.append((owner, block.exported(name), spec))
     yield from sorted(found, key=lambda entry: -entry[2].dtype.itemsize)
 
 

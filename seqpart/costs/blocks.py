@@ -6,8 +6,7 @@ operation is not seen, and belongs to the plan's margin.
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +16,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from seqpart.costs.counting import LiveBytes, tensors_in
 from seqpart.costs.fake_mode import FakeMode
-from seqpart.costs.flops import flops_of
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
+from seqpart.model.packs import ROWS, Value
 from seqpart.offload.layout import Layout
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -55,15 +55,8 @@ class BlockCost:
     """The same when its gradients exist already and a second micro-batch is added to them."""
     inference_peak: int
     """Most bytes alive while it runs forward without a graph."""
-    input: int
-    input_row: int
-    input_shape: tuple[int, ...]
-    """Without the batch dimension."""
-    output: int
-    output_shape: tuple[int, ...]
-    """Without the batch dimension."""
-    input_dtype: torch.dtype
-    output_dtype: torch.dtype
+    takes: tuple[Value, ...]
+    gives: tuple[Value, ...]
     flops: int
     """Floating point operations of one forward pass."""
     forward_seconds: float = 0.0
@@ -73,80 +66,36 @@ class BlockCost:
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0
     """Bytes of those parameters."""
-    writes_input: bool = False
-    """Whether it works in place, as ReLU(inplace=True) does."""
-    passes_input: bool = False
-    """Whether its output lies in the memory of its input, as a view does."""
+    writes: frozenset[int] = frozenset()
+    """Values that it takes and changes in place, as ReLU(inplace=True) does."""
+    passes: tuple[tuple[int, int], ...] = ()
+    """(value that it gives, value that it takes) in one memory, as a view is."""
 
     @property
     def weights(self) -> int:
         return self.layout.nbytes
 
+    @property
+    def input(self) -> int:
+        return sum(value.nbytes for value in self.takes)
 
-def written_input(blocks: Iterable[BlockCost]) -> bool:
-    """Whether blocks in a row change the first one's input in place: as a partition they need a copy of it."""
-    for block in blocks:
-        if block.writes_input:
-            return True
-        if not block.passes_input:
-            return False
-    return False
+    @property
+    def output(self) -> int:
+        return sum(value.nbytes for value in self.gives)
 
+    @property
+    def result(self) -> Value:
+        """Where it gives one: what a loss behind it judges."""
+        return self.gives[-1]
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages alive among the results of operations; views and inputs are not counted twice. And what
-    the operations compute."""
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Of one row of its result."""
+        return self.result.shape[1:]
 
-    def __init__(self, granule: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self.flops = 0
-        self._granule = granule
-        self._known: dict[int, Any] = {}
-        self.sizes: dict[int, int] = {}
-        """Bytes of every counted storage that is alive."""
-
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are somebody else's: weights, the input."""
-        for tensor in tensors:
-            self._known[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func.overloadpacket.__name__, args, result)
-        for tensor in _tensors(result):
-            self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: Any) -> None:
-        key = id(storage)
-        known = self._known.get(key)
-        if known is not None and known() is storage:
-            return
-        size = round_up(storage.nbytes(), self._granule)
-        self._known[key] = weakref.ref(storage, lambda _: self._died(key, size))
-        self.live += size
-        self.sizes[key] = size
-        self.peak = max(self.peak, self.live)
-
-    def _died(self, key: int, size: int) -> None:
-        self.live -= size
-        self._known.pop(key, None)
-        self.sizes.pop(key, None)
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Restart the peak at what is alive now."""
-        self.peak = self.live
-        yield
-
-
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for part in result:
-            yield from _tensors(part)
+    @property
+    def output_dtype(self) -> torch.dtype:
+        return self.result.dtype
 
 
 def measure_chain(
@@ -159,38 +108,63 @@ def measure_chain(
     the next; the message names the block and the shapes.
     """
     costs: list[BlockCost] = []
-    shape = input_shape
+    uses, differentiable = _uses(chain), getattr(chain, "differentiable", None)
+
+    def value(number: int, giver: int, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
+        learns = dtype.is_floating_point and (differentiable is None or number in differentiable)
+        nbytes = round_up(torch.Size(shape).numel() * dtype.itemsize, granule)
+        return Value(number, shape, dtype, nbytes, batch, learns, giver, uses.get(number, ()))
+
+    values = {ROWS: value(ROWS, -1, (batch, *input_shape), dtype)}
     known: dict[tuple[object, ...], BlockCost] = {}
     for block in chain:
-        key = (block.same_as, block.tied, shape, dtype)  # one factory builds the same structure every time
+        taken = [values[number] for number in block.takes]
+        # One factory builds the same structure every time.
+        key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
         if key not in known:
-            known[key] = _measure_block(block, (batch, *shape), dtype, granule, autocast)
+            known[key] = _measure_block(block, taken, granule, autocast)
+        cost = known[key]
+        numbers = dict(zip((one.number for one in cost.takes), block.takes, strict=True))
+        numbers.update(zip((one.number for one in cost.gives), block.gives, strict=True))
+        given = [value(n, block.number, one.shape, one.dtype) for n, one in zip(block.gives, cost.gives, strict=True)]
+        values.update({one.number: one for one in given})
         owners = {tie.owner.number: costs[tie.owner.number] for tie in block.tied}
-        costs.append(replace(known[key], borrows=tuple(owners.values())))  # a value of its own, told from others by identity
-        shape, dtype = known[key].output_shape, known[key].output_dtype
+        costs.append(replace(  # a value of its own, told from others by identity
+            cost, borrows=tuple(owners.values()), takes=tuple(taken), gives=tuple(given),
+            writes=frozenset(numbers[number] for number in cost.writes),
+            passes=tuple((numbers[ours], numbers[theirs]) for ours, theirs in cost.passes),
+        ))  # fmt: skip
     return tuple(costs)
 
 
-def _measure_block(
-    block: Block, shape: tuple[int, ...], dtype: torch.dtype, granule: int, autocast: torch.dtype | None
-) -> BlockCost:
+def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
+    """Blocks that take each value; the last block's are the model's output."""
+    uses: dict[int, tuple[int, ...]] = {}
+    for block in chain:
+        for number in block.takes:
+            uses[number] = (*uses.get(number, ()), block.number)
+    return uses | {number: (len(chain),) for number in chain[-1].gives}
+
+
+def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
     mode = FakeMode()
     module, tensors = block.fake(mode)
     with block.left_as_it_is():
-        return _measure_module(block, module, mode, tensors, shape, dtype, granule, autocast)
+        return _measure_module(block, module, mode, tensors, taken, granule, autocast)
 
 
 def _measure_module(
-    block: Block, module: nn.Module, mode: FakeMode, tensors: dict[str, torch.Tensor], shape: tuple[int, ...],
-    dtype: torch.dtype, granule: int, autocast: torch.dtype | None,
+    block: Block, module: nn.Module, mode: FakeMode, tensors: dict[str, torch.Tensor], taken: Sequence[Value],
+    granule: int, autocast: torch.dtype | None,
 ) -> BlockCost:  # fmt: skip
     module.train()
+    shape, dtype = taken[0].shape, taken[0].dtype
     trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
     try:
         with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
             with _SameTypes():  # type: ignore[no-untyped-call]
-                inference, flops = _watch_inference(module, tensors, shape, dtype, granule, autocast)
-            training = _watch_training(module, tensors, shape, dtype, granule, autocast)
+                inference, flops = _watch_inference(module, tensors, taken, granule, autocast)
+            training = _watch_training(block, module, tensors, taken, granule, autocast)
     except ModelError as error:
         raise ModelError(f"{block}: {error.with_flags}") from None
     except Exception as error:
@@ -235,7 +209,7 @@ class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self._PRODUCTS and len(found := {str(tensor.dtype) for tensor in _tensors(args)}) > 1:
+        if func.overloadpacket in self._PRODUCTS and len(found := {str(tensor.dtype) for tensor in tensors_in(args)}) > 1:
             raise TypeError(f"it multiplies {' and '.join(sorted(found))}, which must be of one type")
         return func(*args, **(kwargs or {}))
 
@@ -274,52 +248,64 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _watch_training(
-    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int,
+    block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
     autocast: torch.dtype | None = None,
 ) -> BlockCost:  # fmt: skip
     peaks, saved, saved_alone = [], 0, 0
     saved_sizes: tuple[int, ...] = ()
-    forward_peak = 0
-    output_shape: tuple[int, ...] = ()
-    output_dtype, output = dtype, 0
-    writes = passes = False
-    leaves = [torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point) for _ in range(2)]
+    forward_peak, rows = 0, taken[0].rows
+    gives: tuple[Value, ...] = ()
+    written: frozenset[int] = frozenset()
+    passes: tuple[tuple[int, int], ...] = ()
+    leaves = [[_empty(value) for value in taken] for _ in range(2)]
     # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
-    inputs = [leaf.clone() for leaf in leaves]
+    inputs = [[leaf.clone() for leaf in own] for own in leaves]
     with LiveBytes(granule) as live:
-        for leaf, x in zip(leaves, inputs, strict=True):  # the second micro-batch adds to gradients that exist
-            live.ignore([x, *tensors.values()])
+        for own, xs in zip(leaves, inputs, strict=True):  # the second micro-batch adds to gradients that exist
+            live.ignore([*xs, *tensors.values()])
             before, others = live.live, set(live.sizes)
-            version = x._version
+            versions = [x._version for x in xs]
             with live.watch(), cast(autocast), _weights_stay(tensors):
-                y = run_fake(module, tensors, x)
-            writes, passes = x._version > version, y.untyped_storage()._cdata == x.untyped_storage()._cdata
-            _refuse_bad_boundary(y, shape[0])
+                ys = run_fake(module, tensors, *xs)
+            written = frozenset(v.number for v, x, old in zip(taken, xs, versions, strict=True) if x._version > old)
+            _refuse_bad_boundary(block, ys, rows)
+            passes = tuple(
+                (number, value.number)
+                for number, y in zip(block.gives, ys, strict=True)
+                for value, x in zip(taken, xs, strict=True)
+                if y.untyped_storage()._cdata == x.untyped_storage()._cdata
+            )
             forward_peak, saved = live.peak - before, live.live - before
             saved_sizes = tuple(size for key, size in live.sizes.items() if key not in others)
-            output_shape, output_dtype, output = tuple(y.shape[1:]), y.dtype, round_up(_nbytes(y), granule)
-            if not y.requires_grad:  # nothing to train, and nothing to carry a gradient through
+            gives = tuple(
+                Value(number, tuple(y.shape), y.dtype, round_up(_nbytes(y), granule), rows, y.requires_grad, block.number, ())
+                for number, y in zip(block.gives, ys, strict=True)
+            )
+            roots = [y for y in ys if y.requires_grad]
+            if not roots:  # nothing to train, and nothing to carry a gradient through
                 peaks.append(0)
                 continue
-            edge = get_gradient_edge(y)
-            gradient = torch.empty_like(y)
+            edges = [get_gradient_edge(y) for y in roots]
+            gradients = [torch.empty_like(y) for y in roots]
             # In a chain the next block's backward has let go of this output by now.
-            del y
+            del ys, roots
             start = live.live
-            saved_alone = start - before - output
+            saved_alone = start - before - sum(value.nbytes for value in gives if value.learns)
             with live.watch():
-                torch.autograd.backward(edge, grad_tensors=gradient)
+                torch.autograd.backward(edges, grad_tensors=gradients)
                 peaks.append(live.peak - start)
-            del edge, gradient
-            leaf.grad = None
+            del edges, gradients
+            for leaf in own:
+                leaf.grad = None
     return BlockCost(
         layout=Layout(()), trainable=(), gradient_layout=Layout(()), gradients=0, held=0, buffers=0, forward_peak=forward_peak,
-        saved=saved, saved_alone=saved_alone,
-        saved_sizes=saved_sizes,
-        backward_peak=peaks[0], accumulate_peak=peaks[1], inference_peak=0, input=round_up(_row_bytes(shape, dtype), granule),
-        input_row=_row_bytes(shape[1:], dtype), input_shape=tuple(shape[1:]), output=output, output_shape=output_shape,
-        input_dtype=dtype, output_dtype=output_dtype, flops=0, writes_input=writes, passes_input=passes,
+        saved=saved, saved_alone=saved_alone, saved_sizes=saved_sizes, backward_peak=peaks[0], accumulate_peak=peaks[1],
+        inference_peak=0, takes=tuple(taken), gives=gives, flops=0, writes=written, passes=passes,
     )  # fmt: skip
+
+
+def _empty(value: Value) -> torch.Tensor:
+    return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.learns)
 
 
 @contextmanager
@@ -335,25 +321,27 @@ def _weights_stay(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
             )
 
 
-def _refuse_bad_boundary(y: torch.Tensor, rows: int) -> None:
-    if y.shape[:1] != (rows,):
-        raise ModelError(f"it turned {rows} rows into shape {tuple(y.shape)}; dimension 0 must stay the batch.")
-    if not y.dtype.is_floating_point:
-        raise ModelError(f"it returns {y.dtype}; a boundary is floats, which carry a gradient. Join it with the next block.")
-
-
-def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+def _refuse_bad_boundary(block: Block, ys: Sequence[torch.Tensor], rows: int) -> None:
+    if len(ys) != len(block.gives):
+        raise ModelError("it returned a tuple; a boundary must be one tensor.")
+    if block.is_cut_out:
+        return
+    if ys[0].shape[:1] != (rows,):
+        raise ModelError(f"it turned {rows} rows into shape {tuple(ys[0].shape)}; dimension 0 must stay the batch.")
+    if not ys[0].dtype.is_floating_point:
+        raise ModelError(
+            f"it returns {ys[0].dtype}; a boundary is floats, which carry a gradient. Join it with the next block."
+        )
 
 
 def _watch_inference(
-    module: nn.Module, tensors: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, granule: int,
+    module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
     autocast: torch.dtype | None = None,
 ) -> tuple[int, int]:  # fmt: skip
-    x = torch.zeros(shape, dtype=dtype)
+    xs = [torch.zeros(value.shape, dtype=value.dtype) for value in taken]
     with torch.no_grad(), LiveBytes(granule) as live, cast(autocast):
-        live.ignore([x, *tensors.values()])
-        run_fake(module, tensors, x)
+        live.ignore([*xs, *tensors.values()])
+        run_fake(module, tensors, *xs)
         return live.peak, live.flops
 
 

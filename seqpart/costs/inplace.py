@@ -22,16 +22,18 @@ def refuse_lost_gradients(
 
     shape: of one row of the data; rows: of a micro-batch.
     """
+    if any(block.is_cut_out for block in chain):  # cut out of a model that ran whole
+        return
     shapes = [(rows, *shape), *((rows, *cost.output_shape) for cost in costs)]
     asked: set[tuple[object, ...]] = set()
     for last, cost in enumerate(costs):
         first = last - 1
-        while first > 0 and costs[first].passes_input:
+        while first > 0 and costs[first].passes:
             first -= 1
         key = (*(block.same_as for block in chain[max(0, first) : last + 1]), shapes[max(0, first)])
-        if cost.writes_input and first >= 0 and key not in asked:
+        if cost.writes and first >= 0 and key not in asked:
             asked.add(key)
-            dtype = costs[first].input_dtype
+            dtype = costs[first].takes[0].dtype
             x = torch.zeros(shapes[first], dtype=dtype, device="meta", requires_grad=first > 0 and dtype.is_floating_point)
             _ask(chain[first : last + 1], x, autocast)
 

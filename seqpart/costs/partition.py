@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from seqpart.costs.blocks import BlockCost, written_input
+from seqpart.costs.blocks import BlockCost
 from seqpart.files.direct import round_up
 from seqpart.model.optimizers import Optimizer
+from seqpart.model.packs import Value
 from seqpart.offload.layout import Layout
 
 LINE = 64
@@ -45,11 +46,9 @@ class PartitionCost:
     update_peak: int
     """Most bytes during the optimizer step, gradients among them."""
     buffers: int
-    input: int
-    output: int
-    """Boundaries of one micro-batch."""
-    input_row: int
-    output_row: int
+    entering: tuple[Value, ...]
+    leaving: tuple[Value, ...]
+    """What comes from other partitions, and what others take."""
     row_flops: int
     """Of one row's forward pass, of the blocks that were not timed."""
     forward_seconds: float = 0.0
@@ -60,6 +59,24 @@ class PartitionCost:
     parameters: int
     """Trainable ones, counted."""
     trainable: bool
+
+    @property
+    def input(self) -> int:
+        """Bytes of what enters, of one micro-batch."""
+        return sum(value.nbytes for value in self.entering)
+
+    @property
+    def output(self) -> int:
+        """Bytes of what leaves, of one micro-batch."""
+        return sum(value.nbytes for value in self.leaving)
+
+    @property
+    def input_row(self) -> int:
+        return sum(value.row for value in self.entering)
+
+    @property
+    def output_row(self) -> int:
+        return sum(value.row for value in self.leaving)
 
     def slot_bytes(self, gradients: bool) -> int:
         """Bytes of its slot, with or without `gradients` that wait."""
@@ -83,10 +100,11 @@ def growing(
     heaps = [0] * len(shares)
     slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = graph = 0
-    first, trainable, seconds = blocks[0], False, (0.0, 0.0)
+    trainable, seconds = False, (0.0, 0.0)
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
     tied = 0
+    flow = Flow()
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
         slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
@@ -95,12 +113,14 @@ def growing(
             if not any(owner is other for other in seen + borrowed):
                 borrowed.append(owner)
                 slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
+        new, over, given_inside = flow.take(block)
         forward = max(forward, alive + block.forward_peak)
         # The gradient that the successor hands over is as large as the output. Everything behind this block has
-        # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`.
-        start = alive + block.saved_alone + block.output
-        backward = max(backward + block.gradients, start + block.backward_peak)
-        again = max(again, start + block.accumulate_peak)
+        # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`; and those of
+        # values that pass over a block wait meanwhile, `over`, also of such as are taken here for the first time, `new`.
+        start = alive + block.saved_alone + block.output + over
+        backward = max(backward + block.gradients + new, start + block.backward_peak)
+        again = max(again + new, start + block.accumulate_peak)
         kept = alive + block.saved_alone
         alive += block.saved
         graph += sum(round_up(size, LINE) for size in block.saved_sizes)
@@ -110,7 +130,7 @@ def growing(
         heap = max(heaps)
         gradients += block.gradients
         buffers += block.buffers
-        inference = max(inference, block.inference_peak + (block.input if block is not first else 0))
+        inference = max(inference, block.inference_peak + given_inside)
         flops += 0 if block.forward_seconds else block.flops
         seconds = seconds[0] + block.forward_seconds, seconds[1] + block.backward_seconds
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
@@ -118,21 +138,84 @@ def growing(
         largest = max([largest, *(spec.nbytes for spec in trained)])
         trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
         loss_peak, targets = loss_of(block)
-        copied = first.input if written_input(seen) else 0
-        own = first.input + copied + targets
-        rows = max(1, first.input // max(1, first.input_row))
+        came, leaving = flow.came, flow.leaving
+        copied, output = sum(value.nbytes for value in flow.written), sum(value.nbytes for value in leaving)
+        own = sum(value.nbytes for value in came) + copied + targets
+        earlier, rows = output - block.output, came[0].rows
         yield PartitionCost(
             weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, state=state,
-            slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers,
-            graph=graph + round_up(first.input, LINE) + round_up(copied, LINE),
-            forward_peak=own + buffers + forward, buffers=buffers, input=first.input, output=block.output,
+            slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers - earlier,
+            graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
+            forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,
             train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
             accumulate_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
-            inference_peak=own + heap + max(inference, block.output + loss_peak),
+            inference_peak=own + heap + max(inference, output + loss_peak),
             update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
-            input_row=first.input_row, output_row=block.output // rows, row_flops=flops // rows,
+            row_flops=flops // rows,
             parameters=parameters, trainable=trainable, forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
         )  # fmt: skip
+
+
+class Flow:
+    """Of blocks one after the other, as a partition that has one more each time: the values that come, pass and leave."""
+
+    def __init__(self, blocks: Sequence[BlockCost] = ()) -> None:
+        self._came: dict[int, Value] = {}
+        self._inside: dict[int, Value] = {}
+        """Given here, and taken by a later block than the last."""
+        self._given: set[int] = set()
+        self._where: dict[int, int] = {}
+        """In whose memory a value lies, of those that came."""
+        self._written: dict[int, Value] = {}
+        for block in blocks:
+            self.take(block)
+
+    @property
+    def came(self) -> tuple[Value, ...]:
+        """What blocks take and none of them gave, in order."""
+        return tuple(self._came.values())
+
+    @property
+    def leaving(self) -> tuple[Value, ...]:
+        """What was given and is taken by others, in order."""
+        return tuple(self._inside.values())
+
+    @property
+    def written(self) -> tuple[Value, ...]:
+        """What came and is changed in place: the partition needs copies of these."""
+        return tuple(self._written.values())
+
+    def used_up(self, blocks: Sequence[BlockCost]) -> list[list[int]]:
+        """Of each of the blocks, what no block behind it takes and what does not leave: its memory goes with it."""
+        last = {value.number: place for place, block in enumerate(blocks) for value in block.takes}
+        return [[n for n, where in last.items() if where == place and n not in self._inside] for place in range(len(blocks))]
+
+    def take(self, block: BlockCost) -> tuple[int, int, int]:
+        """One more block. Bytes of: gradients of what it is the first here to take, where others took something before;
+        gradients of what passes over it; what was given inside and is there while it runs."""
+        number, is_first = block.gives[-1].giver, not self._came
+        given_inside = sum(value.nbytes for value in self._inside.values())
+        fresh = [v for v in block.takes if v.number not in self._given and v.number not in self._came]
+        self._came.update({value.number: value for value in fresh})
+        passing = (v for v in (*self._came.values(), *self._inside.values()) if v.learns and v.uses[-1] > number)
+        over = sum(value.nbytes for value in passing)
+        self._inside = {n: value for n, value in self._inside.items() if value.uses[-1] > number}
+        self._inside.update({value.number: value for value in block.gives})
+        self._given.update(value.number for value in block.gives)
+        self._note_writes(block, fresh)
+        return 0 if is_first else sum(value.nbytes for value in fresh if value.learns), over, given_inside
+
+    def _note_writes(self, block: BlockCost, fresh: Sequence[Value]) -> None:
+        where = self._where
+        where.update({value.number: value.number for value in fresh})
+        self._written.update({where[n]: self._came[where[n]] for n in block.writes if n in where})
+        where.update({ours: where[theirs] for ours, theirs in block.passes if theirs in where})
+
+
+def passing(blocks: Sequence[BlockCost], last: int) -> int:
+    """Values that are there behind block `last`, for later ones: of a chain one."""
+    given = (value for block in blocks[: last + 1] for value in (*block.takes, *block.gives))
+    return len({value.number for value in given if value.uses[-1] > last})
 
 
 def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:

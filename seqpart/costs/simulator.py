@@ -11,6 +11,7 @@ from typing import NamedTuple
 from seqpart.costs.clock import Clock
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import PartitionCost
+from seqpart.model.packs import Handing, Value
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import START, Phase, PhaseKind, Position, Step, Verb, steps_of
@@ -85,8 +86,10 @@ class Simulator:
         self._own = sum(partitions[p].slot for p in resources.stays)
         self._own += resources.graph_buffers
         self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
+        self._handing = Handing([part.entering for part in partitions], [part.leaving for part in partitions])
         self._held: dict[tuple[str, int, int], int] = {}
-        """Bytes on the device by (kind, partition, micro-batch): gradients, boundaries between partitions, kept graphs."""
+        """Bytes on the device by (kind, partition or value, micro-batch): gradients of weights and kept graphs; values that
+        partitions hand to each other, and gradients of those that several take."""
         self._sum = 0
         """Of all that is held."""
         self._changed: set[int] = set()
@@ -210,25 +213,25 @@ class Simulator:
             written = rows * part.output_row if p == phase.last < len(self._partitions) - 1 else 0
             peak = self._now + part.inference_peak
             if phase.partition != phase.last:
-                self._free("boundary", p, step.micro_batch)
+                self._free_values(self._handing.used_up(p), step.micro_batch)
                 if p < phase.last:
-                    self._hold("boundary", p + 1, step.micro_batch, part.output)
+                    self._hold_values(part.leaving, step.micro_batch)
             computing = self._computing(part, rows, forward=1, backward=0)
             seconds = max(computing, read / self._speeds.read) + written / self._speeds.write
             return peak, read, written, seconds
         if p == phase.partition:
-            self._hold("boundary", p, step.micro_batch, part.input)
+            self._hold_values(part.entering, step.micro_batch)
             self._keep("labels", 0, step.micro_batch, rows * self._resources.label_row)
         offloads = phase.offloads_graph(p)  # then saved tensors die like others
         work = part.inference_peak if offloads else part.forward_peak
-        peak = self._now + work - self._one_boundary(p, step.micro_batch)
+        peak = self._now + work - self._one_boundary(part, step.micro_batch)
         if p < phase.last:
-            self._hold("boundary", p + 1, step.micro_batch, part.output)
+            self._hold_values(part.leaving, step.micro_batch)
         if phase.keeps_graph(p) and not offloads:
             held = 0 if self._resources.boundary_tier == "device" else part.input + part.output  # else the exchange holds them
             self._keep("graph", p, step.micro_batch, part.kept + held)
         if p < phase.lowest:
-            self._free("boundary", p, step.micro_batch)
+            self._free_values(self._handing.used_up(p), step.micro_batch)
         if p == phase.last:
             self._free("labels", 0, step.micro_batch)
         return peak, read, 0, max(self._computing(part, rows, forward=1, backward=0), read / self._speeds.read)
@@ -248,13 +251,13 @@ class Simulator:
         if phase.offloads_graph(p):
             need -= part.kept
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
-        own, handed = self._one_boundary(p, m), self._free("boundary", p + 1, m)
+        own, handed = self._one_boundary(part, m), self._hand_down(p, m)
         waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
         peak = self._now + max(own + handed + graph, need - own + waiting)
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
+        self._pass_down(p, phase.lowest, m)
         if p == phase.lowest:
-            self._free("boundary", p, m)
             self._free("tied", 0, m)
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
         if self._resources.boundary_tier != "device" and not alone and not phase.keeps_graph(p):
@@ -265,8 +268,31 @@ class Simulator:
         keeps_heap = self._resources.keeps_heap
         return self._speeds.computing(part, rows, forward=forward, backward=backward, keeps_heap=keeps_heap)
 
-    def _one_boundary(self, p: int, m: int) -> int:
-        return self._held.get(("boundary", p, m), 0) // self._alike
+    def _hand_down(self, p: int, m: int) -> int:
+        """Bytes of gradients that partition p takes: of what it gave, and of what it took and others did behind it. The last
+        one takes none."""
+        handed = self._free_values(self._partitions[p].leaving, m)
+        return handed + sum(self._free("gradient", value.number, m) for value in self._handing.taken_again(p))
+
+    def _pass_down(self, p: int, lowest: int, m: int) -> None:
+        """What partition p took is its gradient now, where others are to learn by it; both wait where others took it too."""
+        for value in self._partitions[p].entering:
+            wanted = self._handing.wants_gradient(value, lowest)
+            if not self._handing.is_first_user(p, value, lowest):
+                if wanted:
+                    self._hold("gradient", value.number, m, value.nbytes)
+            elif not wanted:
+                self._free("boundary", value.number, m)
+
+    def _one_boundary(self, part: PartitionCost, m: int) -> int:
+        return sum(self._held.get(("boundary", value.number, m), 0) for value in part.entering) // self._alike
+
+    def _hold_values(self, values: Sequence[Value], m: int) -> None:
+        for value in values:
+            self._hold("boundary", value.number, m, value.nbytes)
+
+    def _free_values(self, values: Sequence[Value], m: int) -> int:
+        return sum(self._free("boundary", value.number, m) for value in values)
 
     def _hold(self, kind: str, p: int, m: int, nbytes: int) -> None:
         if self._resources.boundary_tier == "device":

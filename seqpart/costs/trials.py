@@ -116,7 +116,7 @@ class Trials:
         block = self._chain[number]
         if block.same_as not in self._structures:
             self._structures[block.same_as] = _structure(block)
-        return self._structures[block.same_as], cost.input_shape, cost.input_dtype
+        return self._structures[block.same_as], *((value.shape[1:], value.dtype) for value in cost.takes)
 
     def _measured(self, number: int, rows: int) -> Excess:
         """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
@@ -137,18 +137,18 @@ class Trials:
         """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
         Then one without a graph."""
         module, tensors = _real(self._chain[number], self._device)
-        cost, x = self._costs_at(rows)[number], self._rows(number, rows)
+        cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
         with with_tensors(module, tensors):
             module.train()
-            self._train(module, tensors, x)
-            forward, saved, backward, *seconds = self._train(module, tensors, x)
+            self._train(module, tensors, xs)
+            forward, saved, backward, *seconds = self._train(module, tensors, xs)
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
-                *_, again_forward, again_backward = self._train(module, tensors, x)
+                *_, again_forward, again_backward = self._train(module, tensors, xs)
                 seconds = [min(seconds[0], again_forward), min(seconds[1], again_backward)]
             module.eval()
             with torch.no_grad():
                 held = self._meter.restart()
-                self._forward(module, tensors, x)
+                self._forward(module, tensors, xs)
                 inference = self._most() - held
         return Excess(
             forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
@@ -156,33 +156,37 @@ class Trials:
             forward_seconds=seconds[0], backward_seconds=seconds[1],
         )  # fmt: skip
 
-    def _rows(self, number: int, rows: int) -> torch.Tensor:
+    def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
         """Random ones; tokens are zeros, which every vocabulary has."""
-        cost = self._costs_at(rows)[number]
-        shape, kind = (rows, *cost.input_shape), cost.input_dtype
-        if not kind.is_floating_point:
-            return torch.zeros(shape, dtype=kind, device=self._device.torch)
-        return torch.randn(shape, device=self._device.torch).to(kind)
+        device, found = self._device.torch, []
+        for value in self._costs_at(rows)[number].takes:
+            if value.dtype.is_floating_point:
+                x = torch.randn(value.shape, device=device).to(value.dtype).requires_grad_(value.learns)
+            else:
+                x = torch.zeros(value.shape, dtype=value.dtype, device=device)
+            found.append(x)
+        return found
 
     def _train(
-        self, module: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
+        self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
     ) -> tuple[int, int, int, float, float]:
         """(peak of forward, bytes saved, peak of backward), as costs/blocks.py watches them; the seconds of both."""
-        leaf = x.requires_grad_(x.is_floating_point())
-        entering = leaf.clone()  # inside a chain a block's input is no leaf
+        entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
         held, began = self._meter.restart(), self._now()
-        y = self._forward(module, tensors, entering)
+        ys = self._forward(module, tensors, entering)
         forward_seconds = self._now() - began
         forward, saved = self._most() - held, self._meter.now() - held
-        if not y.requires_grad:
+        roots = [y for y in ys if y.requires_grad]
+        if not roots:
             return forward, saved, 0, forward_seconds, 0.0
-        edge, gradient = get_gradient_edge(y), torch.ones_like(y)
-        del y
+        edges, gradients = [get_gradient_edge(y) for y in roots], [torch.ones_like(y) for y in roots]
+        del ys, roots
         held, began = self._meter.restart(), self._now()
-        back_propagate(edge, gradient)
+        back_propagate(edges, gradients)
         backward_seconds = self._now() - began
         backward = self._most() - held
-        leaf.grad = None
+        for x in xs:
+            x.grad = None
         return forward, saved, backward, forward_seconds, backward_seconds
 
     def _now(self) -> float:
@@ -194,9 +198,11 @@ class Trials:
         self.peak = max(self.peak, most)
         return most
 
-    def _forward(self, module: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         with self._device.autocast(self._autocast):
-            return run_fake(module, tensors, x)
+            return run_fake(module, tensors, *xs)
 
 
 def _alone(cost: BlockCost) -> int:

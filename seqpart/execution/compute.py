@@ -6,28 +6,29 @@ the loss, and between them the boundary exchange hands activations up and gradie
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 
+from seqpart.boundaries.exchange import BoundaryExchange
+from seqpart.boundaries.handover import Handover
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, Reader, ReaderThread
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import Diverged, ModelError, OptionError
-from seqpart.execution.boundary_exchange import BoundaryExchange, copied_as_it_lies
 from seqpart.execution.events import PhaseBegun, PhaseDone
 from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
-from seqpart.execution.saved_tensors import Arrival, entering
+from seqpart.execution.saved_tensors import Arrival, Graph, apart_from, entering
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.methods.method import PartitionLoss, SyntheticLoss
-from seqpart.model.blocks import Tied
 from seqpart.model.losses import label_dtype
+from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
 
@@ -49,7 +50,8 @@ class Compute:
         self.judged = 0
         """Losses that were computed."""
         self._phases, self._partitions, self._losses = phases, partitions, losses
-        self._boundaries, self._cache_layouts, self._exchange, self._graphs = boundaries, cache_layouts, exchange, graphs
+        self._handover = Handover(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
+        self._boundaries, self._cache_layouts, self._graphs = boundaries, cache_layouts, graphs
         self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
         self._start, self._resumes = start, start.updates > 0
         self._own_loss: dict[int, PartitionLoss | None] = {}
@@ -57,37 +59,37 @@ class Compute:
         self._reader: Reader | None = None
         self._sink: Rows | None = None
         self._began = 0.0
-        self._ties = [tie for partition in partitions for _, tie in partition.tied]
-        self._shared_gradients: set[tuple[int, int]] = set()
-        """Keys of shared weights' gradients that wait in the exchange."""
+        self._ties = [*dict.fromkeys((partition.number, tie) for partition in partitions for _, tie in partition.tied)]
+        """(partition, weight that it uses and another owns), in the model's order."""
         self._counted: float | None = None
         """Of the unfinished update, what its loss counted so far; None where micro-batches count by their rows."""
 
     def forward(self, step: Step) -> tuple[int, int]:
         phase = self._phases[step.phase]
-        batch, x, labels = self._input(step)
+        batch, taken, labels = self._input(step)
         read, written = (batch.x.nbytes if batch else 0), 0
         if phase.kind is PhaseKind.TRAIN:
-            self._forward_to_train(step, x)
+            self._forward_to_train(step, taken)
         else:
-            written = self._forward_to_test(step, x, labels)
+            written = self._forward_to_test(step, taken, labels)
         if batch is not None:
             self._done_with(batch)
         return read, written
 
-    def _forward_to_test(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> int:
+    def _forward_to_test(self, step: Step, taken: Pack, labels: torch.Tensor) -> int:
         """Without a graph. Returns the bytes written."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         with torch.no_grad():
             if phase.kind is PhaseKind.DRAW:
                 return self._write(cast(SyntheticLoss, self._loss_of(p)).ideal(labels))
-            output = self._output(step, x, training=False)
+            given = self._output(step, taken, training=False)
             if phase.partition != phase.last:
-                self._exchange.forget((p, m))
+                self._handover.used_up(p, m)
                 if p < phase.last:
-                    self._exchange.put((p + 1, m), output)
+                    self._handover.give_up(m, given)
                     return 0
                 labels = self._labels.pop(m)
+            (output,) = given.values()
             if not phase.stage or p == len(self._partitions) - 1:  # recovery looks at the end alone, and is planned so
                 self._judge(step, output, labels)
             return self._write(output)
@@ -98,7 +100,7 @@ class Compute:
         self._sink.append(output)
         return len(output) * self._sink.layout.nbytes
 
-    def _forward_to_train(self, step: Step, x: torch.Tensor) -> None:
+    def _forward_to_train(self, step: Step, taken: Pack) -> None:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         partition = self.loaded[p]
@@ -107,35 +109,35 @@ class Compute:
             partition.begin_update()
         if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else the pass is not done again
             partition.remember_buffers()
-        if phase.keeps_graph(p) and self._exchange.lends:
-            x = copied_as_it_lies(x)
-        x, arrival = self._entering(step, x)
+        taken, arrivals = self._entering(step, taken)
         offload = self._graphs if phase.offloads_graph(p) else None
         if offload is not None:
             offload.begin((p, m))
         with partition.packing(offload) if phase.keeps_graph(p) else nullcontext():
-            output = self._output(step, x, training=True)
+            given = self._output(step, taken, training=True)
+        graph = self._graph(p, taken, arrivals, given)
         if offload is not None:
             offload.finish()
-            arrival.let_go()
+            graph.let_go()
         if phase.keeps_graph(p):
-            partition.keep_graph(m, arrival, output)
+            partition.keep_graph(m, graph)
         if p < phase.last:
-            self._exchange.put((p + 1, m), output)
+            self._handover.give_up(m, given)
             if p < phase.lowest:
-                self._exchange.forget((p, m))
+                self._handover.used_up(p, m)
         else:
+            (output,) = given.values()
             self._judge(step, output, self._labels.pop(m))
 
     def backward(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self.loaded[step.partition]
         if phase.partition == phase.last:
-            batch, x, labels = self._input(step)
+            batch, taken, labels = self._input(step)
             assert batch is not None
             if self._starts_update(step):
                 partition.begin_update()
-            self._back_propagate_loss(step, self._entering(step, x)[0], labels)
-            partition.part_gradients(None)
+            self._back_propagate_loss(step, self._entering(step, taken)[0], labels)
+            partition.part_gradients()
             self._done_with(batch)
             return batch.x.nbytes, 0
         if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
@@ -143,13 +145,12 @@ class Compute:
         partition.restore_buffers()
         with self._offloaded_graph(step) as others:
             with partition.apart() as tied:
-                arrived = _apart_from(others, self._back_propagate(step).gradient)
-            partition.part_gradients(arrived, others)
+                arrived = apart_from(others, self._back_propagate(step).gradients)
+            partition.part_gradients(arrived.values(), others)
             for tie, gradient in tied.items():
                 if gradient is not None:
-                    key = self._key_of(tie, self._part(step))
-                    self._exchange.put(key, _apart_from(others, gradient))
-                    self._shared_gradients.add(key)
+                    (gradient,) = apart_from(others, {0: gradient}).values()
+                    self._handover.give_shared(self._ties.index((step.partition, tie)), self._part(step), gradient)
         self._pass_down(step, arrived)
         return 0, 0
 
@@ -164,76 +165,64 @@ class Compute:
             yield frozenset({self._graphs.open(key)})
             self._graphs.release(key)
 
-    def _back_propagate(self, step: Step) -> Arrival:
+    def _back_propagate(self, step: Step) -> Graph:
         """Of several partitions one: its own loss at the end, else the gradient that the next one left."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if phase.keeps_graph(p):
-            arrival, edge = self.loaded[p].kept_graph(m)
-            self._propagate(step, edge)
-            return arrival
-        x = self._exchange.get((p, m))
+            graph = self.loaded[p].kept_graph(m)
+            self._propagate(step, graph.edges)
+            return graph
+        taken = self._handover.take_up(p, m)
         if p < phase.last or p == phase.lowest:  # the last runs forward here only: a wrong loss proves little of gradients
-            x = self._falsified(x)
-        x, arrival = self._entering(step, x)
+            taken = self._falsified(taken)
+        taken, arrivals = self._entering(step, taken)
         if p == phase.last:
-            self._back_propagate_loss(step, x, self._labels.pop(m))
-            return arrival
-        output = self._output(step, x, training=True)
-        self._propagate(step, output if output.requires_grad else None)
-        return arrival
+            self._back_propagate_loss(step, taken, self._labels.pop(m))
+            return Graph(arrivals, {})
+        graph = self._graph(p, taken, arrivals, self._output(step, taken, training=True))
+        del taken
+        self._propagate(step, graph.edges)
+        return graph
 
-    def _propagate(self, step: Step, root: Any) -> None:
-        """From the gradient that the next partition left, and from those of weights that a later partition shares.
+    def _graph(self, p: int, taken: Pack, arrivals: dict[int, Arrival], given: Pack) -> Graph:
+        again = self._handover.taken_again(p)
+        return Graph.of(arrivals, [*given.items(), *((number, taken[number]) for number in again)])
+
+    def _propagate(self, step: Step, edges: Mapping[int, Any]) -> None:
+        """From the gradients that later partitions left, and from those of weights that they share.
 
         Both in one go: then a shared weight's gradients of one micro-batch are added up before they join those of others,
         as they are where nothing is cut.
         """
         p, m = step.partition, self._part(step)
-        roots, gradients = [], []
-        if root is not None:
-            roots, gradients = [root], [self._falsified(self._exchange.take((p + 1, m)))]
-        for tie in self._lending(p):
-            key = self._key_of(tie, m)
-            if key in self._shared_gradients:
-                self._shared_gradients.remove(key)
+        found = self._falsified(self._handover.take_gradients(p, m, edges.keys()))
+        roots: list[Any] = [edges[number] for number in found]
+        gradients = list(found.values())
+        # The last partition's first, as they come where nothing is cut.
+        for number, (_, tie) in reversed([*enumerate(self._ties)]):
+            for gradient in self._handover.take_shared(number, m) if tie.owner in self._partitions[p].blocks else ():
                 roots.append(tie.owner.module.get_parameter(tie.owner_name))
-                gradients.append(self._exchange.take(key))
+                gradients.append(gradient)
         if roots:
             back_propagate(roots, gradients)
-        if root is None:
-            self._exchange.forget((p + 1, m))
 
-    def _falsified(self, handed: torch.Tensor) -> torch.Tensor:
-        """What BACKWARD takes from the exchange; for `verify`'s control slightly wrong, as no normalization takes back."""
-        if not self._falsify:
-            return handed
-        if not handed.is_floating_point():
-            return handed.flip(*range(handed.ndim))
-        growing = torch.linspace(2**-7, 2**-5, handed.numel(), device=handed.device).view(handed.shape)
-        return handed + (handed * growing).to(handed.dtype)
+    def _falsified(self, handed: Pack) -> Pack:
+        """What BACKWARD takes from others; for `verify`'s control slightly wrong, as no normalization takes back."""
+        return {number: falsified(tensor) for number, tensor in handed.items()} if self._falsify else handed
 
-    def _lending(self, p: int) -> list[Tied]:
-        """Weights of partition p that a later one shares."""
-        return [tie for tie in self._ties if tie.owner in self._partitions[p].blocks]
-
-    def _key_of(self, tie: Tied, m: int) -> tuple[int, int]:
-        return -1 - self._ties.index(tie), m
-
-    def _pass_down(self, step: Step, gradient: torch.Tensor | None) -> None:
+    def _pass_down(self, step: Step, gradients: Pack) -> None:
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
-        if p == phase.lowest:
-            self._exchange.forget((p, m))
-            return
-        if gradient is None:
+        self._handover.give_down(p, m, gradients, phase.lowest)
+        if p > phase.lowest and self._handover.wanted(p, phase.lowest) and not self._handover.gradients_wait(m):
             raise ModelError(
                 f"no gradient came through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are to "
                 "learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
             )
-        self._exchange.put((p, m), gradient)
 
-    def _back_propagate_loss(self, step: Step, x: torch.Tensor, labels: torch.Tensor) -> None:
+    def _back_propagate_loss(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
         """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
-        verdict = self._judge(step, self._output(step, x, training=True), labels)
+        (output,) = self._output(step, taken, training=True).values()
+        verdict = self._judge(step, output, labels)
         assert verdict is not None
         share = self.span(step)
         part = (share.stop - share.start) / share.update_rows
@@ -255,10 +244,11 @@ class Compute:
         share = self.span(step)
         return share.update_rows / self._counted if share.ends_update and self._counted else None
 
-    def _entering(self, step: Step, x: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
-        """The partition's input as the beginning of its graph; with a gradient if a partition below is to learn."""
-        below = step.partition > self._phases[step.phase].lowest
-        return entering(x, wants_gradient=below and x.is_floating_point())
+    def _entering(self, step: Step, taken: Pack) -> tuple[Pack, dict[int, Arrival]]:
+        """What enters a partition as the beginning of its graph; with gradients where a partition below is to learn."""
+        wanted = self._handover.wanted(step.partition, self._phases[step.phase].lowest)
+        found = {number: entering(x, wants_gradient=number in wanted) for number, x in taken.items()}
+        return {number: x for number, (x, _) in found.items()}, {number: arrival for number, (_, arrival) in found.items()}
 
     def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> Verdict | None:
         judge = self._loss_of(step.partition)
@@ -277,10 +267,10 @@ class Compute:
             self._own_loss[p] = self._losses(p)
         return self._own_loss[p]
 
-    def _output(self, step: Step, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+    def _output(self, step: Step, taken: Pack, *, training: bool) -> Pack:
         phase = self._phases[step.phase]
         place = (phase.epoch, *divmod(_micro_batch(step), phase.micro_batches_per_update))
-        return self.loaded[step.partition].forward(x, training=training, key=place)
+        return self.loaded[step.partition].forward(taken, training=training, key=place)
 
     def _part(self, step: Step) -> int:
         """The micro-batch's number within its update: what it leaves has a place that every update uses again."""
@@ -292,19 +282,21 @@ class Compute:
     def _starts_update(self, step: Step) -> bool:
         return self.span(step).start % self._phases[step.phase].batch == 0
 
-    def _input(self, step: Step) -> tuple[Batch | None, torch.Tensor, torch.Tensor]:
-        """(batch, rows, labels) of the phase's first partition from the reader; of the others what the exchange holds."""
+    def _input(self, step: Step) -> tuple[Batch | None, Pack, torch.Tensor]:
+        """(batch, values, labels): of the phase's first partition from the reader, of the others from those before."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if p != phase.partition:
-            return None, self._exchange.get((p, m)), torch.empty(0)
+            keeps = phase.kind is PhaseKind.TRAIN and phase.keeps_graph(p)
+            return None, self._handover.take_up(p, m, to_keep=keeps), torch.empty(0)
         batch = self._next_batch(step)
         x, labels = self._on_device(batch, p)
+        taken = {self._partitions[p].entering[0].number: x}
         if phase.partition != phase.last:
-            if x.data_ptr() == batch.x.data_ptr():
-                x = x.clone()  # the reader's memory is about to be filled again
+            if x.data_ptr() == batch.x.data_ptr():  # the reader's memory is about to be filled again
+                taken = {number: x.clone() for number in taken}
             self._labels[m] = labels
-            self._exchange.put((p, m), x)
-        return batch, x, labels
+            self._handover.give_up(m, taken)
+        return batch, taken, labels
 
     def _next_batch(self, step: Step) -> Batch:
         if self._reader is None:
@@ -332,7 +324,7 @@ class Compute:
 
     def _on_device(self, batch: Batch, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, labels = self._device.upload(batch.x), self._device.upload(batch.labels)
-        return x.to(self._partitions[partition].input_dtype), labels.to(label_dtype(labels))
+        return x.to(self._partitions[partition].entering[0].dtype), labels.to(label_dtype(labels))
 
     def _done_with(self, batch: Batch) -> None:
         assert self._reader is not None
@@ -377,16 +369,16 @@ class Compute:
         self.close_reader()
         self._sink = None
         self._labels.clear()
-        self._shared_gradients.clear()
+        self._handover.abandon()
         self._counted = None
         self._own_loss.clear()  # the executor that goes on has fixed targets of its own
 
 
-def _apart_from(others: frozenset[int], gradient: T) -> T:
-    """`gradient`, in memory of its own where it lies in one of `others`."""
-    if gradient is not None and gradient.untyped_storage().data_ptr() in others:
-        return gradient.clone()
-    return gradient
+def falsified(handed: torch.Tensor) -> torch.Tensor:
+    if not handed.is_floating_point():
+        return handed.flip(*range(handed.ndim))
+    growing = torch.linspace(2**-7, 2**-5, handed.numel(), device=handed.device).view(handed.shape)
+    return handed + (handed * growing).to(handed.dtype)
 
 
 def _micro_batch(step: Step) -> int:

@@ -11,21 +11,21 @@ write out of it. Both go on in the store's threads while another partition compu
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from seqpart.costs.blocks import BlockCost, written_input
-from seqpart.costs.partition import gradient_layouts, slot_bytes, state_layouts
-from seqpart.execution.boundary_exchange import clone_as_it_lies
+from seqpart.boundaries.exchange import clone_as_it_lies
+from seqpart.costs.blocks import BlockCost
+from seqpart.costs.partition import Flow, gradient_layouts, slot_bytes, state_layouts
 from seqpart.execution.graph_offload import GraphOffload
-from seqpart.execution.saved_tensors import Arrival, packing
+from seqpart.execution.saved_tensors import Graph, packing
 from seqpart.execution.slots import Slot, Wait
 from seqpart.memory.compiler import take_step
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied, attach, detach
 from seqpart.model.optimizers import Optimizer
+from seqpart.model.packs import Pack
 from seqpart.offload.store import Store, Transfer
 
 _Copy = tuple[Block, str, torch.Tensor]
@@ -41,13 +41,12 @@ class Partition:
     ) -> None:  # fmt: skip
         self.number, self.blocks = number, blocks
         self._costs, self._store, self._device = costs, store, device
-        self._writes_input = written_input(costs)
+        flow = Flow(costs)
+        self.entering, self.leaving, self._written, self._used_up = flow.came, flow.leaving, flow.written, flow.used_up(costs)
         self._choice, self._seed, self._autocast = optimizer, seed, autocast
-        ours = set(blocks)
-        self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in ours]
+        self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in blocks]
         """(block, tie): parameters used here whose home is in another partition."""
-        self._borrows = borrows
-        self.lenders: list[Partition] = []
+        self._borrows, self.lenders = borrows, list[Partition]()
         """Partitions whose homes come along; their last save is to be waited for."""
         self._borrowed = _borrowed(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
@@ -66,17 +65,13 @@ class Partition:
         self._at_update: list[_Copy] = []
         self._before: list[_Copy] = []
         """(block, name, copy): buffers as they were when the update began, and before a forward pass that will be redone."""
-        self._graphs: dict[int, tuple[Arrival, Any]] = {}
+        self._graphs: dict[int, Graph] = {}
         self._evolved: list[torch.Tensor] = []
 
     @property
     def _buffered(self) -> list[Block]:
         """Blocks that have buffers."""
         return [block for block, modules in zip(self.blocks, self._modules, strict=True) if any(m._buffers for m in modules)]
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        return self._costs[0].input_dtype
 
     def needs(self, *, to_update: bool, gradients: bool) -> int:
         """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
@@ -166,21 +161,22 @@ class Partition:
 
     # --- work -----------------------------------------------------------------------------------------------------
 
-    def forward(self, x: torch.Tensor, *, training: bool, key: tuple[int, ...]) -> torch.Tensor:
-        """The partition's output for `x`; the random state of each block is a function of `key` and the block.
-
-        To train, `x` stays as it is: it may be needed again, and a leaf must not be written into.
-        """
-        if training and self._writes_input:
-            x = clone_as_it_lies(x)
-        for block, modules in zip(self.blocks, self._modules, strict=True):
+    def forward(self, taken: Pack, *, training: bool, key: tuple[int, ...]) -> Pack:
+        """What leaves for what enters; the random state of each block is a function of `key` and the block."""
+        values = dict(taken)  # to train it stays as it is: it may be needed again, and is no leaf to write into
+        for value in self._written if training else ():
+            values[value.number] = clone_as_it_lies(values[value.number])
+        for block, modules, used_up in zip(self.blocks, self._modules, self._used_up, strict=True):
             module = block.module
             if any(part.training is not training for part in modules):
                 module.train(training)
             self._device.seed(self._seed, *key, block.number)
             with self.autocast():
-                x = module(x)
-        return x
+                given = module(*(values[number] for number in block.takes))
+            for number in used_up:
+                del values[number]
+            values.update(zip(block.gives, given, strict=True) if block.is_cut_out else ((block.gives[0], given),))
+        return values
 
     def autocast(self) -> AbstractContextManager[None]:
         return self._device.autocast(self._autocast)
@@ -218,12 +214,12 @@ class Partition:
         for block, tie in self.tied if self._borrows else ():
             attach(block.module, {tie.name: borrowed[tie.owner][tie.owner_name]})
 
-    def keep_graph(self, m: int, arrival: Arrival, output: torch.Tensor) -> None:
+    def keep_graph(self, m: int, graph: Graph) -> None:
         """Until `kept_graph`. What autograd saved of the weights must have been packed, see `packing`."""
-        self._graphs[m] = (arrival, torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None)
+        self._graphs[m] = graph
 
-    def kept_graph(self, m: int) -> tuple[Arrival, Any]:
-        """(place of the input's gradient, gradient edge of the output) of micro-batch `m`; forgotten here."""
+    def kept_graph(self, m: int) -> Graph:
+        """Of micro-batch `m`; forgotten here."""
         return self._graphs.pop(m)
 
     def packing(self, offload: GraphOffload | None) -> torch.autograd.graph.saved_tensors_hooks:
@@ -232,13 +228,13 @@ class Partition:
         changing = [buffer for block in self.blocks for buffer in block.module.buffers()]
         return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None, changing, offload)
 
-    def part_gradients(self, passed_down: torch.Tensor | None, others: Iterable[int] = ()) -> None:
+    def part_gradients(self, passed_down: Iterable[torch.Tensor] = (), others: Iterable[int] = ()) -> None:
         """Give each gradient memory of its own. Autograd may let two weights, or a weight and the input, have one tensor,
         as in x + a[None] + b[None]; then what a later micro-batch adds to the one, or a norm clips, would change both.
 
         others: addresses of memory that somebody else will use again.
         """
-        known = {*others} if passed_down is None else {*others, passed_down.untyped_storage().data_ptr()}
+        known = {*others, *(gradient.untyped_storage().data_ptr() for gradient in passed_down)}
         for parameter in self.trainable:
             if parameter.grad is not None and (place := parameter.grad.untyped_storage().data_ptr()) in known:
                 parameter.grad = parameter.grad.clone()
@@ -292,8 +288,10 @@ class Partition:
         for parameter in parameters.values():
             parameter.grad = None
         yield found
+        for tie, parameter in parameters.items():  # of one that several blocks use, with the first of them
+            found[tie], parameter.grad = parameter.grad, None
         for tie, parameter in parameters.items():
-            found[tie], parameter.grad = parameter.grad, before[tie]
+            parameter.grad = before[tie]
 
     # --- going ----------------------------------------------------------------------------------------------------
 

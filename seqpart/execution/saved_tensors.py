@@ -6,14 +6,15 @@ the partition's next visit. Activations are saved as they are, or go to where th
 were: each forward pass changes them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from seqpart.errors import ModelError
 from seqpart.execution.graph_offload import GraphOffload, Offloaded
+from seqpart.model.packs import Pack
 
 
 @dataclass(slots=True)
@@ -51,6 +52,40 @@ def entering(x: torch.Tensor, *, wants_gradient: bool) -> tuple[torch.Tensor, Ar
         arrival.leaf = x.requires_grad_()
         x = _Entry.apply(arrival.leaf, arrival)
     return x, arrival
+
+
+def apart_from(others: Iterable[int], gradients: Mapping[int, torch.Tensor]) -> Pack:
+    """`gradients`, each in memory of its own: autograd may give one tensor to several. others: addresses of memory that
+    somebody else will use again."""
+    known, found = set(others), dict[int, torch.Tensor]()
+    for number, gradient in gradients.items():
+        place = gradient.untyped_storage().data_ptr()
+        found[number] = gradient.clone() if place in known else gradient
+        known.add(place)
+    return found
+
+
+@dataclass(slots=True)
+class Graph:
+    """Of one micro-batch in a partition, until backward: where gradients of what entered come, and where others begin."""
+
+    arrivals: dict[int, Arrival]
+    edges: dict[int, Any]
+    """Gradient edges of what leaves, and of what entered and is taken behind the partition too."""
+
+    @classmethod
+    def of(cls, arrivals: dict[int, Arrival], roots: Iterable[tuple[int, torch.Tensor]]) -> Self:
+        edge = torch.autograd.graph.get_gradient_edge
+        return cls(arrivals, {number: edge(tensor) for number, tensor in roots if tensor.requires_grad})
+
+    @property
+    def gradients(self) -> Pack:
+        """What came to what entered."""
+        return {number: a.gradient for number, a in self.arrivals.items() if a.gradient is not None}
+
+    def let_go(self) -> None:
+        for arrival in self.arrivals.values():
+            arrival.let_go()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,20 @@ class Tied:
 
 
 class Block:
-    """One link of the chain: `number` in the chain, `name` in the model's own state_dict."""
+    """One link of the chain: `number` in the chain, `name` in the model's own state_dict.
 
-    def __init__(self, number: int, name: str, source: nn.Module | Factory) -> None:
+    takes, gives: numbers of values (model/packs.py), for a block that was cut out of a whole model: then it returns a tuple,
+    and its tensors have the model's own names. Else it takes one tensor from the block before, and gives one.
+    """
+
+    def __init__(
+        self, number: int, name: str, source: nn.Module | Factory,
+        takes: tuple[int, ...] | None = None, gives: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.number, self.name, self._source = number, name, source
+        self.is_cut_out = takes is not None
+        self.takes = (number,) if takes is None else takes
+        self.gives = (number + 1,) if gives is None else gives
         self._module: nn.Module | None = None
         self.alive = source if isinstance(source, nn.Module) else None
         """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
@@ -142,6 +152,10 @@ class Block:
                 vars(module).clear()
                 vars(module).update(attributes)
 
+    def exported(self, name: str) -> str:
+        """What the model's own state_dict calls its tensor `name`."""
+        return name if self.is_cut_out else f"{self.name}.{name}"
+
     def own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of its `tensors` that have their home in this block."""
         tied = {tie.name for tie in self.tied}
@@ -158,8 +172,10 @@ class Block:
 
 
 class Chain(Sequence[Block]):
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self._blocks = tuple(blocks)
+    """differentiable: values through which gradients come; None: all that are floating point."""
+
+    def __init__(self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None) -> None:
+        self._blocks, self.differentiable = tuple(blocks), differentiable
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -171,8 +187,8 @@ class Chain(Sequence[Block]):
 def as_chain(model: object) -> Chain:
     """An nn.Sequential, a list of modules or a list of factories as a chain.
 
-    A parameter may belong to two blocks, as the first and last weights of many language models do. Raises ModelError
-    for anything else, for no blocks or more than MOST_BLOCKS, for a parameter of more than two blocks and for shared buffers.
+    A parameter may belong to several blocks, as the first and last weights of many language models do. Raises ModelError
+    for anything else, for no blocks or more than MOST_BLOCKS, and for shared buffers.
     """
     if isinstance(model, nn.Sequential):
         # Not named_children(): it names a module once, and one ReLU used twice is two links of the chain.
@@ -196,8 +212,12 @@ def as_chain(model: object) -> Chain:
         raise ModelError("a model's entries must be modules or factories (callables that return one): " + "; ".join(wrong))
     if problems := [text for name, part in named if isinstance(part, nn.Module) for text in _without_values(part, name)]:
         raise _unusable(problems)
-    chain = Chain(Block(number, name, part) for number, (name, part) in enumerate(named))
-    _find_tied(chain, [part for _, part in named])
+    return checked(Chain(Block(number, name, part) for number, (name, part) in enumerate(named)))
+
+
+def checked(chain: Chain) -> Chain:
+    """The chain, with the parameters found that its blocks share. Raises ModelError for tensors that are shared otherwise."""
+    _find_tied(chain)
     alive = [(block, block.alive) for block in chain if block.alive is not None]
     once = {id(tensor): (name, tensor) for block, module in reversed(alive) for name, tensor in _named(block, module).items()}
     attributes = {name: t for block, module in alive for name, t in tensors_in_attributes(module, block.name).items()}
@@ -205,24 +225,20 @@ def as_chain(model: object) -> Chain:
     return chain
 
 
-def _find_tied(chain: Chain, parts: Sequence[object]) -> None:
+def _find_tied(chain: Chain) -> None:
     owners: dict[int, tuple[Block, str]] = {}
-    uses: dict[int, int] = {}
     problems = []
-    for block, part in zip(chain, parts, strict=True):
-        if not isinstance(part, nn.Module):
-            continue
-        for name, tensor in tensors_of(part).items():
+    for block in chain:
+        for name, tensor in tensors_of(block.alive).items() if block.alive is not None else ():
             owner, owner_name = owners.setdefault(id(tensor), (block, name))
             if owner is block:
                 continue
-            uses[id(tensor)] = uses.get(id(tensor), 1) + 1
-            if uses[id(tensor)] > 2 or not isinstance(tensor, nn.Parameter):
-                problems.append(f"{block.name}.{name} is {owner.name}.{owner_name}")
+            if not isinstance(tensor, nn.Parameter):
+                problems.append(f"{block.exported(name)} is {owner.exported(owner_name)}")
             block.tied += (Tied(name, owner, owner_name),)
     if problems:
         raise ModelError(
-            "only a parameter may be shared, and by no more than two blocks, since it has one home: "
+            "only a parameter may be shared by blocks, since it has one home: "
             + ", ".join(problems) + ". Give each block its own."
         )  # fmt: skip
 
@@ -335,17 +351,19 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Abst
 
 
 def _named(block: Block, module: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"{block.name}.{name}": tensor for name, tensor in tensors_of(module).items()}
+    return {block.exported(name): tensor for name, tensor in tensors_of(module).items()}
 
 
-def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`module(x)` with `tensors` in place of its own."""
+def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `module` gives for what it takes, with `tensors` in place of its own."""
     own = tensors_of(module)
     with _listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}):
-        output = functional_call(module, dict(tensors), (x,))
-    if not isinstance(output, torch.Tensor):
-        raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
-    return output
+        output = functional_call(module, dict(tensors), taken)
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):
+        return output
+    raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
 from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
-from seqpart.costs.partition import LossCost
+from seqpart.costs.partition import LossCost, passing
 from seqpart.costs.trials import Trials
 from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, count_classes, refuse_mismatch
@@ -173,10 +173,7 @@ class Inputs:
         """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
         last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
         found = reduction_of(self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels)
-        sizes = {
-            *values_of(self.settings.batch_size),
-            self.settings.recovery_batch_size or self.largest_batch,
-        }
+        sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
         if found.kind is Kind.WHOLE and {min(size, self.train.count) for size in sizes} != {batch}:
             raise refuse_division(self._final_loss, self.full_batch)
         return found
@@ -234,7 +231,11 @@ class Inputs:
 
     def _lack_behind(self, cost: BlockCost) -> str:
         """Why not, in words; "" where it may."""
-        return "" if self.exact else lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
+        if self.exact:
+            return ""
+        if passing(self.costs_at(self.full_batch), cost.result.giver) > 1:
+            return "other values pass by it, where sil hands one from partition to partition"
+        return lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
 
     def _refuse_endless_warmup(self) -> None:
         """Every partition, and recovery, warms up anew."""

@@ -16,6 +16,7 @@ from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.model.blocks import Chain
+from seqpart.model.packs import Handing, gradient_of
 from seqpart.offload.host_pool import first_piece, pieces_for
 from seqpart.offload.layout import Layout
 from seqpart.planning.plan import Plan
@@ -261,8 +262,15 @@ def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int
 
 
 def boundary_places(parts: Sequence[PartitionCost], micro_batch: int) -> dict[int, int]:
-    """Bytes of the place of what partition p is handed with one micro-batch, by p."""
-    return {p: round_up(cost.input_row * micro_batch) for p, cost in enumerate(parts)}
+    """Bytes of the place of each value that partitions hand to each other with one micro-batch, by its number; and of its
+    gradient, where that has one of its own."""
+    handing = Handing([cost.entering for cost in parts], [cost.leaving for cost in parts])
+    places = {}
+    for value in {value.number: value for cost in parts for value in cost.entering}.values():
+        places[value.number] = round_up(value.nbytes_at(micro_batch))
+        if handing.is_shared(value) and value.learns:
+            places[gradient_of(value.number)] = places[value.number]
+    return places
 
 
 def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int) -> int:
@@ -313,7 +321,8 @@ def homes_at_host(
 
 def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int) -> int:
     """Bytes of the largest tensor that one partition hands to another."""
-    return max(max(micro_batch * cost.input_row, cost.tied) for cost in parts)
+    values = max((value.nbytes_at(micro_batch) for cost in parts for value in cost.entering), default=0)
+    return max(values, *(cost.tied for cost in parts))
 
 
 BUFFERS = 6

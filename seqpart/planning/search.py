@@ -202,7 +202,9 @@ def _least(problem: Problem, plain: Prediction, resources: Resources, left: int)
     # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
     last = parts[-1][2].train_peak
     if resources.boundary_tier == "device":
-        last += sum(problem.batch_size * cost.input_row for _, _, cost in parts[1:-1])
+        own = {value.number for value in parts[-1][2].entering}
+        others = {value.number: value.row for _, _, cost in parts[1:-1] for value in cost.entering}
+        last += problem.batch_size * sum(row for number, row in others.items() if number not in own)
     room = left + max(0, plain.working - last)
     computing = plain.computing - _saved(((o.compute, o.takes(resources)) for o in options), room)
     moving = plain.moving - _saved(((o.transfer, o.takes(resources)) for o in options), left)

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from seqpart.boundaries.exchange import BoundaryExchange, open_exchange
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.data.reader import ReaderThread
 from seqpart.errors import DataError, Diverged, DoesNotFit, LimitExceeded, ModelError, OutOfMemory
-from seqpart.execution.boundary_exchange import BoundaryExchange, open_exchange
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, PhaseDone
 from seqpart.execution.executor import AllocationFailed, Executor, Hooks, out_of_memory

@@ -27,7 +27,7 @@ from seqpart.offload.buffered_file import BufferedFile
 from seqpart.planning.problem import BUFFERS, boundary_bytes, boundary_places, largest_boundary
 
 Key = tuple[int, int]
-"""(partition whose input it is, micro-batch); partition -1 - n: the gradient of tied weight n."""
+"""(number of a value, micro-batch); -1 - n: the gradient of the n-th shared weight."""
 
 
 class BoundaryExchange(Protocol):

@@ -1,0 +1,1 @@
+"""What partitions hand to each other within an update."""

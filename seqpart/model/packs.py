@@ -1,0 +1,87 @@
+"""What blocks hand to each other: values, each with a number; a pack is a map of tensors by these numbers.
+
+A value is given by one block and taken by any later ones: in a chain by the next one alone, in a network with skips by several.
+Value 0 is the model's input rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Pack = dict[int, torch.Tensor]
+ROWS = 0
+"""The value that nobody gives: the model's input."""
+
+
+_GRADIENTS = 1 << 32
+
+
+def gradient_of(number: int) -> int:
+    """The number under which the gradient of a value is known, where it has a place of its own."""
+    return _GRADIENTS + number
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that one block gives and later ones take; for one micro-batch of `rows` rows."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    """As the device allocates it."""
+    rows: int
+    learns: bool
+    """Whether a gradient comes back through it."""
+    giver: int
+    """The block that gives it; -1: it is the model's input."""
+    uses: tuple[int, ...]
+    """Blocks that take it, ascending; one behind the last block for the model's output."""
+
+    @property
+    def row(self) -> int:
+        """Bytes of one row; of what has no dimension of rows, its share."""
+        exact = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return -(-exact // self.rows)
+
+    def nbytes_at(self, rows: int) -> int:
+        """Of a micro-batch of `rows` rows. What has no dimension of rows does not shrink with them."""
+        exact = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.row * rows if self.shape[:1] == (self.rows,) else max(exact, self.row * rows)
+
+
+class Handing:
+    """Who gives and takes which values, once blocks are joined to partitions: one account for who simulates and who runs.
+
+    entering, leaving: of each partition, the values that come from others and those that others take.
+    """
+
+    def __init__(self, entering: Sequence[tuple[Value, ...]], leaving: Sequence[tuple[Value, ...]]) -> None:
+        self.entering, self.leaving = entering, leaving
+        self.users: dict[int, list[int]] = {}
+        """Partitions that take a value, ascending."""
+        for p, values in enumerate(entering):
+            for value in values:
+                self.users.setdefault(value.number, []).append(p)
+        self.giver = {value.number: p for p, values in enumerate(leaving) for value in values}
+
+    def wants_gradient(self, value: Value, lowest: int) -> bool:
+        """Whether whoever gave it learns; `lowest`: the first partition that does."""
+        return value.learns and self.giver.get(value.number, -1) >= lowest
+
+    def used_up(self, p: int) -> list[Value]:
+        """What no partition behind p takes."""
+        return [value for value in self.entering[p] if self.users[value.number][-1] <= p]
+
+    def is_first_user(self, p: int, value: Value, lowest: int) -> bool:
+        """Whether it is p that back-propagates last among those that take it and learn."""
+        return not any(lowest <= user < p for user in self.users[value.number])
+
+    def taken_again(self, p: int) -> list[Value]:
+        """What comes into p and is taken behind it too: its gradient there is there first."""
+        return [value for value in self.entering[p] if self.users[value.number][-1] > p]
+
+    def is_shared(self, value: Value) -> bool:
+        """Whether several partitions take it: then its gradient is added up while it is still needed itself."""
+        return len(self.users.get(value.number, ())) > 1
