@@ -187,7 +187,7 @@ class Flow:
 
     def used_up(self, blocks: Sequence[BlockCost]) -> list[list[int]]:
         """Of each of the blocks, what no block behind it takes and what does not leave: its memory goes with it."""
-        last = {value.number: place for place, block in enumerate(blocks) for value in block.takes}
+        last = {value.number: place for place, block in enumerate(blocks) for value in (*block.gives, *block.takes)}
         return [[n for n, where in last.items() if where == place and n not in self._inside] for place in range(len(blocks))]
 
     def take(self, block: BlockCost) -> tuple[int, int, int]:

@@ -211,7 +211,10 @@ class Simulator:
         read = rows * part.input_row if p == phase.partition else 0
         if phase.kind is not PhaseKind.TRAIN:
             written = rows * part.output_row if p == phase.last < len(self._partitions) - 1 else 0
-            peak = self._now + part.inference_peak
+            if p == phase.partition and phase.breadth_first:
+                self._hold_values(part.entering, step.micro_batch)
+            own = self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0
+            peak = self._now + part.inference_peak - own
             if phase.partition != phase.last:
                 self._free_values(self._handing.used_up(p), step.micro_batch)
                 if p < phase.last:

@@ -70,7 +70,7 @@ class Trials:
         self._chain, self._costs_at, self._device, self._autocast = chain, costs_at, device, autocast
         self._meter = HighWater(device)
         self._found: dict[Kind, dict[int, Excess]] = {}
-        self._structures: dict[int, Kind] = {}
+        self._structures: dict[object, Kind] = {}
         self.peak = 0
         """Most bytes that were held during any trial: too short, perhaps, for a sampler."""
         self.untold: list[str] = []

@@ -173,9 +173,9 @@ class Partition:
             self._device.seed(self._seed, *key, block.number)
             with self.autocast():
                 given = module(*(values[number] for number in block.takes))
+            values.update(zip(block.gives, given, strict=True) if block.is_cut_out else ((block.gives[0], given),))
             for number in used_up:
                 del values[number]
-            values.update(zip(block.gives, given, strict=True) if block.is_cut_out else ((block.gives[0], given),))
         return values
 
     def autocast(self) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """What a method is: which phases a run goes through, and which loss each partition owns. Never a loop."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -68,6 +68,8 @@ class Workload:
     """In a whole-network pass: partitions that keep their graphs."""
     offloads: frozenset[int] = frozenset()
     """Those of them whose graphs do not wait on the device."""
+    one_value: bool = True
+    """Whether partitions hand each other one value, whose rows can wait in a file."""
     recovery: Recovery | None = None
     synthetic_inputs: bool = False
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
@@ -112,11 +114,16 @@ class Method:
 
 
 def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
-    """The test rows through one partition after the other, or where all of them stay through all at once."""
-    if stays and len(work.partitions) > 1:
-        rows, micro_batch = work.test_rows, work.partitions[0].micro_batch
-        last = len(work.partitions) - 1
-        return (Phase(kind=PhaseKind.TEST, partition=0, through=last, rows=rows, batch=micro_batch, micro_batch=micro_batch),)
+    """The test rows through one partition after the other; where all of them stay, or hand each other more than rows in a
+    file hold, through all of them at once, as many rows at a time as an update has."""
+    last, first = len(work.partitions) - 1, work.partitions[0]
+    if last and (stays or not work.one_value):
+        whole = Phase(
+            kind=PhaseKind.TEST, partition=0, through=last, rows=work.test_rows, batch=first.micro_batch,
+            micro_batch=first.micro_batch,
+        )  # fmt: skip
+        streams = frozenset(range(last + 1)) - work.stays
+        return (whole if stays else replace(whole, batch=first.batch_size, breadth_first=True, streams=streams),)
     return tuple(
         Phase(kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch)
         for p, part in enumerate(work.partitions)

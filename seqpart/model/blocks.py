@@ -65,14 +65,14 @@ class Block:
     @property
     def kind(self) -> str:
         if isinstance(self._source, nn.Module):
-            return type(self._source).__name__
+            return str(self._source.described) if self.is_cut_out else type(self._source).__name__
         source = self._source
         while isinstance(source, functools.partial):
             source = source.func
         return getattr(source, "__name__", None) or type(source).__name__
 
     @property
-    def same_as(self) -> int:
+    def same_as(self) -> object:
         """Equal for blocks that come from one factory."""
         return id(self._source)
 
@@ -144,17 +144,12 @@ class Block:
     @contextmanager
     def left_as_it_is(self) -> Iterator[None]:
         """What the body makes a module that was given alive remember is forgotten: a cache of fake tensors, a mode."""
-        before = [(module, {name: _shallow(value) for name, value in vars(module).items()}) for module, _ in self._modes]
-        try:
+        with left_as_they_are(module for module, _ in self._modes):
             yield
-        finally:
-            for module, attributes in before:
-                vars(module).clear()
-                vars(module).update(attributes)
 
     def exported(self, name: str) -> str:
         """What the model's own state_dict calls its tensor `name`."""
-        return name if self.is_cut_out else f"{self.name}.{name}"
+        return str(self._source.exported(name)) if self.is_cut_out else f"{self.name}.{name}"  # type: ignore[union-attr, operator]
 
     def own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of its `tensors` that have their home in this block."""
@@ -268,6 +263,18 @@ def _shallow(value: object) -> object:
     return copy.copy(value) if type(value) in (dict, list, set) else value
 
 
+@contextmanager
+def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What the body makes modules remember is forgotten."""
+    before = [(module, {name: _shallow(value) for name, value in vars(module).items()}) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 def _called(factory: Factory, block: Block) -> nn.Module:
     module = factory()
     if not isinstance(module, nn.Module):
@@ -357,7 +364,7 @@ def _named(block: Block, module: nn.Module) -> dict[str, torch.Tensor]:
 def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What `module` gives for what it takes, with `tensors` in place of its own."""
     own = tensors_of(module)
-    with _listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}):
+    with listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}):
         output = functional_call(module, dict(tensors), taken)
     if isinstance(output, torch.Tensor):
         return (output,)
@@ -367,7 +374,7 @@ def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: tor
 
 
 @contextmanager
-def _listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Lists in which submodules keep their own tensors once more, as nn.LSTM does, hold `others` (by the id of the one that
     each stands for): they would run with the tensors of a module that is empty."""
     changed: list[tuple[dict[str, object], str, object]] = []

@@ -24,13 +24,13 @@ from seqpart.memory.limit import enforced, margin_of, measure_runtime, warm_up
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
-from seqpart.model.blocks import as_chain
 from seqpart.model.live_modules import LiveModules
 from seqpart.model.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.settings import Settings, per_partition, values_of
+from seqpart.tracing.tracing import chain_of
 from seqpart.units import format_limit, format_size, parse_size
 from seqpart.values import as_text
 
@@ -64,7 +64,7 @@ class Inputs:
         """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device = settings, train, test, device
-        self.chain, self.methods = as_chain(model), methods_named(settings.method)
+        self.chain, self.methods = chain_of(model, train.shape, train.dtype), methods_named(settings.method)
         self.exact = self.methods[0].exact
         if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)

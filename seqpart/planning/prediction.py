@@ -15,6 +15,7 @@ from seqpart.planning.problem import (
     buffers_of,
     exchange_bytes,
     graph_buffer_bytes,
+    hands_one_value,
     homes_at_host,
     host_boundaries,
     largest_boundary,
@@ -116,6 +117,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     work = Workload(
         train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps, offloads=candidate.offloads,
+        one_value=hands_one_value([cost for _, _, cost in candidate.parts]),
     )  # fmt: skip
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
     return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])

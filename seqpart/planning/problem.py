@@ -1,6 +1,7 @@
 """What a plan is asked to fit: the chain and its costs, the machine and the limit; and what follows from these alone."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -259,6 +260,12 @@ def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int
         tensors = [(spec.name, spec.shape, str(spec.dtype)) for spec in cost.layout.specs]
         digest.update(repr((block.name, tensors)).encode())
     return digest.hexdigest()
+
+
+def hands_one_value(parts: Sequence[PartitionCost]) -> bool:
+    """Whether each partition hands one value of rows to the next, and nothing passes over it."""
+    pairs = ((one.leaving, other.entering) for one, other in itertools.pairwise(parts))
+    return all(given == taken and len(given) == 1 and given[0].shape[:1] == (given[0].rows,) for given, taken in pairs)
 
 
 def boundary_places(parts: Sequence[PartitionCost], micro_batch: int) -> dict[int, int]:

@@ -230,8 +230,9 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
     is updated as soon as its gradients are there, and so no others' are; where updates wait for a norm, those of partitions
     that stream wait at home, and those of partitions that stay on the device.
     """
-    micro_batches = [m for m, _ in phase.spans_of(update)]
-    first, last, lowest = phase.partition, phase.last, phase.lowest
+    micro_batches, training = [m for m, _ in phase.spans_of(update)], phase.kind is PhaseKind.TRAIN
+    first, last = phase.partition, phase.last
+    lowest = phase.lowest if training else last + 1
     for p in [p for p in loaded if p != first and (p in phase.streams or p not in phase.partitions)]:
         yield from loaded.send(p, max(index - 1, 0))
     waiting = []
@@ -239,7 +240,7 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
         streams = p in phase.streams
         yield from loaded.bring(p, phase, index, to_update=not streams and phase.trains(p))
         yield from (Step(Verb.FORWARD, p, m, index) for m in micro_batches)
-        if p < lowest:
+        if training and p < lowest:
             yield Step(Verb.UPDATE, p, phase=index)
         if streams:
             yield from loaded.send(p, index)

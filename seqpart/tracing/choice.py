@@ -1,0 +1,52 @@
+"""Which modules of a model are blocks: the layers that it repeats, and what stands beside them."""
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LARGE = 12
+"""A layer with more than one part in so many of the model's parameters may be cut further."""
+
+
+def blocks_of(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[nn.Module, str]:
+    """{module: path} of those that are called as blocks. What holds a list of layers is looked into: it is code around blocks.
+
+    whole: modules that are not to be looked into.
+    """
+    total = _size(model)
+    found: dict[nn.Module, str] = {}
+
+    def walk(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            inside = f"{path}.{name}" if path else name
+            if child not in whole and _is_open(child, isinstance(module, _CONTAINERS), total):
+                walk(child, inside)
+            else:
+                found.setdefault(child, inside)
+
+    walk(model, "")
+    return found
+
+
+def _is_open(module: nn.Module, is_layer: bool, total: int) -> bool:
+    """is_layer: whether it is one of a list."""
+    if type(module) in _CONTAINERS or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return bool(len(module))  # type: ignore[arg-type]
+    if is_layer and _size(module) * _LARGE <= total:
+        return False
+    return any(_holds_layers(part) for part in _containers(module))
+
+
+def _containers(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if isinstance(part, _CONTAINERS))
+
+
+def _holds_layers(container: nn.Module) -> bool:
+    """Whether it lists modules that consist of others, as an encoder does, and not the parts of one layer."""
+    made = [part for part in container.children() if any(True for _ in part.children()) and _size(part)]
+    return len(made) > isinstance(container, nn.Sequential)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,165 @@
+"""What a model did when it ran once: calls of its modules, and torch functions between them; and how to do it again.
+
+Tensors are numbered in the order in which they were made. A number that depends on the batch was 2 in one run and 3 in another:
+of two runs one program is made in which it follows the rows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The tensor of that number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A parameter or buffer of the model, by the first of its names."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfRows:
+    """An integer that follows the rows of the batch: times * rows + plus."""
+
+    times: int
+    plus: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfDevice:
+    """The device on which the values lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One call. function: a torch function, or the path of a module of the model."""
+
+    function: Callable[..., Any] | str
+    args: Any
+    kwargs: Any
+    result: Any
+    """Of the same structure as what the call returned: a Ref for each tensor."""
+    rebinds: tuple[tuple[int, int], ...] = ()
+    """(new number, old number) of tensors that the call changed in place: who comes later sees the change."""
+    grad: bool = True
+    """Whether it ran where gradients are wanted."""
+    where: str = ""
+    """Path of the module whose forward called it, and the line."""
+
+    @property
+    def is_module(self) -> bool:
+        return isinstance(self.function, str)
+
+    @property
+    def uses(self) -> set[int]:
+        taken = {leaf.number for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)}
+        return taken | {old for _, old in self.rebinds}
+
+    @property
+    def makes(self) -> set[int]:
+        return {leaf.number for leaf in leaves(self.result) if isinstance(leaf, Ref)} | {new for new, _ in self.rebinds}
+
+    @property
+    def owned(self) -> set[str]:
+        return {leaf.name for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Own)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """ops in the order in which they ran; output: number of what the model returned."""
+
+    ops: tuple[Op, ...]
+    output: int
+    shapes: dict[int, tuple[int, ...]]
+    learns: frozenset[int]
+    """Tensors that require grad."""
+    follows: frozenset[int] = frozenset()
+    """Tensors whose first dimension is that of the rows."""
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, list | tuple):
+        for part in tree:
+            yield from leaves(part)
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from leaves(part)
+    elif isinstance(tree, slice):
+        yield from leaves((tree.start, tree.stop, tree.step))
+    else:
+        yield tree
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tree with every leaf changed."""
+    if isinstance(tree, torch.Size):
+        return tuple(change(part) for part in tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(mapped(part, change) for part in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(mapped(part, change) for part in tree)
+    if isinstance(tree, dict):
+        return {key: mapped(part, change) for key, part in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(mapped(part, change) for part in (tree.start, tree.stop, tree.step)))
+    return change(tree)
+
+
+class Differs(Exception):
+    """Two runs of one model did not do the same: `op` of the first is where."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(op.where)
+        self.op = op
+
+
+def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Program:
+    """One program of two runs with so many rows. Raises Differs where they differ in more than numbers that follow the rows."""
+    ops = []
+    for first, second in zip(one.ops, other.ops, strict=False):
+        if (first.function, first.rebinds) != (second.function, second.rebinds):
+            raise Differs(first)
+        try:
+            args, kwargs = (
+                _follow(a, b, rows, other_rows) for a, b in ((first.args, second.args), (first.kwargs, second.kwargs))
+            )
+        except ValueError:
+            raise Differs(first) from None
+        ops.append(replace(first, args=args, kwargs=kwargs))
+    if len(one.ops) != len(other.ops):
+        raise Differs(max(one.ops, other.ops, key=len)[len(ops)])
+    both = ((number, shape[:1], other.shapes.get(number, ())[:1]) for number, shape in one.shapes.items())
+    follows = frozenset(number for number, *firsts in both if firsts == [(rows,), (other_rows,)])
+    return replace(one, ops=tuple(ops), follows=follows)
+
+
+def _follow(one: Any, other: Any, rows: int, other_rows: int) -> Any:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        parts = [_follow(a, b, rows, other_rows) for a, b in zip(one, other, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            raise ValueError
+        return {key: _follow(one[key], other[key], rows, other_rows) for key in one}
+    if isinstance(one, slice) and isinstance(other, slice):
+        ends = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
+        return slice(*(_follow(a, b, rows, other_rows) for a, b in ends))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one is other or (one.shape == other.shape and torch.equal(one, other)):
+            return one
+        raise ValueError
+    if type(one) is type(other) and (one == other or one is other):
+        return one
+    if type(one) is int and type(other) is int:
+        times, rest = divmod(other - one, other_rows - rows)
+        if not rest:
+            return OfRows(times, one - times * rows)
+    raise ValueError

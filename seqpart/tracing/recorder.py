@@ -1,0 +1,192 @@
+"""A model is run once on fake tensors, and what it does is recorded."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from seqpart.errors import ModelError
+from seqpart.tracing.program import OfDevice, Op, Own, Program, Ref, leaves, mapped
+
+_CONSTANTS = (
+    bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, type, Enum, range,
+    FunctionType, BuiltinFunctionType, type(None), type(Ellipsis),
+)  # fmt: skip
+
+
+class Inside(Exception):
+    """What could not be recorded, in a module that was looked into."""
+
+    def __init__(self, module: nn.Module, path: str, where: str, why: str) -> None:
+        super().__init__(why)
+        self.module, self.path, self.where, self.why = module, path, where, why
+
+
+class Recorder(TorchFunctionMode):
+    """Inside it, calls of `blocks` ({module: path}) and torch functions outside of them become ops.
+
+    names: of each parameter and buffer of the model, by its identity.
+    """
+
+    def __init__(self, blocks: Mapping[nn.Module, str], paths: Mapping[nn.Module, str], names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.learns: set[int] = set()
+        self._blocks, self._paths, self._names = blocks, paths, names
+        self._numbers: dict[int, int] = {}
+        """Of each tensor, by its identity."""
+        self._alive: list[torch.Tensor] = []
+        """So that no identity is used again."""
+        self._storages: dict[int, list[torch.Tensor]] = {}
+        self._count, self._inside = 0, 0
+        self._stack: list[nn.Module] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """A new one for a tensor that was made, or changed."""
+        number, self._count = self._count, self._count + 1
+        if id(tensor) not in self._numbers:
+            self._alive.append(tensor)
+            self._storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self._numbers[id(tensor)] = number
+        self.shapes[number] = tuple(tensor.shape)
+        if tensor.requires_grad:
+            self.learns.add(number)
+        return number
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Inside, calls of modules come here first."""
+        before = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call(before, module, args, kwargs)
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = before  # type: ignore[method-assign]
+
+    def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._inside:
+            return before(module, *args, **kwargs)
+        if module in self._blocks:
+            return self._record(self._blocks[module], lambda: before(module, *args, **kwargs), args, kwargs)
+        self._stack.append(module)
+        found = before(module, *args, **kwargs)  # where it fails the stack says where
+        self._stack.pop()
+        return found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+
+        def run() -> Any:
+            if any(isinstance(leaf, FakeTensor) for leaf in leaves(_opened((args, kwargs)))):
+                return func(*args, **kwargs)
+            with unset_fake_temporarily():  # positions and masks are what they are, and the code may look at them
+                return func(*args, **kwargs)
+
+        return self._record(func, run, args, kwargs)
+
+    def _record(self, function: Any, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        grad, places = torch.is_grad_enabled(), sys._getframe(2)
+        given = [leaf for leaf in leaves(_opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in given]
+        self._inside += 1
+        try:
+            found = run()
+            changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
+            made = [leaf for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)]
+            if made or changed:
+                self._note(function, args, kwargs, found, changed, grad, self._line(places))
+        except Inside:
+            raise
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                raise
+            what = function if isinstance(function, str) else getattr(function, "__name__", str(function))
+            raise self.failed(error, what, self._line(places)) from error
+        finally:
+            self._inside -= 1
+        return found
+
+    def _note(
+        self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], grad: bool, where: str
+    ) -> None:
+        taken, named = mapped(_opened(args), self._encoded), mapped(_opened(kwargs), self._encoded)
+        rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
+        before = {key: self._numbers[key] for key in rebound}
+        result = mapped(_opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
+        returned = {id(leaf) for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)}
+        rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
+        self.ops.append(Op(function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, grad=grad, where=where))
+
+    def _encoded(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in self._names:
+                return Own(self._names[id(leaf)])
+            if id(leaf) in self._numbers:
+                return Ref(self._numbers[id(leaf)])
+            if type(leaf) is torch.Tensor and not leaf.requires_grad:
+                return leaf  # made before the model ran, and no buffer of it
+            raise TypeError("it takes a tensor that is neither a parameter nor a buffer of the model, and requires grad")
+        if isinstance(leaf, torch.device):
+            return OfDevice()
+        if isinstance(leaf, _CONSTANTS) or (callable(leaf) and not isinstance(leaf, nn.Module)):
+            return leaf
+        raise TypeError(f"it takes a {type(leaf).__name__}, in which tensors may hide")
+
+    def failed(self, error: Exception, what: str = "", where: str = "") -> Inside:
+        module = self._stack[-1]
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
+            why = "it reads a number out of a tensor (item(), a tensor in an if), or makes a shape of one"
+        return Inside(module, self._paths.get(module, ""), where, f"{what}: {why}" if what else why)
+
+    def _line(self, frame: Any) -> str:
+        """Path and type of the module that is running, with file and line of its code."""
+        module = self._stack[-1]
+        found, mine = "", str(Path(__file__).parent)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(mine) and frame.f_locals.get("self") is module:
+                found = f", {name}:{frame.f_lineno}"
+                break
+            frame = frame.f_back
+        path = self._paths.get(module, "")
+        return f"{path or 'the model'} ({type(module).__name__}{found})"
+
+
+def _opened(tree: Any) -> Any:
+    """Mappings of any kind as dicts: results of transformers are such."""
+    if isinstance(tree, Mapping):
+        return {key: _opened(part) for key, part in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_opened(part) for part in tree))
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(tree)(_opened(part) for part in tree) if type(tree) in (list, tuple) else [_opened(part) for part in tree]
+    return tree
+
+
+def program_of(recorder: Recorder, output: torch.Tensor) -> Program:
+    """What was recorded, as far as the output needs it."""
+    number = recorder._numbers.get(id(output))
+    if number is None:
+        raise ModelError("the model returns a tensor that it did not compute from its input.")
+    needed, kept = {number}, list[Op]()
+    for op in reversed(recorder.ops):
+        if op.makes & needed:
+            needed |= op.uses
+            kept.append(op)
+    return Program(ops=tuple(reversed(kept)), output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))
