@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FunctionType
 
 import numpy as np
 import torch
@@ -25,8 +24,7 @@ from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.memory.usage import HighWater
 from seqpart.model.blocks import Block, run_fake, tensors_of, with_tensors
-
-Kind = tuple[object, ...]
+from seqpart.model.structure import Kind, structure_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,20 +235,8 @@ def _on(tensor: torch.Tensor, device: Device) -> torch.Tensor:
 
 
 def _structure(block: Block) -> Kind:
-    """Types, plain settings, and the tensors' names and shapes: what tells kinds of blocks apart without running them."""
     module, tensors = block.fake(FakeMode())
-    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
-    return tuple((type(part), _settings(part)) for part in module.modules()), shapes
-
-
-def _settings(module: nn.Module) -> Kind:
-    return tuple((name, repr(value)) for name, value in sorted(vars(module).items()) if name != "training" and _plain(value))
-
-
-def _plain(value: object) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_plain(part) for part in value)
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType)
+    return structure_of(module, tensors)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
 from seqpart.model.sharing import refuse_sharing, tensors_in_attributes
+from seqpart.model.structure import structure_of
 from seqpart.offload.layout import Layout, spec_of, stride_of
 
 Factory = Callable[[], nn.Module]
@@ -58,6 +59,9 @@ class Block:
         # Looked at now: the module is empty when it is measured, and when it is measured again with fewer rows.
         self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
         self.tied: tuple[Tied, ...] = ()
+        self._same: object = id(source)
+        if self.is_cut_out and self.alive is not None:
+            self._same = structure_of(self.alive, self._shapes)
 
     def __str__(self) -> str:
         return f"block {self.number} ({self.kind})"
@@ -73,8 +77,8 @@ class Block:
 
     @property
     def same_as(self) -> object:
-        """Equal for blocks that come from one factory."""
-        return id(self._source)
+        """Equal for blocks that come from one factory, and for layers of a whole model that are alike."""
+        return self._same
 
     @property
     def home(self) -> str:

@@ -283,8 +283,9 @@ class Preparation(Inputs):
         return Workload(
             train_rows=self.train.count, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
-            offloads=kept.offloads, one_value=planning.hands_one_value([cost for _, _, cost in candidate.parts]), recovery=stage, test_every=self.settings.test_every,
+            offloads=kept.offloads, recovery=stage, test_every=self.settings.test_every,
             synthetic_inputs=self.settings.sil_inputs == "synthetic",
+            one_value=planning.hands_one_value([cost for _, _, cost in candidate.parts]),
         )  # fmt: skip
 
     def _partition_costs(

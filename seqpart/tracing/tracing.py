@@ -44,8 +44,8 @@ def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Chain
             if error.module is model or error.module in whole:
                 where = error.where or error.path or type(model).__name__
                 raise ModelError(
-                    f"the model cannot be cut into blocks: {error.why}, in {where}. Let that be a module of its own, or give the "
-                    "model as a list of blocks."
+                    f"the model cannot be cut into blocks: {error.why}, in {where}. Let that be a module of its own, or give "
+                    "the model as a list of blocks."
                 ) from error
             whole.add(error.module)
 
@@ -197,8 +197,8 @@ def _chain(model: nn.Module, training: Program, evaluating: Program) -> Chain:
     calls = [[op.function for op in program.ops if op.is_module] for program in (training, evaluating)]
     if calls[0] != calls[1] or [len(g) for g in train.gives] != [len(g) for g in evaluate.gives]:
         raise ModelError(
-            f"{type(model).__name__} calls other modules when it trains than when it evaluates, or hands other tensors from one to "
-            "another: it cannot be cut. Let what differs be inside a layer, or give the model as a list of blocks."
+            f"{type(model).__name__} calls other modules when it trains than when it evaluates, or hands other tensors from "
+            "one to another: it cannot be cut. Let what differs be inside a layer, or give the model as a list of blocks."
         )
     # The same value has a number of its own in each mode.
     known = {ROWS: ROWS} | {n: n for gives in train.gives for n in gives}
