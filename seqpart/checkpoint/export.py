@@ -107,6 +107,9 @@ def _entries(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Iterator[tu
             if isinstance(tensor, torch.Tensor):
                 owner, spec = source[id(tensor)]
                 found.append((owner, block.exported(name), spec))
+    known = {name: (owner, spec) for owner, name, spec in found}
+    for alias, name in getattr(blocks, "aliases", {}).items():
+        found.append((known[name][0], alias, known[name][1]))
     yield from sorted(found, key=lambda entry: -entry[2].dtype.itemsize)
 
 

@@ -171,10 +171,13 @@ class Block:
 
 
 class Chain(Sequence[Block]):
-    """differentiable: values through which gradients come; None: all that are floating point."""
+    """differentiable: values through which gradients come; None: all that are floating point. aliases: {name in the model's
+    state_dict: another of the same tensor, which a block has}."""
 
-    def __init__(self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None) -> None:
-        self._blocks, self.differentiable = tuple(blocks), differentiable
+    def __init__(
+        self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self._blocks, self.differentiable, self.aliases = tuple(blocks), differentiable, aliases or {}
 
     def __len__(self) -> int:
         return len(self._blocks)

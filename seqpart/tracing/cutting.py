@@ -1,0 +1,178 @@
+"""A recorded program, once for training and once for evaluating, as a chain of segments."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpart.errors import ModelError
+from seqpart.model.blocks import Block, Chain, checked
+from seqpart.model.packs import ROWS
+from seqpart.tracing.program import OfRows, Op, Own, Program, Ref, leaves, mapped
+from seqpart.tracing.segment import Segment, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A program in pieces, one call of a module each with the functions before it; what each takes and gives, by number."""
+
+    program: Program
+    pieces: list[tuple[Op, ...]]
+    takes: list[list[int]] = field(default_factory=list)
+    gives: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, program: Program) -> "_Cut":
+        pieces = _pieces(program.ops)
+        maker = {number: place for place, ops in enumerate(pieces) for op in ops for number in op.makes}
+        used = [{n for op in ops for n in op.uses if maker.get(n, -1) < place} for place, ops in enumerate(pieces)]
+        given = {program.output}.union(*used)
+        gives = [sorted(n for op in ops for n in op.makes if n in given) for ops in pieces]
+        return cls(program, pieces, [sorted(numbers) for numbers in used], gives)
+
+    def rows(self, place: int) -> int | None:
+        """Which of what a piece takes tells the number of rows, where it needs that; else the rows come along."""
+        asked = any(isinstance(leaf, OfRows) for op in self.pieces[place] for leaf in leaves((op.args, op.kwargs)))
+        if self.takes[place] and not asked:
+            return None
+        for number in self.takes[place]:
+            if number in self.program.follows:
+                return number
+        self.takes[place].insert(0, ROWS)
+        return ROWS
+
+
+def _pieces(ops: tuple[Op, ...]) -> list[tuple[Op, ...]]:
+    """What comes behind the last call of a module belongs to it."""
+    found: list[list[Op]] = [[]]
+    for op in ops:
+        if found[-1] and found[-1][-1].is_module:
+            found.append([])
+        found[-1].append(op)
+    if len(found) > 1 and not any(op.is_module for op in found[-1]):
+        last = found.pop()
+        found[-1] += last
+    return [tuple(piece) for piece in found]
+
+
+class Cutter:
+    """Makes segments of `model`, whose own modules and tensors they hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._owners = _owners(model)
+        by_identity = {id(getattr(owner, leaf)): name for name, (owner, leaf) in self._owners.items()}
+        self._held = {
+            path: {by_identity[id(t)] for t in itertools.chain(module.parameters(), module.buffers())}
+            for path, module in self._modules.items()
+        }
+        """Names of the tensors in each module."""
+
+    def chain(self, training: Program, evaluating: Program) -> Chain:
+        """Raises ModelError where the two do not hand on the same values."""
+        train, evaluate = (_Cut.of(self._with_shared_buffers(program)) for program in (training, evaluating))
+        calls = [[op.function for op in cut.program.ops if op.is_module] for cut in (train, evaluate)]
+        if calls[0] != calls[1] or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
+            raise ModelError(
+                f"{type(self._model).__name__} calls other modules when it trains than when it evaluates, or hands other "
+                "tensors from one to another: it cannot be cut. Let what differs be inside a layer, or give the model as a "
+                "list of blocks."
+            )
+        if train.gives[-1] != [train.program.output]:
+            raise ModelError(
+                f"{type(self._model).__name__} does not return what it computes last: it cannot be cut. Give a list of blocks."
+            )
+        # The same value has a number of its own in each mode; and one in the chain.
+        numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
+        theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))
+        spare = set(self._owners).difference(*(self._used(op) for cut in (train, evaluate) for op in cut.program.ops))
+        blocks, names = [], _unique(self._named(train, place) for place in range(len(train.pieces)))
+        for place, name in enumerate(names):
+            last = place == len(names) - 1
+            segment, taken = self._segment(train, evaluate, place, theirs, spare if last else set())
+            given = tuple(numbers[n] for n in train.gives[place])
+            blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
+        differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
+        return checked(Chain(blocks, differentiable, self._aliases(blocks)))
+
+    def _segment(
+        self, train: _Cut, evaluate: _Cut, place: int, theirs: Mapping[int, int], spare: set[str]
+    ) -> tuple[Segment, list[int]]:
+        """A piece, and the numbers in training of what it takes. spare: names of tensors that no call needs: they are there
+        when the model is written."""
+        rows = train.rows(place), evaluate.rows(place)
+        back = {theirs[n]: n for n in evaluate.takes[place]}
+        taken = sorted({*train.takes[place], *back})
+        orders = [n if n in train.takes[place] else -1 - n for n in taken], [back.get(n, -1 - n) for n in taken]
+        steps = [
+            Steps(cut.pieces[place], tuple(order), tuple(cut.gives[place]), None if at is None else order.index(at))
+            for cut, order, at in zip((train, evaluate), orders, rows, strict=True)
+        ]
+        ops = [*train.pieces[place], *evaluate.pieces[place]]
+        paths = dict.fromkeys(op.function for op in ops if isinstance(op.function, str))
+        direct = dict.fromkeys([name for op in ops for name in sorted(op.owned)] + sorted(spare))
+        described = type(self._modules[next(iter(paths), "")]).__name__
+        modules, tensors = {path: self._modules[path] for path in paths}, {name: self._owners[name] for name in direct}
+        return Segment(modules, tensors, steps[0], steps[1], described), taken
+
+    def _with_shared_buffers(self, program: Program) -> Program:
+        """A buffer has one home: where calls of several pieces use one, the first gives its value to the others."""
+        pieces = _pieces(program.ops)
+        buffers = {name for name, (owner, leaf) in self._owners.items() if leaf in owner._buffers}
+        uses = [set().union(*(self._used(op) for op in ops)) & buffers for ops in pieces]
+        shared = {name for one, other in itertools.combinations(uses, 2) for name in one & other}
+        ops, known, shapes = list[Op](), dict[str, Ref](), dict(program.shapes)
+
+        def value(leaf: Any) -> Any:
+            return known.get(leaf.name, leaf) if isinstance(leaf, Own) else leaf
+
+        for op in program.ops:
+            for name in sorted(op.owned & shared - known.keys()):
+                known[name] = Ref(1 + max(shapes))
+                owner, leaf = self._owners[name]
+                shapes[known[name].number] = tuple(getattr(owner, leaf).shape)
+                ops.append(Op(function=torch.clone, args=(Own(name),), kwargs={}, result=known[name], where=op.where))
+            ops.append(replace(op, args=mapped(op.args, value), kwargs=mapped(op.kwargs, value)))
+        return replace(program, ops=tuple(ops), shapes=shapes)
+
+    def _used(self, op: Op) -> set[str]:
+        """Names of the tensors that a call uses."""
+        return self._held[op.function] if isinstance(op.function, str) else op.owned
+
+    def _named(self, cut: _Cut, place: int) -> str:
+        return next((op.function for op in cut.pieces[place] if isinstance(op.function, str)), str(place))
+
+    def _aliases(self, blocks: list[Block]) -> dict[str, str]:
+        """{name in the model's state_dict: the one under which a block has the same tensor}, of names that no block has."""
+        found: dict[int, str] = {}
+        named: set[str] = set()
+        for block in blocks:
+            assert block.alive is not None
+            for name, tensor in block.alive.state_dict(keep_vars=True).items():
+                found.setdefault(id(tensor), block.exported(name))
+                named.add(block.exported(name))
+        every = self._model.state_dict(keep_vars=True).items()
+        return {name: found[id(tensor)] for name, tensor in every if name not in named and id(tensor) in found}
+
+
+def _owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Of every parameter and buffer, by the first of its names: the module that has it, and its name there."""
+    found = {}
+    for name in (*dict(model.named_parameters()), *dict(model.named_buffers())):
+        path, _, leaf = name.rpartition(".")
+        found[name] = (model.get_submodule(path), leaf)
+    return found
+
+
+def _unique(names: Iterator[str]) -> list[str]:
+    """A module that is called twice is in two blocks."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found

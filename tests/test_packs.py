@@ -1,0 +1,62 @@
+"""Whole models, cut into partitions that hand each other packs, train to the bits of whole training and of a plain loop."""
+
+import pytest
+import torch
+
+from tests.exactly import FULL, HOWS, Trained, first_difference
+from tests.whole_models import Bands, Decoder, Dense, UNet
+
+
+def images():
+    generator = torch.Generator().manual_seed(1)
+    return tuple(
+        (torch.randn(n, 1, 8, 8, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in (22, 5)
+    )
+
+
+def quantities():
+    generator = torch.Generator().manual_seed(1)
+    return tuple((torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in (22, 5))
+
+
+def words():
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for n in (22, 5):
+        tokens = torch.randint(1, 11, (n, 7), generator=generator)
+        tokens[n // 2 :, 5:] = 0
+        made.append((tokens, torch.randint(0, 11, (n, 7), generator=generator)))
+    return tuple(made)
+
+
+MODELS = {"unet": (UNet, images), "decoder": (Decoder, words), "dense": (Dense, quantities), "bands": (Bands, quantities)}
+STARTS = {"unet": (0, 1, 2, 4), "decoder": (0, 2, 3, 5), "dense": (0, 1, 3, 4), "bands": (0, 2, 3, 4)}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """What whole training gives, by model: found once."""
+    known = {}
+
+    def record(name):
+        if name not in known:
+            with pytest.MonkeyPatch.context() as patch:
+                kind, data = MODELS[name]
+                known[name] = Trained(patch, tmp_path_factory.mktemp(name), lambda: made(kind), data()).run(FULL)
+        return known[name]
+
+    return record
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@models
+def test_every_way_gives_the_bits_of_whole_training(name, how, full, monkeypatch, tmp_path):
+    kind, data = MODELS[name]
+    arms = Trained(monkeypatch, tmp_path, lambda: made(kind), data(), partitions=STARTS[name])
+    assert first_difference(arms.run(how), full(name)) is None

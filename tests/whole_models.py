@@ -1,0 +1,123 @@
+"""Whole models with a forward of their own, as people have them: none of them is a list of blocks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Twice(nn.Module):
+    def __init__(self, inside, outside, dropout=0.1):
+        super().__init__()
+        self.first, self.norm, self.dropout = (
+            nn.Conv2d(inside, outside, 3, padding=1),
+            nn.BatchNorm2d(outside),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x):
+        return self.dropout(F.relu(self.norm(self.first(x)), inplace=True))
+
+
+class UNet(nn.Module):
+    """Its skips pass over everything between the way down and the way up."""
+
+    def __init__(self, classes=3, width=4):
+        super().__init__()
+        self.down = nn.ModuleList([Twice(1, width), Twice(width, 2 * width), Twice(2 * width, 4 * width)])
+        self.up = nn.ModuleList([Twice(6 * width, 2 * width), Twice(3 * width, width)])
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        skips = []
+        for number, block in enumerate(self.down):
+            if number:
+                x = F.max_pool2d(x, 2)
+            x = block(x)
+            skips.append(x)
+        skips.pop()
+        for block in self.up:
+            x = F.interpolate(x, scale_factor=2)
+            x = block(torch.cat([x, skips.pop()], dim=1))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+class Rotary(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("frequencies", 100.0 ** -torch.linspace(0, 1, width // 2), persistent=False)
+
+    def forward(self, positions):
+        angles = positions[:, :, None].float() * self.frequencies
+        return angles.cos(), angles.sin()
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads=2):
+        super().__init__()
+        self.heads, self.norm, self.mix = heads, nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.feed = (
+            nn.Linear(width, width),
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)),
+        )
+
+    def forward(self, hidden, *, mask=None, rotary=None):
+        parts = self.mix(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        cos, sin = (part[:, None, :, :] for part in rotary)
+        query, key = ((part * cos[..., : part.shape[-1]] + part.roll(1, -1) * sin[..., : part.shape[-1]]) for part in parts[:2])
+        mixed = F.scaled_dot_product_attention(query, key, parts[2], attn_mask=mask)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        return (hidden + self.feed(hidden), None)
+
+
+class Decoder(nn.Module):
+    """One rotary table and one mask of padding for all layers, a head that is the embedding, and a dict for a result."""
+
+    def __init__(self, words=11, width=8, layers=3):
+        super().__init__()
+        self.embed, self.rotary = nn.Embedding(words, width), Rotary(width)
+        self.start = nn.Parameter(torch.zeros(1, 1, width))
+        self.layers, self.norm = nn.ModuleList(Layer(width) for _ in range(layers)), nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, labels=None):
+        rows, length = tokens.shape
+        positions = torch.arange(length, device=tokens.device)[None]
+        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        mask = causal[None, None] & (tokens != 0)[:, None, None, :] | torch.eye(length, dtype=torch.bool, device=tokens.device)
+        hidden = F.dropout(self.embed(tokens), 0.1, self.training) + self.start.expand(rows, -1, -1)
+        rotary = self.rotary(positions)
+        for layer in self.layers:
+            hidden, _ = layer(hidden, mask=mask, rotary=rotary)
+        return {"loss": None, "logits": self.head(self.norm(hidden))}
+
+
+class Dense(nn.Module):
+    """Each layer takes what all before it gave."""
+
+    def __init__(self, classes=3, width=6, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 + number * width, width) for number in range(layers))
+        self.register_buffer("scale", torch.tensor([2.0, 0.5]))
+        self.head = nn.Linear(4 + layers * width, classes)
+
+    def forward(self, x):
+        found = [x]
+        for layer in self.layers:
+            found.append(torch.relu(layer(torch.cat(found, 1))) * self.scale[0])
+        return self.head(torch.cat(found, 1)) * self.scale[1]
+
+
+class Bands(nn.Module):
+    """The sum of a value's gradients shows in which order they were added: it is taken again and again, at all scales."""
+
+    def __init__(self, classes=3, width=8):
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.layers, self.head = nn.ModuleList(nn.Linear(width, width) for _ in range(4)), nn.Linear(width, classes)
+
+    def forward(self, x):
+        first = hidden = torch.tanh(self.first(x))
+        for number, layer in enumerate(self.layers):
+            hidden = torch.tanh(layer(hidden)) * 3.0**number + first * first * 0.7**number + first
+        return self.head(hidden)
