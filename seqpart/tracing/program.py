@@ -51,6 +51,10 @@ class Op:
     """(new number, old number) of tensors that the call changed in place: who comes later sees the change."""
     grad: bool = True
     """Whether it ran where gradients are wanted."""
+    autocast: torch.dtype | None = None
+    """Of the model's own autocast around it."""
+    effect: bool = False
+    """Whether it changes a buffer: then it runs also where nobody takes what it makes."""
     where: str = ""
     """Path of the module whose forward called it, and the line."""
 
@@ -111,6 +115,16 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, slice):
         return slice(*(mapped(part, change) for part in (tree.start, tree.stop, tree.step)))
     return change(tree)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnBackward:
+    """A torch.autograd.Function, whose backward is its own: it is called as one."""
+
+    kind: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.kind.apply(*args, **kwargs)
 
 
 class Differs(Exception):

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from seqpart.errors import ModelError
-from seqpart.tracing.program import OfDevice, Op, Own, Program, Ref, leaves, mapped
+from seqpart.tracing.program import OfDevice, Op, Own, OwnBackward, Program, Ref, leaves, mapped
 
 _CONSTANTS = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, type, Enum, range,
@@ -64,23 +65,34 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Inside, calls of modules come here first."""
-        before = nn.Module.__call__
+        """Inside, calls of modules and of autograd functions come here first."""
+        module_class: Any = nn.Module
+        function_class: Any = torch.autograd.Function
+        before, apply = nn.Module.__call__, vars(function_class)["apply"]
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._call(before, module, args, kwargs)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+        def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = apply.__get__(None, kind)
+            if self._inside:
+                return bound(*args, **kwargs)
+            if kind is CheckpointFunction:  # a layer that computes its own graph again does so inside its block
+                return args[0](*args[2:])
+            return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
+
+        module_class.__call__, function_class.apply = call, classmethod(applied)
         try:
             yield
         finally:
-            nn.Module.__call__ = before  # type: ignore[method-assign]
+            module_class.__call__, function_class.apply = before, apply
 
     def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:
             return before(module, *args, **kwargs)
         if module in self._blocks:
-            return self._record(self._blocks[module], lambda: before(module, *args, **kwargs), args, kwargs)
+            buffers = tuple(module.buffers())
+            return self._record(self._blocks[module], lambda: before(module, *args, **kwargs), args, kwargs, buffers)
         self._stack.append(module)
         found = before(module, *args, **kwargs)  # where it fails the stack says where
         self._stack.pop()
@@ -90,6 +102,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.unbind, types, args))
 
         def run() -> Any:
             if any(isinstance(leaf, FakeTensor) for leaf in leaves(_opened((args, kwargs)))):
@@ -99,17 +113,21 @@ class Recorder(TorchFunctionMode):
 
         return self._record(func, run, args, kwargs)
 
-    def _record(self, function: Any, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        grad, places = torch.is_grad_enabled(), sys._getframe(2)
+    def _record(
+        self, function: Any, run: Callable[[], Any], args: Any, kwargs: Any, buffers: tuple[torch.Tensor, ...] = ()
+    ) -> Any:
+        """buffers: of a block, which it may change, in training at least."""
+        places = sys._getframe(2)
         given = [leaf for leaf in leaves(_opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
+        given += buffers
         versions = [tensor._version for tensor in given]
         self._inside += 1
         try:
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
             made = [leaf for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)]
-            if made or changed:
-                self._note(function, args, kwargs, found, changed, grad, self._line(places))
+            if made or changed or buffers:
+                self._note(function, args, kwargs, found, changed, self._line(places), keeps=bool(buffers))
         except Inside:
             raise
         except Exception as error:
@@ -121,16 +139,21 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
         return found
 
-    def _note(
-        self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], grad: bool, where: str
-    ) -> None:
+    def _note(self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str) -> None:
         taken, named = mapped(_opened(args), self._encoded), mapped(_opened(kwargs), self._encoded)
         rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
         before = {key: self._numbers[key] for key in rebound}
         result = mapped(_opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
         returned = {id(leaf) for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)}
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
-        self.ops.append(Op(function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, grad=grad, where=where))
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        effect = keeps or any(id(tensor) in self._names for tensor in changed)
+        self.ops.append(
+            Op(
+                function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, grad=torch.is_grad_enabled(),
+                autocast=autocast, effect=effect, where=where,
+            )
+        )  # fmt: skip
 
     def _encoded(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -151,7 +174,9 @@ class Recorder(TorchFunctionMode):
         module = self._stack[-1]
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
-            why = "it reads a number out of a tensor (item(), a tensor in an if), or makes a shape of one"
+            why = "it reads a number out of a tensor (item(), a tensor in an if)"
+        if isinstance(error, DynamicOutputShapeException):
+            why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and planning has no values"
         return Inside(module, self._paths.get(module, ""), where, f"{what}: {why}" if what else why)
 
     def _line(self, frame: Any) -> str:
@@ -186,7 +211,7 @@ def program_of(recorder: Recorder, output: torch.Tensor) -> Program:
         raise ModelError("the model returns a tensor that it did not compute from its input.")
     needed, kept = {number}, list[Op]()
     for op in reversed(recorder.ops):
-        if op.makes & needed:
+        if op.effect or op.makes & needed:
             needed |= op.uses
             kept.append(op)
     return Program(ops=tuple(reversed(kept)), output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))

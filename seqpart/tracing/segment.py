@@ -1,6 +1,7 @@
 """A block of a traced model: one of its modules, and the torch functions around it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,8 @@ class Segment(nn.Module):
 
         args, kwargs = mapped(op.args, resolved), mapped(op.kwargs, resolved)
         function = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
-        with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad):
+        cast = nullcontext() if op.autocast is None else torch.autocast(device.type, op.autocast)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), cast:
             found = function(*args, **kwargs)
         made = [leaf for leaf in leaves(_plain(found)) if isinstance(leaf, torch.Tensor)]
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
