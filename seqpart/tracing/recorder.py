@@ -139,7 +139,9 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
         return found
 
-    def _note(self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str) -> None:
+    def _note(
+        self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str, *, keeps: bool
+    ) -> None:
         taken, named = mapped(_opened(args), self._encoded), mapped(_opened(kwargs), self._encoded)
         rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
         before = {key: self._numbers[key] for key in rebound}
