@@ -141,7 +141,7 @@ class Cutter:
 
     def _used(self, op: Op) -> set[str]:
         """Names of the tensors that a call uses."""
-        return self._held[op.function] if isinstance(op.function, str) else op.owned
+        return op.owned | (self._held[op.function] if isinstance(op.function, str) else set())
 
     def _named(self, cut: _Cut, place: int) -> str:
         return next((op.function for op in cut.pieces[place] if isinstance(op.function, str)), str(place))
