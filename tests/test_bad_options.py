@@ -189,7 +189,7 @@ OPTIONS = {
 }
 
 MODELS = {
-    "transformer": "--model: expected mlp, gpt or package.module:function; found 'transformer'",
+    "transformer": "--model: expected mlp, gpt, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; found 'transformer'",
     ":f": "--model: expected package.module:function; found ':f'",
     "..x:f": "--model: expected package.module:function; found '..x:f'",
     "desk_own:": "--model: expected package.module:function; found 'desk_own:'",

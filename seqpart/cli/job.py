@@ -16,7 +16,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.settings import MOST, Method, Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.zoo import datasets, models
+from seqpart.zoo import datasets, libraries, models
 from seqpart.zoo.loading import called
 
 
@@ -32,8 +32,8 @@ class Job(Settings):
     """sil (the default: partitions one after the other, approximate), or exact training: streamed (one partition at a time),
     checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits)."""
     model: str = "mlp"
-    """mlp, gpt (for tokens), or package.module:function that returns an nn.Sequential, a list of blocks or a list of
-    block factories."""
+    """mlp, gpt (for tokens), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and perhaps safetensors),
+    or package.module:function that returns any nn.Module, a list of blocks or a list of block factories."""
     data: str = "digits"
     """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
     CLASS), text:FILE (its characters, to predict the next one), or package.module:function that returns a training and a
@@ -124,8 +124,14 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
     if job.model not in ("mlp", "gpt"):
         if job.width is not None or job.depth is not None:
             raise OptionError(f"--width and --depth go with --model mlp or gpt; found --model {job.model}.")
-        if ":" not in job.model:
-            raise OptionError(f"--model: expected mlp, gpt or package.module:function; found {job.model!r}.")
+        library, colon, name = job.model.partition(":")
+        if not colon:
+            raise OptionError(
+                "--model: expected mlp, gpt, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; "
+                f"found {job.model!r}."
+            )
+        if library in libraries.LIBRARIES:
+            return libraries.made(library, name, classes=max(classes, 1), shape=train.shape, seed=job.seed), None
         return called(job.model, "--model"), None
     _refuse_too_deep(job.depth, "")
     width = (models.GPT_WIDTH if job.model == "gpt" else models.WIDTH) if job.width is None else job.width
