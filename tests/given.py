@@ -61,7 +61,7 @@ OWN = """
     def narrow(): return chain(inputs=10)
     def few(): return chain(outputs=5)
     def number(): return 7
-    def module(): return nn.Linear(64, 10)
+    def module(): return nn.ModuleList([nn.Linear(64, 10)])
     def empty(): return []
     def no_module(): return [lambda: 3]
     def raises(): raise ValueError("boom")

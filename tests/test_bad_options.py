@@ -189,7 +189,10 @@ OPTIONS = {
 }
 
 MODELS = {
-    "transformer": "--model: expected mlp, gpt, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; found 'transformer'",
+    "transformer": "or package.module:function; found 'transformer'",
+    "torchvision:resnet81": "--model torchvision:resnet81: torchvision has no model of that name. Near it: resnet",
+    "timm:resnet81": "--model timm:resnet81: timm has no model of that name. Near it: resnet",
+    "hf:.": "--model hf:.: expected a directory with a config.json, as save_pretrained writes it; found none",
     ":f": "--model: expected package.module:function; found ':f'",
     "..x:f": "--model: expected package.module:function; found '..x:f'",
     "desk_own:": "--model: expected package.module:function; found 'desk_own:'",
@@ -198,8 +201,8 @@ MODELS = {
     "desk_broken:f": "--model desk_broken:f: importing desk_broken failed: SyntaxError; --debug",
     "desk_own:raises": "--model desk_own:raises: calling raises() failed: ValueError: boom; --debug",
     "desk_own:asks": "calling asks() failed: TypeError; It must run without arguments",
-    "desk_own:number": "a model must be an nn.Sequential; found int",
-    "desk_own:module": "a model must be an nn.Sequential; found Linear; give its blocks in order",
+    "desk_own:number": "a model must be an nn.Module; found int",
+    "desk_own:module": "a model must be an nn.Module; found ModuleList; give list(model)",
     "desk_own:empty": "the model has no blocks: give at least one",
     "desk_own:no_module": "block 0 (<lambda>): the factory returned a int, not an nn.Module",
     "desk_own:few": "the network ends with outputs of shape (5,), and the labels have 10 classes. Let the last block have",

@@ -35,6 +35,8 @@ SAVED, RESUMED = (
     "python -m seqpart.train --resume runs/mine",
 )
 
+AUTO = "--mem-limit 2GB --method auto"
+
 HOW = {
     MAIN_JOB: "planned; two minutes as printed: tools/watch.py runs it for the table",
     SCHEDULE: "run as printed",
@@ -52,6 +54,8 @@ HOW = {
     "seqpart verify --sweep 8": "run by test_verify_plans",
     "seqpart doctor": "run by test_command_line",
     PLAN_FOR_A_CARD: "run as printed (slow)",
+    f"python -m seqpart.train --model torchvision:resnet50 --data folder:DIR {AUTO}": "run smaller by test_whole_models (slow)",
+    f"python -m seqpart.train --model hf:DIR --data text:FILE {AUTO}": "run smaller by test_whole_models (slow)",
     "python -m benchmarks.prediction": "there",
     "python -m benchmarks.prediction architectures": "there",
     "python -m benchmarks.campaign": "there",
@@ -64,6 +68,7 @@ HOW = {
         )
     },
     "pip install -e .": "its extras are looked for",
+    'pip install -e ".[hf]"': "its extras are looked for",
     'pip install -e ".[plot]"': "its extras are looked for",
     'pip install -e ".[test]"': "its extras are looked for",
     'pip install -e ".[check]"': "its extras are looked for",

@@ -199,8 +199,8 @@ def as_chain(model: object) -> Chain:
         named = [(str(number), part) for number, part in enumerate(model)]
     else:
         raise ModelError(
-            f"a model must be an nn.Sequential, a list of modules or a list of block factories; found "
-            f"{type(model).__name__}. A module with its own forward cannot be cut: give its blocks in order."
+            f"a model must be an nn.Module, a list of modules or a list of block factories; found {type(model).__name__}. "
+            "Where it holds blocks and has no forward, give list(model)."
         )
     if not named:
         raise ModelError("the model has no blocks: give at least one.")

@@ -130,13 +130,19 @@ class Cutter:
         def value(leaf: Any) -> Any:
             return known.get(leaf.name, leaf) if isinstance(leaf, Own) else leaf
 
+        def give(name: str, where: str) -> None:
+            known[name] = Ref(1 + max(shapes))
+            owner, leaf = self._owners[name]
+            shapes[known[name].number] = tuple(getattr(owner, leaf).shape)
+            ops.append(Op(function=torch.clone, args=(Own(name),), kwargs={}, result=known[name], where=where))
+
         for op in program.ops:
-            for name in sorted(op.owned & shared - known.keys()):
-                known[name] = Ref(1 + max(shapes))
-                owner, leaf = self._owners[name]
-                shapes[known[name].number] = tuple(getattr(owner, leaf).shape)
-                ops.append(Op(function=torch.clone, args=(Own(name),), kwargs={}, result=known[name], where=op.where))
-            ops.append(replace(op, args=mapped(op.args, value), kwargs=mapped(op.kwargs, value)))
+            changes = op.effect and not op.is_module  # the buffer itself, and who comes later takes what it is then
+            for name in sorted(op.owned & shared - known.keys()) if not changes else ():
+                give(name, op.where)
+            ops.append(op if changes else replace(op, args=mapped(op.args, value), kwargs=mapped(op.kwargs, value)))
+            for name in sorted(op.owned & shared) if changes else ():
+                give(name, op.where)
         return replace(program, ops=tuple(ops), shapes=shapes)
 
     def _used(self, op: Op) -> set[str]:

@@ -1,0 +1,183 @@
+"""Which models of others come in as they are? Each, whole and small, is cut, streamed and compared with a plain loop.
+
+    python -m benchmarks.models              all of them; writes docs/models.md and benchmarks/results/models-*.json
+    python -m benchmarks.models one NAME     one of them, as a line of JSON
+
+Each runs in a process of its own: two epochs of SGD under a limit, one partition of three on the device at a time, and then
+the loop that a reader would write, on another copy of the model: are all weights and buffers the same, bit for bit?
+Dropout is off, since a plain loop draws its masks in another order.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import children
+from benchmarks.record import origin, save
+from benchmarks.whole_models import EXAMPLES, ROWS, Example, judged
+from seqpart import Trainer
+from seqpart.costs.blocks import measure_chain
+from seqpart.costs.partition import passing
+from seqpart.errors import SeqpartError
+from seqpart.tracing.tracing import chain_of
+
+BATCH, RATE, EPOCHS, PARTITIONS = 8, 1e-2, 2, (3, 2)
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+SUMMARY = """\
+{yes} of {all} models are cut and trained without a change, by one line of the user's code; after {epochs} epochs of SGD in
+partitions {equal} have the weights and buffers of a plain PyTorch loop, bit for bit; of {within} the predicted peak is within
++5 / -1 % of the measured one. They are small: what is shown is that they come in, not how fast. *Passing*: the most values
+between two blocks, as hidden states, masks, rotary tables and skips. Kernels round otherwise where memory lies otherwise,
+and a plain loop's tensors need not lie as ours do: where the last bits differ the column says by how much, relative to a
+tensor's largest number; `seqpart verify` compares with `full` under the same process settings."""
+
+
+def made(example: Example) -> nn.Module:
+    torch.manual_seed(0)
+    model = example.make()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in ("drop_prob", "p") if type(module).__name__ in ("DropPath", "StochasticDepth") else ():
+            if hasattr(module, name):
+                setattr(module, name, 0.0)
+    return model
+
+
+def plain(example: Example, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What anyone would write."""
+    model = made(example).train()
+    name, loss, optimizer = getattr(model, "main_input_name", None), judged(example.labels), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, fused=True)
+    for _ in range(EPOCHS):
+        for start in range(0, ROWS, BATCH):
+            rows = x[start : start + BATCH]
+            output = model(**{name: rows}, use_cache=False) if name == "input_ids" and _caches(model) else None
+            if output is None:
+                output = model(**{name: rows}) if name else model(rows)
+            loss(_tensor(output), y[start : start + BATCH]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _caches(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "use_cache", False))
+
+
+def _tensor(found: Any) -> torch.Tensor:
+    if isinstance(found, torch.Tensor):
+        return found
+    tensor: torch.Tensor = next(found[key] for key in ("logits", "out", "last_hidden_state") if key in found)
+    return tensor
+
+
+def one(name: str) -> dict[str, Any]:
+    """What is found of one model; `reason` where it is refused."""
+    example = EXAMPLES[name]
+    x, y = example.rows(1)
+    model = made(example)
+    try:
+        chain = chain_of(model, tuple(x.shape[1:]), x.dtype)
+        costs = measure_chain(chain, tuple(x.shape[1:]), BATCH, dtype=x.dtype)
+        found: dict[str, Any] = {
+            "blocks": len(chain),
+            "widest": max(passing(costs, n) for n in range(len(chain))),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
+        found |= _streamed(example, model, x, y)
+    except SeqpartError as error:
+        return {"reason": error.with_flags.splitlines()[0]}
+    expected, ours = plain(example, x, y), model.state_dict()
+    different = [key for key, tensor in expected.items() if not torch.equal(ours[key], tensor)]
+    found["equal"] = not different
+    found["off"] = max((_off(ours[key], expected[key]) for key in different), default=0.0)
+    return found
+
+
+def _streamed(example: Example, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        refusal: SeqpartError | None = None
+        for partitions in PARTITIONS:
+            try:
+                trainer = Trainer(
+                    model, judged(example.labels), "sgd", mem_limit="3GB", method="streamed", partitions=partitions,
+                    batch_size=BATCH, micro_batch_size=BATCH, epochs=EPOCHS, lr=RATE, shuffle=False, quiet=True,
+                    output_dir=Path(folder) / f"run-{partitions}", save_every="never",
+                )  # fmt: skip
+                result = trainer.fit((x, y), (x[:4], y[:4]))
+                proof = result.proof
+                return {
+                    "partitions": len(result.plan.partitions), "peak": proof.peak, "predicted": proof.predicted,
+                    "violations": proof.violations, "seconds": result.seconds,
+                }  # fmt: skip
+            except SeqpartError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+
+def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    most = float(theirs.abs().max()) or 1.0
+    return float((ours.double() - theirs.double()).abs().max()) / most
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    if "reason" in found:
+        return f"| {name} | no | | | | | | {found['reason'].replace('|', '/')} |"
+    error = found["predicted"] / found["peak"] - 1
+    bits = "equal" if found["equal"] else f"within {found['off']:.1g}"
+    return f"| {name} | yes | {found['blocks']} | {found['widest']} | {found['partitions']} | {bits} | {error:+.2%} | |"
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    yes = [one for one in found.values() if "reason" not in one]
+    equal = sum(one["equal"] for one in yes)
+    within = sum(-0.01 <= one["predicted"] / one["peak"] - 1 <= 0.05 for one in yes)
+    return "\n".join(
+        [
+            "# Models that come in as they are",
+            "",
+            f"Written by `python -m benchmarks.models`. {origin()}",
+            "",
+            SUMMARY.format(yes=len(yes), all=len(found), epochs=EPOCHS, equal=equal, within=within),
+            "",
+            "| model | comes in | blocks | passing | partitions | against a plain loop | predicted peak | why not |",
+            "|---|---|---|---|---|---|---|---|",
+            *(line(name, one) for name, one in found.items()),
+            "",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["all", "one"], default="all")
+    parser.add_argument("name", nargs="?", choices=list(EXAMPLES))
+    asked = parser.parse_args(argv)
+    if asked.what == "one":
+        if asked.name is None:
+            parser.error("one: which?")
+        print(json.dumps(one(asked.name)))
+        return 0
+    found: dict[str, dict[str, Any]] = {}
+    for name in EXAMPLES:
+        try:
+            found[name] = children.printed("benchmarks.models", "one", name, name=name)
+        except RuntimeError as error:
+            found[name] = {"reason": f"it failed: {str(error).splitlines()[-1]}"}
+        print(line(name, found[name]), flush=True)
+    PAGE.write_text(page(found))
+    print(save("models", found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

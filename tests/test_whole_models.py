@@ -1,0 +1,135 @@
+"""Whole models under the limit, as a user has them: on the command line, resumed after a kill, given back with their names."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from seqpart import Trainer
+from tests.command import end, run, start
+from tests.test_packs import MODELS, made
+from tests.whole_models import Dense
+
+COMMAND = ["--mem-limit", "1GB", "--method", "streamed", "--partitions", "3", "--batch-size", "8", "--epochs", "1"]
+
+
+def trainer(model, folder, **options):
+    given = {"mem_limit": "1GB", "method": "streamed", "batch_size": 8, "epochs": 2, "lr": 0.01, "quiet": True, **options}
+    return Trainer(model, options.pop("loss", None), "sgd", output_dir=folder, **given)
+
+
+@pytest.mark.parametrize("name", ["unet", "dense", "bands"])
+def test_a_given_model_has_the_weights_of_a_plain_loop_when_fit_returns(name, tmp_path):
+    kind, data = MODELS[name]
+    (x, y), test = data()
+    model, plain = made(kind), made(kind)
+    for module in (*model.modules(), *plain.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    trainer(model, tmp_path / "run", partitions=3, micro_batch_size=8, shuffle=False).fit((x, y), test)
+    step = torch.optim.SGD(plain.train().parameters(), lr=0.01, fused=True)
+    for _ in range(2):
+        for first in range(0, len(x), 8):
+            F.cross_entropy(plain(x[first : first + 8]), y[first : first + 8]).backward()
+            step.step()
+            step.zero_grad()
+    expected, ours = plain.state_dict(), model.state_dict()
+    assert list(ours) == list(expected)
+    assert [key for key in expected if not torch.equal(ours[key], expected[key])] == []
+    assert set(load_file(tmp_path / "run" / "model.safetensors")) == set(expected)
+    model(x)
+
+
+def test_a_buffer_that_no_layer_has_is_the_model_s_again_behind_the_run(tmp_path):
+    class Counts(Dense):
+        def forward(self, x):
+            self.scale += 0.5
+            return super().forward(x)
+
+    (x, y), test = MODELS["dense"][1]()
+    model = Counts()
+    trainer(model, tmp_path / "run", partitions=2, micro_batch_size=8, epochs=1).fit((x, y), test)
+    assert torch.equal(model.scale, torch.tensor([2.0, 0.5]) + 0.5 * 4), "three updates, and one pass over the test rows"
+    assert "scale" in dict(model.named_buffers())
+
+
+def test_evaluation_leaves_a_whole_model_as_it_came(tmp_path):
+    kind, data = MODELS["decoder"]
+    model, (_, test) = made(kind), data()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = trainer(model, tmp_path / "run").evaluate(test)
+    with torch.no_grad():
+        output = model.eval()(test[0])["logits"]
+    assert found.loss == pytest.approx(float(F.cross_entropy(output.transpose(1, 2), test[1])), rel=1e-5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_sil_trains_a_whole_model_where_one_value_passes(tmp_path):
+    torchvision = pytest.importorskip("torchvision.models")
+    model = torchvision.resnet18(num_classes=3)
+    x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 3
+    result = trainer(model, tmp_path / "run", method="sil", partitions=2, epochs=1).fit((x, y), (x, y))
+    assert len(result.plan.partitions) == 2
+
+
+def test_sil_says_where_it_cannot_cut(tmp_path):
+    (x, y), test = MODELS["dense"][1]()
+    with pytest.raises(Exception, match="other values pass by it, where sil hands one from partition to partition"):
+        trainer(made(Dense), tmp_path / "run", method="sil", partitions=(0, 2)).fit((x, y), test)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for name, count in (("train", 40), ("test", 8)):
+        arrays[f"x_{name}"] = generator.normal(size=(count, 3, 32, 32)).astype("float32")
+        arrays[f"y_{name}"] = generator.integers(0, 4, count)
+    np.savez(tmp_path / "pictures.npz", **arrays)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["torchvision:resnet18", "timm:vit_tiny_patch16_224"])
+def test_a_model_of_a_library_is_trained_by_its_name(model, pictures, capsys):
+    pytest.importorskip("timm", reason="timm is not installed: seqpart[hf]")
+    ran = run(pictures, "--model", model, "--data", "npz:pictures.npz", *COMMAND)
+    assert ran.returncode == 0, ran.stderr
+    assert "violations 0" in ran.stdout
+
+
+@pytest.mark.slow
+def test_a_directory_of_transformers_comes_in_and_goes_out(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: seqpart[hf]")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=128,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "mine")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    ran = run(tmp_path, "--model", "hf:mine", "--data", "text:text.txt", "--context", "16", "--output-dir", "out", *COMMAND)
+    assert ran.returncode == 0, ran.stderr
+    (tmp_path / "out" / "config.json").write_text((tmp_path / "mine" / "config.json").read_text())
+    model, told = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4).shape == (1, 6)
+
+
+@pytest.mark.slow
+def test_a_whole_model_goes_on_behind_a_kill_to_the_same_bits(pictures):
+    words = ["--model", "torchvision:resnet18", "--data", "npz:pictures.npz", *COMMAND, "--epochs", "4", "--save-every", "1"]
+    whole = run(pictures, *words, "--output-dir", "whole")
+    assert whole.returncode == 0, whole.stderr
+    process = start(pictures, *words, "--output-dir", "cut", until="epoch 2")
+    end(process, 9)
+    again = run(pictures, "--resume", "cut")
+    assert again.returncode == 0, again.stderr
+    one, other = (load_file(pictures / name / "model.safetensors") for name in ("whole", "cut"))
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
