@@ -99,7 +99,7 @@ class OwnForward(nn.Module):
 @pytest.mark.parametrize("model", [OwnForward(), "model", 3, None, {"a": nn.ReLU()}])
 def test_what_is_no_chain_is_refused_with_the_kinds_that_are(model):
     with pytest.raises(
-        ModelError, match=rf"nn\.Sequential, a list of modules or a list of block factories; found {type(model).__name__}"
+        ModelError, match=rf"nn\.Module, a list of modules or a list of block factories; found {type(model).__name__}"
     ):
         as_chain(model)
 

@@ -13,6 +13,13 @@ from seqpart.model.optimizers import choose
 from tests.test_partition import Home
 
 
+def through(partition, x, **options):
+    """What the partition makes of its input."""
+    (entering,) = partition.entering
+    (output,) = partition.forward({entering.number: x}, **options).values()
+    return output
+
+
 def at_home(tmp_path, module, shape):
     """One partition of one block whose weights are at home; with the store and its slot."""
     made = Home(tmp_path, [module], choose("sgd", lr=0.1, momentum=0.9), shape=shape)
@@ -56,7 +63,7 @@ def test_a_buffer_that_takes_another_s_place_keeps_its_value(tmp_path):
     partition, store, slot = at_home(tmp_path, LastTwo(), (1,))
     for value in (5.0, 7.0):
         load(partition, slot)
-        partition.forward(torch.full((1, 1), value), training=True, key=(0,)).sum().backward()
+        through(partition, torch.full((1, 1), value), training=True, key=(0,)).sum().backward()
         partition.update()
         drop(partition)
     views = read_home(partition, store)
@@ -68,7 +75,7 @@ def test_statistics_of_a_partition_without_parameters_go_home(tmp_path):
     """Only an optimizer's step marked a partition as changed, so a BatchNorm without weights lost its statistics."""
     partition, store, slot = at_home(tmp_path, nn.BatchNorm1d(3, affine=False), (3,))
     load(partition, slot)
-    partition.forward(torch.randn(8, 3), training=True, key=(0,))
+    through(partition, torch.randn(8, 3), training=True, key=(0,))
     partition.update()
     expected = partition.blocks[0].module.running_mean.clone()
     drop(partition, keep_state=False)
@@ -82,7 +89,7 @@ def test_optimizer_state_that_is_not_kept_is_not_found_again(tmp_path):
     partition, store, slot = at_home(tmp_path, nn.Linear(3, 3), (3,))
     for keep_state in (True, False):
         load(partition, slot)
-        partition.forward(torch.ones(2, 3), training=True, key=(0,)).sum().backward()
+        through(partition, torch.ones(2, 3), training=True, key=(0,)).sum().backward()
         partition.update()
         drop(partition, keep_state=keep_state)
         assert (partition.blocks[0].state_home in store) == keep_state
@@ -109,7 +116,7 @@ def test_a_buffer_shared_by_two_submodules_stays_shared(tmp_path):
     for _ in range(3):
         x = torch.randn(8, 3)
         load(partition, slot)
-        assert torch.equal(partition.forward(x, training=True, key=(0,)), plain(x))
+        assert torch.equal(through(partition, x, training=True, key=(0,)), plain(x))
         partition.update()
         drop(partition)
     assert torch.equal(read_home(partition, store)["first.running_mean"], plain.second.running_mean)

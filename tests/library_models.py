@@ -1,0 +1,128 @@
+"""Models of torchvision, timm and transformers, looked at in a process of their own: these libraries take 150 MB and more,
+which would count against the limits of other tests.
+
+    python -m tests.library_models NAME ...     a line of JSON: {name: what is wrong, or ""}
+"""
+
+import json
+import sys
+import warnings
+
+import torch
+
+from seqpart.tracing.tracing import trace
+from tests.replay import assert_same_as_whole, images, tokens
+
+
+def torchvision_model(name, **options):
+    import torchvision.models as models
+
+    return models.get_model(name, weights=None, num_classes=5, **options)
+
+
+def timm_model(name):
+    import timm
+
+    return timm.create_model(name, num_classes=5)
+
+
+def transformers_model(name, config, **options):
+    import transformers
+
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 60}
+    return getattr(transformers, name)(getattr(transformers, config)(**small | options, pad_token_id=0))
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+SEEN = {"image_size": 32, "patch_size": 8}
+THEIRS = {
+    "resnet18": (lambda: torchvision_model("resnet18"), images),
+    "mobilenet_v3_small": (lambda: torchvision_model("mobilenet_v3_small"), images),
+    "convnext_atto": (lambda: timm_model("convnext_atto"), images),
+    "gpt2": (lambda: transformers_model("GPT2LMHeadModel", "GPT2Config", **GPT2), tokens),
+    "llama": (lambda: transformers_model("LlamaForCausalLM", "LlamaConfig", **GROUPED), tokens),
+    "llama, tied": (lambda: transformers_model("LlamaForCausalLM", "LlamaConfig", **GROUPED, tie_word_embeddings=True), tokens),
+    "bert": (lambda: transformers_model("BertForSequenceClassification", "BertConfig"), tokens),
+    "vit": (lambda: transformers_model("ViTForImageClassification", "ViTConfig", **SEEN), images),
+    "t5 encoder": (
+        lambda: transformers_model("T5EncoderModel", "T5Config", d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8),
+        tokens,
+    ),
+}
+FURTHER = {
+    "densenet121": (lambda: torchvision_model("densenet121"), images),
+    "swin_t": (lambda: torchvision_model("swin_t"), images),
+    "efficientnet_b0": (lambda: torchvision_model("efficientnet_b0"), images),
+    "vgg11": (lambda: torchvision_model("vgg11"), images),
+    "squeezenet": (lambda: torchvision_model("squeezenet1_1"), lambda: images(64)),
+    "shufflenet": (lambda: torchvision_model("shufflenet_v2_x0_5"), images),
+    "regnet": (lambda: torchvision_model("regnet_y_400mf"), images),
+    "deeplab": (lambda: torchvision_model("deeplabv3_mobilenet_v3_large", weights_backbone=None), images),
+    "r3d_18": (lambda: torchvision_model("r3d_18"), lambda: images(16)[:, :, None].repeat(1, 1, 4, 1, 1)),
+    "vit_tiny": (lambda: timm_model("vit_tiny_patch16_224"), lambda: images(224)),
+    "eva02_tiny": (lambda: timm_model("eva02_tiny_patch14_224"), lambda: images(224)),
+    "efficientnet of timm": (lambda: timm_model("efficientnet_b0"), lambda: images(64)),
+    "regnety_002": (lambda: timm_model("regnety_002"), images),
+    "xcit": (lambda: timm_model("xcit_nano_12_p16_224"), lambda: images(224)),
+    "coat_tiny": (lambda: timm_model("coat_tiny"), lambda: images(224)),
+    "levit": (lambda: timm_model("levit_128s"), lambda: images(224)),
+    "mobilevit": (lambda: timm_model("mobilevit_xxs"), lambda: images(64)),
+    "qwen3": (lambda: transformers_model("Qwen3ForCausalLM", "Qwen3Config", **GROUPED), tokens),
+    "qwen3, mixture": (
+        lambda: transformers_model(
+            "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **GROUPED, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+        ),
+        tokens,
+    ),
+    "gemma2": (lambda: transformers_model("Gemma2ForCausalLM", "Gemma2Config", **GROUPED), tokens),
+    "gemma3": (lambda: transformers_model("Gemma3ForCausalLM", "Gemma3TextConfig", **GROUPED), tokens),
+    "mistral": (lambda: transformers_model("MistralForCausalLM", "MistralConfig", num_key_value_heads=2), tokens),
+    "phi": (lambda: transformers_model("PhiForCausalLM", "PhiConfig"), tokens),
+    "gpt-neox": (lambda: transformers_model("GPTNeoXForCausalLM", "GPTNeoXConfig"), tokens),
+    "roberta": (lambda: transformers_model("RobertaForSequenceClassification", "RobertaConfig"), tokens),
+    "mamba": (lambda: transformers_model("MambaForCausalLM", "MambaConfig", state_size=4), tokens),
+    "siglip": (lambda: transformers_model("SiglipVisionModel", "SiglipVisionConfig", **SEEN), images),
+    "deberta": (lambda: transformers_model("DebertaV2ForSequenceClassification", "DebertaV2Config"), tokens),
+}
+
+
+def same_as_whole(name):
+    torch.manual_seed(0)
+    make, rows = {**THEIRS, **FURTHER}[name]
+    assert_same_as_whole(make(), rows())
+
+
+def layers_alike():
+    model = transformers_model("LlamaForCausalLM", "LlamaConfig", **GROUPED | {"num_hidden_layers": 6})
+    chain = trace(model, (12,), torch.int64)
+    assert len({block.same_as for block in chain}) == len(chain) - 4, "the first takes them in another order"
+    assert len({block.name for block in chain}) == len(chain)
+
+
+def left_as_it_is():
+    model = transformers_model("LlamaForCausalLM", "LlamaConfig", **GROUPED)
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    trace(model, (12,), torch.int64)
+    assert model.config.use_cache
+    assert all(model.state_dict(keep_vars=True)[name] is tensor for name, (tensor, _) in before.items())
+    assert all(torch.equal(tensor, value) for tensor, value in before.values())
+
+
+OTHERS = {"layers alike": layers_alike, "left as it is": left_as_it_is}
+
+
+def main(names):
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        try:
+            OTHERS[name]() if name in OTHERS else same_as_whole(name)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
