@@ -5,7 +5,6 @@ a model larger than memory never exists whole; or it is a module that already li
 Between its visits to the device a block is its module with empty parameters.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
+from seqpart.model.restoring import left_as_they_are
 from seqpart.model.sharing import refuse_sharing, tensors_in_attributes
 from seqpart.model.structure import structure_of
 from seqpart.offload.layout import Layout, spec_of, stride_of
@@ -263,23 +263,6 @@ def _unusable(problems: Sequence[str]) -> ModelError:
         f"a model's tensors must have shapes and values: {'; '.join(problems[:3])}{more}. Run a lazy module once on some rows, "
         "or give it its sizes; build a module on the CPU, or give a factory that does."
     )
-
-
-def _shallow(value: object) -> object:
-    """A copy of a container, in which a module may keep what it has made; anything else as it is."""
-    return copy.copy(value) if type(value) in (dict, list, set) else value
-
-
-@contextmanager
-def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What the body makes modules remember is forgotten."""
-    before = [(module, {name: _shallow(value) for name, value in vars(module).items()}) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def _called(factory: Factory, block: Block) -> nn.Module:

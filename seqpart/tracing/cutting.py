@@ -30,6 +30,9 @@ class _Cut:
         maker = {number: place for place, ops in enumerate(pieces) for op in ops for number in op.makes}
         used = [{n for op in ops for n in op.uses if maker.get(n, -1) < place} for place, ops in enumerate(pieces)]
         given = {program.output}.union(*used)
+        for place, ops in enumerate(pieces):
+            for op in ops:
+                _refuse_unseen(op, place, maker)
         gives = [sorted(n for op in ops for n in op.makes if n in given) for ops in pieces]
         return cls(program, pieces, [sorted(numbers) for numbers in used], gives)
 
@@ -56,6 +59,16 @@ def _pieces(ops: tuple[Op, ...]) -> list[tuple[Op, ...]]:
         last = found.pop()
         found[-1] += last
     return [tuple(piece) for piece in found]
+
+
+def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
+    """Raises ModelError where a call changes one of two tensors that share memory, and both came from earlier pieces, and so
+    may lie apart."""
+    if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
+        raise ModelError(
+            f"a tensor is changed in place that shares its memory with another, which is used later, in {op.where}: in another "
+            "partition it would not see the change. Let the one write into a copy (.clone())."
+        )
 
 
 class Cutter:

@@ -27,7 +27,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class OfRows:
-    """An integer that follows the rows of the batch: times * rows + plus."""
+    """An integer that follows the rows of the batch: times * rows, or rows + plus."""
 
     times: int
     plus: int
@@ -49,6 +49,8 @@ class Op:
     """Of the same structure as what the call returned: a Ref for each tensor."""
     rebinds: tuple[tuple[int, int], ...] = ()
     """(new number, old number) of tensors that the call changed in place: who comes later sees the change."""
+    changed: tuple[int, ...] = ()
+    """Numbers of what it took and changed in place."""
     grad: bool = True
     """Whether it ran where gradients are wanted."""
     autocast: torch.dtype | None = None
@@ -174,6 +176,6 @@ def _follow(one: Any, other: Any, rows: int, other_rows: int) -> Any:
         return one
     if type(one) is int and type(other) is int:
         times, rest = divmod(other - one, other_rows - rows)
-        if not rest:
+        if not rest and (times == 1 or one == times * rows):  # two runs do not tell a line from a curve
             return OfRows(times, one - times * rows)
     raise ValueError

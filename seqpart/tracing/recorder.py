@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -145,6 +146,7 @@ class Recorder(TorchFunctionMode):
         taken, named = mapped(_opened(args), self._encoded), mapped(_opened(kwargs), self._encoded)
         rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
         before = {key: self._numbers[key] for key in rebound}
+        numbers = tuple(self._numbers[id(tensor)] for tensor in changed if id(tensor) in self._numbers)
         result = mapped(_opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
         returned = {id(leaf) for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)}
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
@@ -152,7 +154,8 @@ class Recorder(TorchFunctionMode):
         effect = keeps or any(id(tensor) in self._names for tensor in changed)
         self.ops.append(
             Op(
-                function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, grad=torch.is_grad_enabled(),
+                function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, changed=numbers,
+                grad=torch.is_grad_enabled(),
                 autocast=autocast, effect=effect, where=where,
             )
         )  # fmt: skip
@@ -171,6 +174,15 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, _CONSTANTS) or (callable(leaf) and not isinstance(leaf, nn.Module)):
             return leaf
         raise TypeError(f"it takes a {type(leaf).__name__}, in which tensors may hide")
+
+    def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
+        """Raises Inside where a forward outside of blocks put another tensor in the place of a buffer: that is not seen."""
+        for module, buffers in before.items():
+            for name, tensor in buffers.items():
+                if module._buffers.get(name) is not tensor:
+                    path = self._paths.get(module, "")
+                    why = f"it puts another tensor in the place of its buffer {name}: let it write into the buffer instead"
+                    raise Inside(module, path, f"{path or 'the model'} ({type(module).__name__})", why)
 
     def failed(self, error: Exception, what: str = "", where: str = "") -> Inside:
         module = self._stack[-1]
@@ -214,6 +226,6 @@ def program_of(recorder: Recorder, output: torch.Tensor) -> Program:
     needed, kept = {number}, list[Op]()
     for op in reversed(recorder.ops):
         if op.effect or op.makes & needed:
-            needed |= op.uses
-            kept.append(op)
+            kept.append(replace(op, rebinds=tuple(pair for pair in op.rebinds if pair[0] in needed)))
+            needed |= kept[-1].uses
     return Program(ops=tuple(reversed(kept)), output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))

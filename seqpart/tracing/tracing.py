@@ -10,8 +10,9 @@ from torch import nn
 from seqpart.costs.blocks import quiet_log, quiet_random
 from seqpart.costs.fake_mode import FakeMode
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Chain, as_chain, left_as_they_are, listed, with_tensors
+from seqpart.model.blocks import Chain, as_chain, listed, with_tensors
 from seqpart.model.packs import ROWS
+from seqpart.model.restoring import left_as_they_are
 from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
 from seqpart.tracing.program import Differs, Program, generalised, leaves
@@ -82,8 +83,11 @@ def _recorded(
         stack.enter_context(recorder.calls())
         stack.enter_context(recorder)
         stack.enter_context(torch.enable_grad())
+        inside = {part for block in blocks for part in block.modules()}
+        buffers = {part: dict(part._buffers) for part in model.modules() if part not in inside}
         try:
             found = _ran(model, rows)
+            recorder.refuse_replaced_buffers(buffers)
         except (Inside, ModelError):
             raise
         except Exception as error:
