@@ -28,7 +28,7 @@ class Result:
     final_micro_batch: int
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The trained model's tensors by name, on the CPU, as `load_state_dict` of the whole nn.Sequential takes them.
+        """The trained model's tensors by name, on the CPU, as `load_state_dict` of the whole model takes them.
 
         All of them are in memory at once, outside any limit: as many bytes as the file `weights` has. Raises StoreError where
         that file is gone or damaged.

@@ -40,9 +40,9 @@ __all__ = ["Result", "Trainer"]
 class Trainer:
     """Trains `model` under a memory limit.
 
-    model: an nn.Sequential, a list of modules, or a list of factories that each return a module (then the model never
-        exists whole). Modules given alive are emptied into a file while the run lasts, and get their trained weights at
-        the end; a run that ends early leaves them as they came.
+    model: any nn.Module, which is cut at its layers; an nn.Sequential or a list of modules, whose entries are the blocks; or a
+        list of factories that each return a module (then the model never exists whole). Modules given alive are emptied into
+        a file while the run lasts, and get their trained weights at the end; a run that ends early leaves them as they came.
     loss: (output, labels) -> loss, for the end of the network; default cross-entropy (for each position where rows
         have several labels; labels of -100 do not count), or mean squared error for float labels. An update is that of the
         whole batch, whatever micro-batches it is divided into; so what the loss divides by must be known. It may be

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -31,8 +31,6 @@ from seqpart.model.losses import label_dtype
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
-
-T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 
 class Compute:
