@@ -10,6 +10,7 @@ Dropout is off, since a plain loop draws its masks in another order.
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -94,7 +95,7 @@ def one(name: str) -> dict[str, Any]:
         }
         found |= _streamed(example, model, x, y)
     except SeqpartError as error:
-        return {"reason": error.with_flags.splitlines()[0]}
+        return {"reason": re.sub(r"/\S*/site-packages/", "", error.with_flags.splitlines()[0])}
     expected, ours = plain(example, x, y), model.state_dict()
     different = [key for key, tensor in expected.items() if not torch.equal(ours[key], tensor)]
     found["equal"] = not different
