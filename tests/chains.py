@@ -48,7 +48,7 @@ def problem_of(blocks, limit, *, micro_batch, starts, speeds):
         loss_of=lambda _: lambda _: (0, 0), fused=True, heap_below=0, batch_size=16, the_batch=16, micro_batch=micro_batch,
         starts=starts, count=None, speeds=speeds, clips=False, boundary_tiers=("device",), host_room=0, label_row=0,
         input_row=rows, cache_row=lambda _: rows, cuts_behind=lambda _: True, train_rows=32, test_rows=8,
-        contention=0.15, auto=True, may_offload=True,
+        contention=0.15, auto=True, graph_tiers=("disk",),
     )  # fmt: skip
 
 

@@ -27,13 +27,13 @@ class How:
     boundary_tier: str = "device"
     keeps: float | None = None
     stays: float = 0
-    offloads: bool = False
-    """Whether the graphs that are kept wait elsewhere than on the device."""
+    offloads: str = ""
+    """Where the graphs that are kept wait, if not on the device: host or disk."""
 
     def __str__(self):
         kept = "" if self.keeps is None else f", keeps from {self.keeps}"
         stays = "" if not self.stays else f", {self.stays} stay"
-        away = ", offloaded" if self.offloads else ""
+        away = f", offloaded to {self.offloads}" if self.offloads else ""
         return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}{away}{stays}"
 
 
@@ -45,10 +45,14 @@ HOWS = [
     How(slots=2, stays=-0.5, keeps=0),
     How(stays=0.5, boundary_tier="disk"),
     How(stays=1),
-    How(slots=2, keeps=0, offloads=True),
-    How(method="checkpointed", keeps=0, offloads=True),
-    How(keeps=0.4, offloads=True, boundary_tier="disk", stays=0.5),
-    How(keeps=0, offloads=True, boundary_tier="host"),
+    How(slots=2, keeps=0, offloads="disk"),
+    How(method="checkpointed", keeps=0, offloads="disk"),
+    How(keeps=0.4, offloads="disk", boundary_tier="disk", stays=0.5),
+    How(keeps=0, offloads="disk", boundary_tier="host"),
+    How(slots=2, keeps=0, offloads="host"),
+    How(method="checkpointed", keeps=0.4, offloads="host"),
+    How(keeps=0, offloads="host", boundary_tier="host", stays=0.5),
+    How(slots=2, keeps=0.5, offloads="host", boundary_tier="disk"),
     How(keeps=0, boundary_tier="disk"),
     How(),
     How(slots=2, keeps=0),
@@ -117,7 +121,7 @@ class Trained:
         loss, optimizer = options.pop("loss", None), options.pop("optimizer", "sgd")
         if how.method == "full":
             options.pop("partitions", None)
-        if how.boundary_tier == "host":
+        if "host" in (how.boundary_tier, how.offloads):
             options.setdefault("ram_limit", "50MB")
         record = Record()
         trainer = Trainer(
@@ -128,6 +132,8 @@ class Trained:
             how.boundary_tier,
             self._slots(how, result.plan),
         )
+        assert bool(how.offloads) == bool(result.plan.offloads)
+        assert result.plan.graphs_at_host == (result.plan.offloads if how.offloads == "host" else frozenset())
         for name, tensor in load_file(result.weights).items():
             record["end", "value", name] = tensor
         for number, loss in enumerate(result.train_losses):
@@ -149,7 +155,8 @@ class Trained:
             shared = sharing(problem, parts)
             stays = frozenset(range(staying) if how.stays > 0 else range(count - staying, count)) - shared
             slots = len(parts) if method.stays else how.slots
-            resources = Resources(slots=slots, boundary_tier=how.boundary_tier, stays=stays)
+            host = keeps if how.offloads == "host" else frozenset()
+            resources = Resources(slots=slots, boundary_tier=how.boundary_tier, stays=stays, graphs_at_host=host)
             return predict(problem, method, micro_batch, parts, resources, keeps, keeps if how.offloads else frozenset())
 
         forced.plans(self._patch, only)

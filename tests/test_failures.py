@@ -118,7 +118,7 @@ def test_where_partitions_stay_a_failed_update_goes_back(save_every, call, train
         return network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=call))
 
     plan = Trainer(model(), quiet=True, output_dir=tmp_path / "planned", **options).plan(data(), data(12, 1))
-    parts = tuple(replace(part, stays=p != 1, keeps_graph=False) for p, part in enumerate(plan.partitions))
+    parts = tuple(replace(part, stays=p != 1, graph="again") for p, part in enumerate(plan.partitions))
     plan = replace(plan, method="streamed", partitions=parts, slots=1)
     result = Trainer(model(), quiet=True, output_dir=tmp_path / "run", **options).fit(data(), data(12, 1), reuse=plan)
     assert (result.plan.stays, result.final_micro_batch, len(result.train_losses)) == ({0, 2}, 16, 3)

@@ -6,17 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from seqpart.execution.graph_offload import DiskRanges, GraphOffload
+from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.saved_tensors import packing
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
+from seqpart.offload.graph_ranges import DiskRanges
 
 CAPACITY, MICRO_BATCHES = 1 << 16, 3
 
 
 def offload_to(folder):
     capacities = dict.fromkeys(range(3), CAPACITY)
-    return GraphOffload(DiskRanges(folder / "graphs.part", capacities, MICRO_BATCHES, Device()))
+    return GraphOffload(dict.fromkeys(range(3), DiskRanges(folder / "graphs.part", capacities, MICRO_BATCHES, Device())))
 
 
 def gathered(offload, key, tensors):

@@ -107,7 +107,7 @@ def test_a_saved_plan_is_used_again_where_the_next_process_has_a_little_less_roo
     assert 0 < len(now.resources.stays) < 6, "some stay, and some stream"
     saved = SimpleNamespace(
         method="streamed", starts=problem.starts, heap=0, boundary_tier="device", stays=now.resources.stays, keeps=now.keeps,
-        offloads=now.offloads, slots=now.resources.slots,
+        offloads=now.offloads, graphs_at_host=frozenset(), slots=now.resources.slots,
     )  # fmt: skip
     faster = replace(speeds, read=4e7)
     again = fastest_of(replace(problem, saved=saved, runtime=2 << 20, speeds=faster), STREAMED, available).candidate

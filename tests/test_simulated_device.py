@@ -218,7 +218,6 @@ def arm(monkeypatch, tmp_path):
     return of
 
 
-ON_THE_DEVICE = [how for how in HOWS if not how.offloads]
 NAMES = ["dropout, sgd", "statistics, sgd, clipped", "mlp, adam, clipped, bf16", "frozen middle, adam, clipped"]
 
 
@@ -226,7 +225,7 @@ NAMES = ["dropout, sgd", "statistics, sgd, clipped", "mlp, adam, clipped, bf16",
 def test_every_way_to_train_on_it_gives_the_bits_of_the_cpu(name, arm):
     trained = arm(name)
     expected = trained.run(FULL)
-    for seed, how in enumerate([FULL, *ON_THE_DEVICE]):
+    for seed, how in enumerate([FULL, *HOWS]):
         found = trained.run(how, device=f"{SIM}@{seed}")
         assert first_difference(found, expected) is None, str(how)
 
@@ -237,7 +236,7 @@ def test_under_many_delays_the_bits_stay_those_of_the_cpu(name, arm):
     """50 seeds each: 200 orders of copies."""
     trained = arm(name)
     expected = trained.run(FULL)
-    for seed, how in zip(range(50), itertools.cycle([FULL, *ON_THE_DEVICE]), strict=False):
+    for seed, how in zip(range(50), itertools.cycle([FULL, *HOWS]), strict=False):
         ram = {"ram_limit": "1"} if seed % 3 == 0 and how.boundary_tier != "host" else {}  # homes on the disk
         found = trained.run(how, device=f"{SIM}@{100 + seed}", **ram)
         assert first_difference(found, expected) is None, f"{how}, seed {100 + seed}"
@@ -320,7 +319,7 @@ def test_more_host_memory_than_this_machine_has_may_be_planned_with_and_not_used
 # --- every wait is needed ---------------------------------------------------------------------------------------------
 
 MODULES = ("boundaries.exchange", "execution.partition", "execution.slots", "execution.executor",
-           "offload.store", "offload.tensor_file", "data.reader")  # fmt: skip
+           "offload.store", "offload.tensor_file", "offload.graph_ranges", "data.reader")  # fmt: skip
 NOT_FOUND = {
     "boundaries.exchange:InHost.put: self._device.copying(DOWN)": "in the stream that computes it is right, and slow",
     "offload.store:Store._move: self._device.copying(way)": "in the stream that computes it is right, and slow",
@@ -346,6 +345,8 @@ WAYS = [
     (How(slots=1), ADAM | {"clip_grad_norm": 0.1}),
     (How(slots=2, boundary_tier="disk"), ADAM | {"ram_limit": "1", "micro_batch_size": 1}),
     (How(slots=2), ADAM | {"clip_grad_norm": 0.1, "save_every": 2, "partitions": (0, 4)}),
+    (How(slots=2, keeps=0, offloads="host"), ADAM),
+    (How(slots=1, keeps=0, offloads="disk"), ADAM | {"micro_batch_size": 2}),
 ]
 
 

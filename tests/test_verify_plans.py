@@ -20,7 +20,7 @@ def surroundings(known_machine, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-SPACE = Space(starts=(0, 1, 3, 4, 7), tiers=("device", "disk"), heap=True, streams=True)
+SPACE = Space(starts=(0, 1, 3, 4, 7), tiers=("device", "disk"), graph_tiers=("disk",), heap=True, streams=True)
 
 
 def drawn(space, count, seed=0):
@@ -140,6 +140,7 @@ def test_a_saved_plan_is_verified_as_it_is():
         stays=frozenset({1}),
         keeps=frozenset({0}),
         offloads=frozenset({0}),
+        graphs_at_host=frozenset(),
         boundary_tier="disk",
         keeps_heap=False,
     )

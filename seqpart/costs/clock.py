@@ -1,9 +1,7 @@
 """When the steps of a schedule end, where transfers go on beside the computation."""
 
+from seqpart.offload.graph_ranges import GRAPH_BUFFERS
 from seqpart.schedule.steps import Step, Verb
-
-GRAPH_BUFFERS = 2
-"""Of graphs on disk: one is gathered or used, while the other is written or read."""
 
 
 class Clock:
@@ -21,8 +19,8 @@ class Clock:
     def take(self, step: Step, seconds: float, graph: float, boundary: float, times: int, first: float = 1.0) -> float:
         """When `step` ends, which stands for `times` equal ones, of `seconds` each. first: of a load, the share of weights.
 
-        graph: seconds that a graph takes from FORWARD to the disk, or from there to BACKWARD; boundary: that what is handed on
-        takes.
+        graph: seconds that a graph takes from FORWARD to where it waits, or from there to BACKWARD; boundary: that what
+        is handed on takes.
         """
         p = step.partition
         if step.verb is Verb.LOAD:

@@ -30,6 +30,8 @@ class Speeds:
     up: float = math.inf
     down: float = math.inf
     """Bytes, from pinned memory to the device and home. On the CPU host memory is no further than the device's."""
+    copy: float = math.inf
+    """Bytes, from one place of the device's memory to another."""
     half_rate_rows: int = 12
     """Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
 
@@ -78,11 +80,26 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
         write=write,
         up=up,
         down=down,
+        copy=_copies(device),
     )
 
 
 _PROBE = 64 << 20
 """Bytes of a copy that a link is measured with."""
+_PROBE_INSIDE = 16 << 20
+"""Of one within the device's memory."""
+
+
+def _copies(device: Device) -> float:
+    """Bytes a second of copies within the device's memory."""
+    source = torch.ones(_PROBE_INSIDE, dtype=torch.uint8, device=device.torch)
+    target = torch.ones_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        device.wait(device.mark())
+
+    return _PROBE_INSIDE / seconds_of(copy)
 
 
 def _link(device: Device, way: str) -> float:
@@ -104,7 +121,7 @@ def speeds_of(hardware: Hardware) -> Speeds:
     """As a table says, whose rate is that of large products: a row of tokens or pixels is one, and a simulated kernel too."""
     return Speeds(
         flops=hardware.flops["float32"], optimizer=hardware.optimizer, read=hardware.disk_read, write=hardware.disk_write,
-        up=hardware.h2d, down=hardware.d2h, half_rate_rows=0,
+        up=hardware.h2d, down=hardware.d2h, copy=hardware.memory_bandwidth / 2, half_rate_rows=0,
     )  # fmt: skip
 
 

@@ -55,8 +55,10 @@ class Resources:
     """Whether gradients may have to wait in the slot."""
     at_host: frozenset[int] = frozenset()
     """Partitions whose homes are in host memory, and come and go by the device's link instead of the disk."""
+    graphs_at_host: frozenset[int] = frozenset()
+    """Partitions whose graphs wait in host memory, where they do not wait on the device: those of others are on the disk."""
     graph_buffers: int = 0
-    """Bytes of the buffers through which graphs go to the disk; saved tensors are used where they lie in them."""
+    """Bytes of the buffers through which graphs go there; saved tensors are used where they lie in them."""
     keeps_heap: bool = False
     """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in memory/heap.py."""
 
@@ -129,11 +131,13 @@ class Simulator:
         )  # fmt: skip
 
     def _graph_seconds(self, step: Step) -> float:
-        """Of a graph's way to the disk, behind its forward pass, or back before its backward pass."""
-        if not self._phases[step.phase].offloads_graph(step.partition):
+        """Of a graph's way to where it waits, behind its forward pass, or back before its backward pass."""
+        if not self._phases[step.phase].offloads_graph(step.partition) or step.verb not in (Verb.FORWARD, Verb.BACKWARD):
             return 0.0
-        rate = {Verb.FORWARD: self._speeds.write, Verb.BACKWARD: self._speeds.read}.get(step.verb)
-        return REQUEST_SECONDS + self._partitions[step.partition].graph / rate if rate else 0.0
+        graph, speeds, leaves = self._partitions[step.partition].graph, self._speeds, step.verb is Verb.FORWARD
+        if step.partition in self._resources.graphs_at_host:
+            return graph / (speeds.down if leaves else speeds.up)
+        return REQUEST_SECONDS + graph / (speeds.write if leaves else speeds.read)
 
     def _boundary_seconds(self, step: Step) -> float:
         """Of what a step leaves off the device for another partition, written behind the computation."""
@@ -237,7 +241,8 @@ class Simulator:
             self._free_values(self._handing.used_up(p), step.micro_batch)
         if p == phase.last:
             self._free("labels", 0, step.micro_batch)
-        return peak, read, 0, max(self._computing(part, rows, forward=1, backward=0), read / self._speeds.read)
+        gathering = part.graph / self._speeds.copy if offloads else 0.0
+        return peak, read, 0, max(self._computing(part, rows, forward=1, backward=0) + gathering, read / self._speeds.read)
 
     def _backward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         phase, p, m, rows = self._phases[step.phase], step.partition, step.micro_batch, self._rows(step)

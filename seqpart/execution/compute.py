@@ -6,8 +6,8 @@ the loss, and between them the boundary exchange hands activations up and gradie
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -152,16 +152,12 @@ class Compute:
         self._pass_down(step, arrived)
         return 0, 0
 
-    @contextmanager
-    def _offloaded_graph(self, step: Step) -> Iterator[frozenset[int]]:
-        """Inside, tensors of its graph that waited elsewhere are on the device. The addresses of their memory, which others
-        will use: a block may return one of them as a gradient."""
-        key = step.partition, self._part(step)
-        if self._graphs is None or not self._phases[step.phase].offloads_graph(step.partition):
-            yield frozenset()
-        else:
-            yield frozenset({self._graphs.open(key)})
-            self._graphs.release(key)
+    def _offloaded_graph(self, step: Step) -> AbstractContextManager[frozenset[int]]:
+        """Inside, tensors of its graph that waited elsewhere are on the device: the addresses of their memory."""
+        if self._graphs is None:
+            return nullcontext(frozenset())
+        away = self._phases[step.phase].offloads_graph(step.partition)
+        return self._graphs.on_device((step.partition, self._part(step)) if away else None)
 
     def _back_propagate(self, step: Step) -> Graph:
         """Of several partitions one: its own loss at the end, else the gradient that the next one left."""

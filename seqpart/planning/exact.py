@@ -14,7 +14,7 @@ from seqpart.memory.limit import RUNTIME_VARIES, left_of, margin_of, refused
 from seqpart.methods.method import Method
 from seqpart.planning.dynamic import Piece, best_cut
 from seqpart.planning.plan import Plan
-from seqpart.planning.prediction import Prediction, predict
+from seqpart.planning.prediction import Kind, Option, Prediction, options_of, predict
 from seqpart.planning.problem import (
     Candidate,
     Parts,
@@ -31,7 +31,7 @@ from seqpart.planning.problem import (
     starts_of,
     too_many,
 )
-from seqpart.planning.search import Kind, Option, fastest, options_of, smallest_of
+from seqpart.planning.search import fastest, smallest_of
 from seqpart.units import format_size
 
 _SPEEDS_ERR = 0.25
@@ -78,10 +78,12 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
     parts = parts_of(problem, micro_batch, saved.starts)
     heap = problem.may_keep_heap and saved.heap > 0 and saved.boundary_tier == "device"
     stays = frozenset() if method.stays or not problem.auto else saved.stays - sharing(problem, parts)
-    offloads = saved.offloads - {len(parts) - 1} if problem.may_offload else frozenset()
+    tiers, host = problem.graph_tiers, saved.graphs_at_host
+    offloads = (host if "host" in tiers else frozenset()) | (saved.offloads - host if "disk" in tiers else frozenset())
+    offloads -= {len(parts) - 1}
     streaming = len(parts) - len(stays)
     slots = len(parts) if method.stays else max(min(1, streaming), min(saved.slots, streaming))
-    resources = Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier, keeps_heap=heap)
+    resources = Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier, keeps_heap=heap, graphs_at_host=host)
     # Where boundaries wait elsewhere, a graph on the device would hold them a second time: no plan of ours does that.
     keeps = saved.keeps - saved.offloads if saved.boundary_tier == "device" else frozenset()
     return predict(problem, method, micro_batch, parts, resources, keeps | offloads, offloads)
@@ -227,7 +229,8 @@ def _as_saved(saved: Plan, best: Prediction) -> bool:
     """Whether each partition does what the plan that was to be used again says."""
     now = best.candidate
     stays = saved.stays if best.method.stays else now.resources.stays
-    return (saved.stays, saved.keeps, saved.offloads) == (stays, now.keeps, now.offloads)
+    graphs = now.keeps, now.offloads, now.resources.graphs_at_host
+    return (saved.stays, saved.keeps, saved.offloads, saved.graphs_at_host) == (stays, *graphs)
 
 
 def _shared(best: Prediction) -> str:
@@ -241,10 +244,12 @@ def _shared(best: Prediction) -> str:
 
 def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]:
     """Of each partition, why it stays or comes in turn, and where its graph waits; in bytes, and seconds of one update."""
-    options = {(option.partition, option.kind): option for option in options_of(problem, best, offload=problem.may_offload)}
+    options = {
+        (option.partition, option.kind): option for option in options_of(problem, best, offload=bool(problem.graph_tiers))
+    }
     left = f"{format_size(max(0, available - best.peak))} are left"
     return tuple(
-        "; ".join(filter(None, (_why_there(best, p, options, left), _why_graph(best, p, options, left))))
+        "; ".join(filter(None, (_why_there(best, p, options, left), _why_graph(best, p, options, left, problem.host_tier))))
         for p in range(len(best.candidate.parts))
     )
 
@@ -263,14 +268,16 @@ def _why_there(best: Prediction, p: int, options: _Options, left: str) -> str:
     return f"in turn (to stay takes {format_size(option.nbytes)}, {left})"
 
 
-def _why_graph(best: Prediction, p: int, options: _Options, left: str) -> str:
+def _why_graph(best: Prediction, p: int, options: _Options, left: str, tier: str) -> str:
     candidate, last = best.candidate, len(best.candidate.parts) - 1
-    kept, away = options.get((p, Kind.KEEP)), options.get((p, Kind.OFFLOAD))
+    kept, at_host = options.get((p, Kind.KEEP)), p in candidate.resources.graphs_at_host
+    away = options.get((p, Kind.HOST if at_host else Kind.DISK))
     if p == last:
         return "forward in its backward" if last else ""
     if p in candidate.offloads and away is not None:
         moved = format_size(candidate.parts[p][2].graph)
-        return f"graph on the disk ({moved} a micro-batch, {_milliseconds(away.compute)} less of computing)"
+        where = f"in {tier} memory" if at_host else "on the disk"
+        return f"graph {where} ({moved} a micro-batch, {_milliseconds(away.compute)} less of computing)"
     if p in candidate.keeps and kept is not None:
         return f"graph kept ({format_size(kept.nbytes)}, {_milliseconds(kept.compute)} less of computing)"
     if kept is None and candidate.resources.boundary_tier == "device":

@@ -14,9 +14,13 @@ from seqpart.units import format_size
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
 _RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
 """Fields of format 2, which checkpoints of 0.2.0 hold. It had kept graphs from one partition on, and none that stayed."""
+AGAIN, KEPT = "again", "kept"
+GRAPHS = (AGAIN, KEPT, "pinned", "ram", "disk")
+"""What FORWARD leaves of a graph: nothing, so that BACKWARD computes it again; all of it, on the device; or its saved tensors,
+which wait in a tier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +43,8 @@ class PartitionPlan:
     tier: str
     stays: bool = False
     """On the device from the beginning of a phase to its end, while others come and go."""
-    keeps_graph: bool = False
-    """For backward, instead of computing its activations again."""
-    offloads_graph: bool = False
-    """The graph that it keeps does not wait on the device: its saved tensors go to the disk."""
+    graph: str = AGAIN
+    """What FORWARD leaves of it for BACKWARD: one of GRAPHS."""
     why: str = ""
     """Why it stays or comes in turn, and why its graph waits where it does."""
 
@@ -89,11 +91,17 @@ class Plan:
 
     @property
     def keeps(self) -> frozenset[int]:
-        return frozenset(p for p, part in enumerate(self.partitions) if part.keeps_graph)
+        return frozenset(p for p, part in enumerate(self.partitions) if part.graph != AGAIN)
 
     @property
     def offloads(self) -> frozenset[int]:
-        return frozenset(p for p, part in enumerate(self.partitions) if part.offloads_graph)
+        """Those of them whose graphs do not wait on the device."""
+        return frozenset(p for p, part in enumerate(self.partitions) if part.graph not in (AGAIN, KEPT))
+
+    @property
+    def graphs_at_host(self) -> frozenset[int]:
+        """Those of these whose graphs wait in host memory: others' are on the disk."""
+        return frozenset(p for p in self.offloads if self.partitions[p].graph != "disk")
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -112,17 +120,20 @@ class Plan:
         try:
             found = parsed(text)
             version = found.pop("format")
-            parts = tuple(_typed(PartitionPlan, part) for part in found.pop("partitions"))
+            parts = tuple(_typed(PartitionPlan, _part_of(version, part)) for part in found.pop("partitions"))
             found["reasons"] = tuple(found["reasons"])
             if version == 2:
                 since = found.pop("keeps_graph_from")
-                parts = tuple(replace(part, keeps_graph=since is not None and since <= p) for p, part in enumerate(parts))
+                kept = [since is not None and since <= p for p in range(len(parts))]
+                parts = tuple(replace(part, graph=KEPT if keeps else AGAIN) for part, keeps in zip(parts, kept, strict=True))
                 found = {_RENAMED.get(name, name): value for name, value in found.items()}
-            elif version != FORMAT:
+            elif version not in (3, FORMAT):
                 raise ValueError(f"format {version}")
             edges = [0, *(part.last for part in parts)]
             if not parts or [part.first for part in parts] != edges[:-1] or edges != sorted(set(edges)):
                 raise ValueError("its partitions do not follow each other")
+            if unknown := [part.graph for part in parts if part.graph not in GRAPHS]:
+                raise ValueError(f"graph {unknown[0]}")
             if min(part.micro_batch for part in parts) < 1:
                 raise ValueError("micro_batch 0")
             return _typed(cls, {**found, "partitions": parts})
@@ -152,6 +163,15 @@ class PlanRequest:
     """Bytes of the limit that the plan must leave, because one that fitted ran out of memory."""
     saved: Plan | None = None
     """A plan whose answers are to be taken again."""
+
+
+def _part_of(version: int, part: dict[str, Any]) -> dict[str, Any]:
+    """Format 3 had two answers for one question, and the disk alone beside the device."""
+    if version != 3:
+        return part
+    part = dict(part)
+    keeps, offloads = part.pop("keeps_graph", False), part.pop("offloads_graph", False)
+    return {**part, "graph": "disk" if offloads else KEPT if keeps else AGAIN}
 
 
 def _typed(kind: type[T], values: dict[str, Any]) -> T:
@@ -187,6 +207,5 @@ def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
 def _choices(plan: Plan, number: int) -> dict[str, str]:
     """The last partition runs forward in its backward: its graph is there."""
     part, last = plan.partitions[number], len(plan.partitions) - 1
-    kept = part.keeps_graph or number == last
-    graph = "offloaded" if part.offloads_graph else "kept" if kept else "again"
+    graph = KEPT if part.graph == AGAIN and number == last else part.graph
     return {"device": "stays" if part.stays else "in turn", "graph": graph}

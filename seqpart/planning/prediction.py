@@ -1,5 +1,6 @@
-"""What a cut costs in memory and time, by the simulator."""
+"""What a cut costs in memory and time, by the simulator, and what its partitions might do."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,10 +16,13 @@ from seqpart.planning.problem import (
     buffers_of,
     exchange_bytes,
     graph_buffer_bytes,
+    graph_rooms,
+    graphs_at_once,
     hands_one_value,
-    homes_at_host,
     host_boundaries,
+    host_places,
     largest_boundary,
+    sharing,
 )
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind, Verb
@@ -73,13 +77,19 @@ def predict(
     problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources,
     keeps: frozenset[int] = frozenset(), offloads: frozenset[int] = frozenset(),
 ) -> Prediction:  # fmt: skip
+    """keeps: partitions that keep their graphs. offloads: those of them whose graphs do not wait on the device, but where
+    `resources` say; what has no place in host memory is computed again."""
     costs = [part[2] for part in parts]
     boundaries = host_boundaries(problem, parts, micro_batch, resources.boundary_tier)
-    _, at_host = homes_at_host(problem, parts, boundaries, states=True)
+    wanted, at_once = offloads & resources.graphs_at_host, graphs_at_once(method, problem.batch_size, micro_batch)
+    places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
+    while places.graphs < wanted:  # then the others are computed again
+        keeps, offloads, wanted = keeps - (wanted - places.graphs), offloads - (wanted - places.graphs), places.graphs
+        places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     resources = replace(
-        resources, label_row=problem.label_row, borrows=not method.stays, at_host=at_host,
+        resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes, graphs_at_host=wanted,
         gradients_room=problem.clips and len(parts) > 1 and not method.stays,
-        graph_buffers=graph_buffer_bytes(costs, offloads),
+        graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.host_counts else offloads),
     )  # fmt: skip
     candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
     phases = _phases(problem, method, candidate)
@@ -160,3 +170,86 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
         return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
     largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
     return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)
+
+
+# --- what partitions might do -----------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """Of an option."""
+
+    STAY = enum.auto()
+    KEEP = enum.auto()
+    HOST = enum.auto()
+    """Keep the graph in host memory; where it is kept on the device too, that comes before."""
+    DISK = enum.auto()
+    """Keep it on the disk; where it is kept elsewhere too, that comes before."""
+
+    @property
+    def away(self) -> bool:
+        """Whether the graph does not wait on the device."""
+        return self in (Kind.HOST, Kind.DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one partition might do: the memory that takes, and seconds of each kind that it saves an update."""
+
+    partition: int
+    kind: Kind
+    nbytes: int
+    compute: float
+    transfer: float
+
+    def worth(self, price: float) -> float:
+        """Seconds that it saves, where one of transfers counts as `price` of computing."""
+        return self.compute + price * self.transfer
+
+    def takes(self, resources: Resources) -> int:
+        """Bytes, about: a heap that is kept has room for holes between graphs."""
+        return heap_bytes(self.nbytes) if self.kind is Kind.KEEP and resources.keeps_heap else self.nbytes
+
+
+def heap_bytes(nbytes: int) -> int:
+    return heap_for(nbytes, several=True, streamed=True)
+
+
+def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) -> list[Option]:
+    """What partitions might do at the cut, the tier and the micro-batch of `plain`; with `offload` graphs may go elsewhere."""
+    candidate, speeds = plain.candidate, problem.speeds
+    micro_batches = -(-problem.batch_size // candidate.micro_batch)
+    shared, costs = sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
+    found = []
+    lowest = first_that_learns(candidate.parts)
+    for p, cost in enumerate(costs):
+        if lowest <= p < len(costs) - 1:
+            seconds = micro_batches * speeds.computing(cost, candidate.micro_batch, forward=1, backward=0)
+            at_once = 1 if plain.method.stays else micro_batches
+            if candidate.resources.boundary_tier == "device":
+                found.append(Option(p, Kind.KEEP, cost.kept * at_once, seconds, 0.0))
+            for tier in problem.graph_tiers if offload else ():
+                kind, up, down = (
+                    (Kind.HOST, speeds.up, speeds.down) if tier == "host" else (Kind.DISK, speeds.read, speeds.write)
+                )
+                moved = -micro_batches * (cost.graph / up + cost.graph / down)
+                # Which all that offload share; and host memory that is the device's own needs none.
+                buffers = 0 if kind is Kind.HOST and problem.host_counts else graph_buffer_bytes(costs, [p]) // len(costs)
+                found.append(Option(p, kind, buffers, seconds - micro_batches * cost.graph / speeds.copy, moved))
+        if problem.auto and not plain.method.stays and p not in shared:
+            visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
+            read, written = visits * cost.weights + cost.state, cost.weights + cost.state
+            near = p in candidate.resources.at_host
+            transfer = read / (speeds.up if near else speeds.read) + written / (speeds.down if near else speeds.write)
+            found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))
+    return found
+
+
+def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:
+    """`plain` with these options and no others."""
+    candidate = plain.candidate
+    stays, keeps, host, disk = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
+    away = (host | disk) - keeps
+    streaming = len(candidate.parts) - len(stays)
+    slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots or 1, streaming)
+    resources = replace(candidate.resources, stays=stays, slots=slots, graphs_at_host=host & away)
+    return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps | away, away)

@@ -21,7 +21,7 @@ from seqpart.model.losses import label_dtype
 from seqpart.model.optimizers import Optimizer
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
-from seqpart.planning.plan import PartitionPlan, Plan, PlanRequest
+from seqpart.planning.plan import AGAIN, KEPT, PartitionPlan, Plan, PlanRequest
 from seqpart.planning.prediction import Prediction, peaks_by_partition
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
@@ -66,6 +66,8 @@ class Prepared:
     host_pool_bytes: int
     exchange_bytes: int
     """Of the host pool, for boundaries."""
+    graph_rooms: planning.GraphRooms
+    """Of the same, for graphs that wait there."""
 
     def hosted(self) -> dict[str, int]:
         """Bytes of the homes that are planned to be in host memory, partition by partition: weights, optimizer state, and
@@ -107,7 +109,7 @@ class Preparation(Inputs):
             starts=request.starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
             cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
             contention=self.device.contention, saved=request.saved,
-            auto=self.settings.method == "auto", may_offload=self.settings.method == "auto" and self.device.shares_memory,
+            auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
             live_bytes=self.live_bytes,
             may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
         )  # fmt: skip
@@ -199,7 +201,11 @@ class Preparation(Inputs):
             replace(problem, batch_size=max(problem.batch_size, self.recovery_batch)), streamed.parts, streamed.micro_batch,
             streamed.resources.boundary_tier,
         )  # fmt: skip
-        host_pool_bytes, at_host = self._host_tier(problem, exchange_bytes, candidate, cache_layouts)
+        rooms = planning.graph_rooms(
+            costs, candidate.resources.graphs_at_host,
+            planning.graphs_at_once(method, problem.batch_size, candidate.micro_batch),
+        )  # fmt: skip
+        host_pool_bytes, at_host = self._host_tier(problem, exchange_bytes, rooms, candidate, cache_layouts)
         plan = self._plan(
             problem, method, candidate, training, costs, phases, reasons, cache_layouts, host_pool_bytes, at_host, recovery
         )
@@ -209,7 +215,7 @@ class Preparation(Inputs):
             stages=self._stages(phases, candidate, recovery),
             cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
             loss=lambda p: self.loss_for(method, request.label_bytes, p, count, shapes[p], self.device.torch), at_host=at_host,
-            host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes,
+            host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
 
     def epochs(self, count: int, trained: tuple[int, ...] = ()) -> list[int]:
@@ -310,12 +316,24 @@ class Preparation(Inputs):
         return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
 
     def _host_tier(
-        self, problem: Problem, boundaries: int, candidate: Candidate, cache_layouts: Sequence[RowLayout]
-    ) -> tuple[int, frozenset[int]]:
-        """(bytes of the host pool, partitions whose homes fit in it): boundaries, then homes in order, then rows."""
+        self, problem: Problem, boundaries: int, rooms: planning.GraphRooms, candidate: Candidate,
+        cache_layouts: Sequence[RowLayout],
+    ) -> tuple[int, frozenset[int]]:  # fmt: skip
+        """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
         rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
-        nbytes, at_host = planning.homes_at_host(problem, candidate.parts, boundaries, states=self.exact, rows=rows)
-        return boundaries + nbytes, at_host
+        found = planning.host_places(problem, candidate.parts, boundaries, states=self.exact, rows=rows, graphs=rooms)
+        return boundaries + found.nbytes, found.homes
+
+    def _graph_tiers(self) -> tuple[str, ...]:
+        """Behind a link the disk is left out: the thread that computes would wait for every copy between it and the device."""
+        if not self.device.shares_memory:
+            return ("host",)
+        return ("host", "disk") if self.settings.ram_limit else ("disk",)
+
+    def _graph_of(self, p: int, used: Candidate) -> str:
+        if p not in used.offloads:
+            return KEPT if p in used.keeps else AGAIN
+        return self.device.host_tier if p in used.resources.graphs_at_host else "disk"
 
     def _host_budget(self) -> int:
         asked, free = self.settings.ram_limit, self.host_free
@@ -343,8 +361,8 @@ class Preparation(Inputs):
                     slot=cost.slot, gradients=cost.gradients,
                     activations=cost.saved, buffers=reading + writing,
                     boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
-                    stays=method.stays or p in used.resources.stays, keeps_graph=p in used.keeps,
-                    offloads_graph=p in used.offloads, why=used.why[p] if used.why else "",
+                    stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
+                    why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
                 )
             )  # fmt: skip
@@ -371,5 +389,5 @@ class Preparation(Inputs):
         rows = self.input_layout.home_bytes(count)
         rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
         batches = -(-self.full_batch // candidate.micro_batch)
-        graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads)
+        graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
         return versions * (weights + state) + weights + rows + graphs + self.live_bytes

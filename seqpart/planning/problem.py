@@ -2,11 +2,12 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from seqpart.costs.blocks import BlockCost
-from seqpart.costs.clock import GRAPH_BUFFERS
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import LossCost, PartitionCost, growing
 from seqpart.costs.simulator import Resources
@@ -16,8 +17,10 @@ from seqpart.data.row_file import RowLayout
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
+from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
 from seqpart.model.packs import Handing, gradient_of
+from seqpart.offload.graph_ranges import GRAPH_BUFFERS
 from seqpart.offload.host_pool import first_piece, pieces_for
 from seqpart.offload.layout import Layout
 from seqpart.planning.plan import Plan
@@ -72,16 +75,20 @@ class Problem:
     """Seconds that the computation loses to a second of transfers behind it."""
     auto: bool = False
     """Whether each partition may stay on the device while others stream."""
-    may_offload: bool = False
-    """Whether graphs may wait on the disk. Behind a GPU host memory would come first; no plan knows the link to there yet."""
+    graph_tiers: tuple[str, ...] = ()
+    """Places where graphs may wait that do not on the device, the fastest first: host, disk."""
     may_keep_heap: bool = False
     """Whether memory of tensors that die may stay for those that come."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
     known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
     """Of `cost_of`: what it has found already."""
-    placed: "dict[tuple[int, ...], tuple[int, frozenset[int]]]" = field(default_factory=dict, compare=False)
-    """Of `homes_at_host`: the same."""
+    placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)
+    """Of `host_places`: the same."""
+
+    @property
+    def host_tier(self) -> str:
+        return "ram" if self.host_counts else "pinned"
 
     def peak(self, work: int) -> int:
         """Of the process or device, where a partition takes `work` bytes."""
@@ -298,16 +305,31 @@ _TIED_PAGES = 16
 """A partition's shared weights are counted together, and rounded up one by one."""
 
 
-def homes_at_host(
-    problem: Problem, parts: Parts, boundaries: int, *, states: bool, rows: int = 0
-) -> tuple[int, frozenset[int]]:
-    """(bytes of a pool in host memory beside `boundaries`, partitions whose homes all have a place in it); `rows` come behind.
+GraphRooms = Mapping[int, tuple[int, ...]]
+"""By partition, bytes of the host memory of each graph of those that wait there at the same time."""
+
+
+class HostPlaces(NamedTuple):
+    """What has a place in host memory beside boundaries."""
+
+    nbytes: int
+    """Of a pool for all of it."""
+    homes: frozenset[int]
+    """Partitions whose homes are all in it."""
+    graphs: frozenset[int]
+    """Partitions whose graphs may wait in it."""
+
+
+def host_places(
+    problem: Problem, parts: Parts, boundaries: int, *, states: bool, rows: int = 0, graphs: GraphRooms = MappingProxyType({})
+) -> HostPlaces:
+    """Of `graphs`, then homes, beside `boundaries`; `rows` come behind.
 
     states: whether optimizer state has a home as well, and gradients where updates wait for their norm.
     """
     if not problem.host_budget:
-        return 0, frozenset()
-    key = (boundaries, rows, states, *(first for first, _, _ in parts))
+        return HostPlaces(0, frozenset(), frozenset())
+    key = (boundaries, rows, states, *graphs.items(), *(first for first, _, _ in parts))
     if key not in problem.placed:
         costs = problem.costs_at(micro_batches(problem)[0])
         waits = problem.clips and states and len(parts) > 1  # gradients, at home, for their norm
@@ -319,11 +341,24 @@ def homes_at_host(
             )
             for cost, state in zip(costs, problem.states, strict=True)
         ]
-        groups = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
+        placed = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
+        groups = [*graphs.values(), *placed]
         need = sum(map(sum, groups)) + rows
         budget = max(0, problem.host_budget - boundaries)
-        problem.placed[key] = pieces_for(need, groups, budget, powers_of_two=not problem.host_counts)
+        nbytes, fit = pieces_for(need, groups, budget, powers_of_two=not problem.host_counts)
+        held = frozenset(p for number, p in enumerate(graphs) if number in fit)
+        problem.placed[key] = HostPlaces(nbytes, frozenset(n - len(graphs) for n in fit if n >= len(graphs)), held)
     return problem.placed[key]
+
+
+def graph_rooms(parts: Sequence[PartitionCost], partitions: Iterable[int], at_once: int) -> GraphRooms:
+    """For graphs of `partitions`, of so many micro-batches at the same time."""
+    return {p: (round_up(parts[p].graph),) * at_once for p in sorted(partitions)}
+
+
+def graphs_at_once(method: Method, batch: int, micro_batch: int) -> int:
+    """Micro-batches whose graphs of a partition wait at the same time: one where each goes through all partitions by itself."""
+    return 1 if method.stays else -(-batch // micro_batch)
 
 
 def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int) -> int:
@@ -342,7 +377,7 @@ def exchange_bytes(largest: int) -> int:
 
 
 def graph_buffer_bytes(parts: Sequence[PartitionCost], offloads: Collection[int]) -> int:
-    """Memory of the buffers through which graphs of the partitions `offloads` go to the disk, one micro-batch at a time."""
+    """Memory of the buffers through which graphs of the partitions `offloads` go elsewhere, one micro-batch at a time."""
     return GRAPH_BUFFERS * aligned_bytes(max(parts[p].graph for p in offloads)) if offloads else 0
 
 

@@ -1,17 +1,27 @@
 """Which of many ways to run a cut is the fastest that fits, and how memory that is left is spent on time."""
 
-import enum
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpart.costs.simulator import Resources
-from seqpart.memory.heap import COMPUTING_SHARE, heap_for
+from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.methods.method import Method
 from seqpart.planning.dynamic import best_use
-from seqpart.planning.prediction import Prediction, first_that_learns, heap_of, least_peak, predict
-from seqpart.planning.problem import Parts, Problem, graph_buffer_bytes, sharing
+from seqpart.planning.prediction import (
+    Kind,
+    Option,
+    Prediction,
+    carried_out,
+    first_that_learns,
+    heap_bytes,
+    heap_of,
+    least_peak,
+    options_of,
+    predict,
+)
+from seqpart.planning.problem import Parts, Problem
 
 _REPAIRS = 800
 """Partitions that are simulated, once each, to make a plan a little better."""
@@ -23,42 +33,10 @@ _RIVALS, _NEAR = 4, 1.5
 """So many plans are made better, if they are not slower than the fastest by more."""
 
 _WORTH_IT = 0.98
-"""Of a plan's seconds: one with graphs on the disk is taken where it needs less."""
+"""Of a plan's seconds: one with graphs that wait elsewhere is taken where it needs less."""
 
 _ROUGHLY = 1.01
 """What was not simulated itself may take less by so much."""
-
-
-class Kind(enum.Enum):
-    """Of an option."""
-
-    STAY = enum.auto()
-    KEEP = enum.auto()
-    OFFLOAD = enum.auto()
-    """Keep the graph elsewhere than on the device; where it is kept there too, that comes before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What one partition might do: the memory that takes, and seconds of each kind that it saves an update."""
-
-    partition: int
-    kind: Kind
-    nbytes: int
-    compute: float
-    transfer: float
-
-    def worth(self, price: float) -> float:
-        """Seconds that it saves, where one of transfers counts as `price` of computing."""
-        return self.compute + price * self.transfer
-
-    def takes(self, resources: Resources) -> int:
-        """Bytes, about: a heap that is kept has room for holes between graphs."""
-        return _heap_bytes(self.nbytes) if self.kind is Kind.KEEP and resources.keeps_heap else self.nbytes
-
-
-def _heap_bytes(nbytes: int) -> int:
-    return heap_for(nbytes, several=True, streamed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +74,13 @@ def fastest(
 
 
 def _rank(prediction: Prediction) -> float:
-    """Seconds, with what graphs on the disk must bring before they are worth it."""
+    """Seconds, with what graphs that wait elsewhere must bring before they are worth it."""
     return prediction.seconds / (_WORTH_IT if prediction.candidate.offloads else 1.0)
 
 
 def _offloading(problem: Problem, found: Prediction, available: int) -> Prediction | None:
     """Another way to spend the memory of `found`, with graphs that do not wait on the device."""
-    if not problem.may_offload or _holds_all(found):
+    if not problem.graph_tiers or _holds_all(found):
         return None
     now = found.candidate
     resources = replace(now.resources, stays=frozenset(), slots=now.resources.slots or 1)
@@ -113,13 +91,14 @@ def _offloading(problem: Problem, found: Prediction, available: int) -> Predicti
     orders = _orders(problem, plain, options, available)
     # Memory for partitions that stay and not for graphs: the buffers first, through which all graphs go.
     streamed = _orders(problem, plain, [option for option in options if option.kind is not Kind.KEEP], available)
-    orders += [tuple(sorted(order, key=lambda option: option.kind is not Kind.OFFLOAD)) for order in streamed]
+    orders += [tuple(sorted(order, key=lambda option: not option.kind.away)) for order in streamed]
     others = [_filled(problem, plain, (), order, available) for order in orders]
     # Together: one at a time each would have to find room for buffers that all share.
-    away = [option for option in options if option.kind is Kind.OFFLOAD and option.worth(_PRICES[0]) > 0]
-    whole = _with(problem, plain, away)
-    if away and whole.peak <= available:
-        others += [_filled(problem, whole, away, order, available) for order in orders]
+    gaining = [option for option in options if option.kind.away and option.worth(_PRICES[0]) > 0]
+    for away in ([option for option in gaining if option.kind is kind] for kind in (Kind.HOST, Kind.DISK)):
+        whole = carried_out(problem, plain, away)
+        if away and whole.peak <= available:
+            others += [_filled(problem, whole, away, order, available) for order in orders]
     return min((other for other in others if other.candidate.offloads), key=_rank, default=None)
 
 
@@ -250,35 +229,9 @@ def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Predi
     parts, staying = plain.candidate.parts, [option for option in options if option.kind is Kind.STAY]
     if plain.candidate.resources.slots == 1 and len(staying) == len(parts):  # then nothing needs the slot
         everything = least_peak(problem, plain.method, parts, len(parts)) <= available
-        whole = _with(problem, plain, staying) if everything else plain
+        whole = carried_out(problem, plain, staying) if everything else plain
         if whole.peak <= available and whole is not plain:
             yield _filled(problem, whole, staying, [option for option in orders[0] if option.kind is Kind.KEEP], available)
-
-
-def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) -> list[Option]:
-    """What partitions might do at the cut, the tier and the micro-batch of `plain`; with `offload` graphs may go elsewhere."""
-    candidate, speeds = plain.candidate, problem.speeds
-    micro_batches = -(-problem.batch_size // candidate.micro_batch)
-    shared, costs = sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
-    found = []
-    lowest = first_that_learns(candidate.parts)
-    for p, cost in enumerate(costs):
-        if lowest <= p < len(costs) - 1:
-            seconds = micro_batches * speeds.computing(cost, candidate.micro_batch, forward=1, backward=0)
-            at_once = 1 if plain.method.stays else micro_batches
-            if candidate.resources.boundary_tier == "device":
-                found.append(Option(p, Kind.KEEP, cost.kept * at_once, seconds, 0.0))
-            if offload:
-                moved = -micro_batches * (cost.graph / speeds.read + cost.graph / speeds.write)
-                nbytes = graph_buffer_bytes(costs, [p]) // len(costs)  # which all that offload share
-                found.append(Option(p, Kind.OFFLOAD, nbytes, seconds, moved))
-        if problem.auto and not plain.method.stays and p not in shared:
-            visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
-            read, written = visits * cost.weights + cost.state, cost.weights + cost.state
-            near = p in candidate.resources.at_host
-            transfer = read / (speeds.up if near else speeds.read) + written / (speeds.down if near else speeds.write)
-            found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))
-    return found
 
 
 def _filled(
@@ -288,7 +241,7 @@ def _filled(
     best, taken = plain, tuple(chosen)
     while True:
         more = _packed(problem, best, [option for option in options if option not in taken], available)
-        while more and (tried := _with(problem, plain, (*taken, *more))).peak > available:
+        while more and (tried := carried_out(problem, plain, (*taken, *more))).peak > available:
             more = more[: len(more) // 2]
         if not more:
             return best
@@ -298,7 +251,7 @@ def _filled(
 def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int], int]:
     """(bytes that are left while each partition works, partitions from its own on behind which a kept graph takes room)."""
     candidate = now.candidate
-    per_byte = _heap_bytes(1) if candidate.resources.keeps_heap else 1
+    per_byte = heap_bytes(1) if candidate.resources.keeps_heap else 1
     others_wait = not now.method.stays and candidate.micro_batch < problem.batch_size  # graphs of other micro-batches
     return [available - now.peak + per_byte * (now.working - work) for work in now.works], 0 if others_wait else 1
 
@@ -317,15 +270,6 @@ def _packed(problem: Problem, now: Prediction, options: Sequence[Option], availa
     return packed
 
 
-def _with(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:
-    candidate = plain.candidate
-    stays, keeps, away = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
-    streaming = len(candidate.parts) - len(stays)
-    slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots or 1, streaming)
-    resources = replace(candidate.resources, stays=stays, slots=slots)
-    return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps | away, away - keeps)
-
-
 def refined(problem: Problem, best: Prediction, available: int, repairs: int) -> Prediction:
     """`best` with one option more, or one or two in the place of another, as long as that makes it faster and fits.
 
@@ -338,12 +282,16 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
     while better and left > 0:
         better = False
         now = best.candidate
-        answers = {Kind.STAY: now.resources.stays, Kind.KEEP: now.keeps - now.offloads, Kind.OFFLOAD: now.offloads}
+        host = now.resources.graphs_at_host
+        answers = {
+            Kind.STAY: now.resources.stays, Kind.KEEP: now.keeps - now.offloads, Kind.HOST: host,
+            Kind.DISK: now.offloads - host,
+        }  # fmt: skip
         chosen = [option for option in options if option.partition in answers[option.kind]]
         others = [option for option in options if option not in chosen]
         for out, come in _promising(chosen, others, best.candidate.resources, available - best.peak, left):
             left -= 1
-            tried = _with(problem, best, [option for option in (*chosen, *come) if option not in out])
+            tried = carried_out(problem, best, [option for option in (*chosen, *come) if option not in out])
             if tried.peak <= available and tried.seconds < best.seconds:
                 best, better = tried, True
                 break
@@ -356,11 +304,11 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
 def _around(problem: Problem, best: Prediction, options: Sequence[Option], available: int, count: int) -> Prediction:
     """The best of `count` plans that begin with one or two options and are filled with others: bytes do not add up where
     the largest partition stays, which then needs no slot."""
-    found, plain = [best], _with(problem, best, ())
+    found, plain = [best], carried_out(problem, best, ())
     order = sorted(options, key=lambda option: -option.worth(1.0) / max(1, option.nbytes))
     starts = (start for size in (1, 2) for start in itertools.combinations(order, size))
     for start in itertools.islice(starts, count):
-        began = _with(problem, plain, start)
+        began = carried_out(problem, plain, start)
         if began.peak <= available:
             found.append(_filled(problem, began, start, order, available))
     return min(found, key=_rank)

@@ -1,8 +1,10 @@
 """Where weights and rows rest while a run lasts: filled from the model and the data or from a checkpoint, and given back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+
+import torch
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.export import export_weights, import_weights
@@ -17,6 +19,7 @@ from seqpart.model.blocks import attach, detach, layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.store import Store
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.planning.problem import GraphRooms
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Position
@@ -26,7 +29,10 @@ Told = Callable[[str], AbstractContextManager[None]]
 
 
 class Homes:
-    """The store of weights, the boundary cache of rows, and the room of boundaries in host memory; `stack` closes them."""
+    """The store of weights, the boundary cache of rows, and the rooms in host memory of boundaries and graphs.
+
+    `stack` closes them.
+    """
 
     def __init__(
         self, preparation: Preparation, prepared: Prepared, scratch: RunDirectory, reporter: Reporter, told: Told,
@@ -34,14 +40,37 @@ class Homes:
     ) -> None:  # fmt: skip
         self._preparation, self._prepared, self._reporter, self._told = preparation, prepared, reporter, told
         device, nbytes, room = preparation.device, prepared.host_pool_bytes, prepared.exchange_bytes
-        pool = HostPool(nbytes, device, first=room) if nbytes else None
+        self._pool = pool = HostPool(nbytes, device, first=room) if nbytes else None
         self.boundary_room = pool.take(room) if pool is not None and room else None
+        self._graphs: dict[int, list[torch.Tensor]] = {}
+        self.graph_rooms(prepared.graph_rooms)
         self.store = Store(scratch.homes, device, pool)
         stack.callback(self.store.close)
         if prepared.method.exact:
             self.store.reserve(prepared.hosted())
         self.boundaries = Boundaries(scratch.rows, device, pool)
         stack.callback(self.boundaries.close)
+
+    def graph_rooms(self, sizes: GraphRooms) -> dict[int, list[torch.Tensor]]:
+        """Host memory for graphs, in the place of what was given before: of partitions for all of whose graphs there is room.
+        After a halved micro-batch there may be too little: then they go to the disk."""
+        if {p: tuple(room.nbytes for room in rooms) for p, rooms in self._graphs.items()} == dict(sizes):
+            return self._graphs
+        for p in list(self._graphs):
+            self._give(self._graphs.pop(p))
+        for p, own in sizes.items():
+            rooms = [self._pool.take(nbytes) for nbytes in own] if self._pool is not None else [None]
+            found = [room for room in rooms if room is not None]
+            if len(found) == len(own):
+                self._graphs[p] = found
+            else:
+                self._give(found)
+        return self._graphs
+
+    def _give(self, rooms: Sequence[torch.Tensor]) -> None:
+        for room in rooms:
+            assert self._pool is not None
+            self._pool.give(room)
 
     def fill(self, resumed: ResumePoint | None) -> None:
         """Weights and rows: from the checkpoint, or from the model and the data."""

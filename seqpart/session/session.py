@@ -154,8 +154,10 @@ class Session:
 
     def _graphs(self, stage: Stage) -> GraphOffload | None:
         micro_batches = max(phase.micro_batches_per_update for phase, _ in counted(self.prepared.phases))
+        rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
         return open_graphs(
-            self.prepared.partition_costs, stage.offloads, micro_batches, self.places.scratch.rows / "graphs.part", self._device
+            self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.places.scratch.rows / "graphs.part",
+            self._device,
         )  # fmt: skip
 
     def _executor(

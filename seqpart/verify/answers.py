@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, replace
 from random import Random
 from typing import Self
 
-from seqpart.planning.plan import Plan
+from seqpart.planning.plan import AGAIN, KEPT, Plan
 
 _LOOKED_AT = 30
 """Draws, of which the one is taken that differs most from those that are known."""
@@ -20,6 +20,7 @@ class Answers:
     stays: frozenset[int]
     keeps: frozenset[int]
     offloads: frozenset[int]
+    graphs_at_host: frozenset[int]
     boundary_tier: str
     keeps_heap: bool
 
@@ -27,14 +28,15 @@ class Answers:
     def of(cls, plan: Plan) -> Self:
         return cls(
             starts=plan.starts, slots=plan.slots, stays=plan.stays, keeps=plan.keeps, offloads=plan.offloads,
-            boundary_tier=plan.boundary_tier, keeps_heap=plan.heap > 0,
+            graphs_at_host=plan.graphs_at_host, boundary_tier=plan.boundary_tier, keeps_heap=plan.heap > 0,
         )  # fmt: skip
 
     def __str__(self) -> str:
         heap = "heap kept" if self.keeps_heap else "heap given back"
         return (
             f"cut at {_named(self.starts)}, {self.slots} slot(s), staying: {_named(self.stays)}, keeping graphs: "
-            f"{_named(self.keeps)}, of them offloaded: {_named(self.offloads)}, boundaries on {self.boundary_tier}, {heap}"
+            f"{_named(self.keeps)}, of them to host memory: {_named(self.graphs_at_host)}, to the disk: "
+            f"{_named(self.offloads - self.graphs_at_host)}, boundaries on {self.boundary_tier}, {heap}"
         )
 
     def different(self, other: Self) -> int:
@@ -43,17 +45,19 @@ class Answers:
 
     def asked(self, like: Plan, blocks: int) -> Plan:
         """`like` with these answers, to be planned again: what they take is not known."""
-        ends, part = (*self.starts[1:], blocks), like.partitions[0]
+        ends, part, tier = (*self.starts[1:], blocks), like.partitions[0], "ram" if like.device.startswith("CPU") else "pinned"
         parts = tuple(
-            replace(
-                part, first=first, last=last, stays=p in self.stays, keeps_graph=p in self.keeps,
-                offloads_graph=p in self.offloads,
-            )
+            replace(part, first=first, last=last, stays=p in self.stays, graph=self._graph(p, tier))
             for p, (first, last) in enumerate(zip(self.starts, ends, strict=True))
-        )  # fmt: skip
+        )
         return replace(
             like, partitions=parts, slots=self.slots, boundary_tier=self.boundary_tier, heap=int(self.keeps_heap)
         )  # fmt: skip
+
+    def _graph(self, p: int, tier: str) -> str:
+        if p not in self.offloads:
+            return KEPT if p in self.keeps else AGAIN
+        return tier if p in self.graphs_at_host else "disk"
 
 
 def _named(numbers: Sequence[int] | frozenset[int]) -> str:
@@ -67,6 +71,9 @@ class Space:
     starts: tuple[int, ...]
     """Blocks at which a partition may begin, the first among them."""
     tiers: tuple[str, ...]
+    """Of boundaries."""
+    graph_tiers: tuple[str, ...]
+    """Where graphs may wait that do not on the device."""
     heap: bool
     """Whether it may be kept."""
     streams: bool
@@ -85,13 +92,12 @@ class Space:
         every = range(count)
         stays = frozenset(p for p in every if not self.streams or random.random() < 0.5)
         # On the device a graph is kept with the boundary that it begins with; the last partition's is always there.
-        ways = ("again", "kept", "offloaded") if tier == "device" else ("again", "offloaded")
+        ways = ("again", *(("kept",) if tier == "device" else ()), *self.graph_tiers)
         graphs = [random.choice(ways) for _ in every[:-1]]
-        offloads = frozenset(p for p, way in enumerate(graphs) if way == "offloaded")
-        keeps = offloads | {p for p, way in enumerate(graphs) if way == "kept"}
+        kept, host, disk = (frozenset(p for p, way in enumerate(graphs) if way == at) for at in ("kept", "host", "disk"))
         return Answers(
-            starts=(0, *sorted(random.sample(self.starts[1:], count - 1))), boundary_tier=tier, stays=stays, keeps=keeps,
-            offloads=offloads,
+            starts=(0, *sorted(random.sample(self.starts[1:], count - 1))), boundary_tier=tier, stays=stays,
+            keeps=kept | host | disk, offloads=host | disk, graphs_at_host=host,
             slots=min(count - len(stays), random.randint(1, 2)) if self.streams else count,
             keeps_heap=self.heap and tier == "device" and random.random() < 0.5,
         )  # fmt: skip

@@ -52,7 +52,7 @@ def _space(plan: Plan, preparation: Preparation) -> Space:
     problem = preparation.problem(replace(preparation.request, micro_batch=plan.micro_batch, saved=None))
     return Space(
         starts=tuple(starts_of(problem)), tiers=tuple(dict.fromkeys((*problem.boundary_tiers, "disk"))),
-        heap=problem.may_keep_heap, streams=not methods_named(plan.method)[0].stays,
+        graph_tiers=problem.graph_tiers, heap=problem.may_keep_heap, streams=not methods_named(plan.method)[0].stays,
     )  # fmt: skip
 
 
