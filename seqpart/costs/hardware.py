@@ -54,6 +54,7 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
     if device.hardware is not None:
         return speeds_of(device.hardware)
     read, write = probe_disk(existing(folder), hidden=dry)  # first: its buffer is gone when the others come
+    copy = _copies(device)
     weight = torch.ones(1024, 1024, device=device.torch)
     x = torch.ones(rows, 1024, device=device.torch)
 
@@ -80,13 +81,13 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
         write=write,
         up=up,
         down=down,
-        copy=_copies(device),
+        copy=copy,
     )
 
 
 _PROBE = 64 << 20
 """Bytes of a copy that a link is measured with."""
-_PROBE_INSIDE = 16 << 20
+_PROBE_INSIDE = 5 << 20
 """Of one within the device's memory."""
 
 
