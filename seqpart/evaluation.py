@@ -18,17 +18,13 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path) -> Settings
         mem_limit=settings.mem_limit, method="streamed", device=settings.device, ram_limit=settings.ram_limit,
         output_dir=folder / "run", batch_size=batch, micro_batch_size=None if micro_batch is None else min(micro_batch, batch),
         optimizer="sgd", dtype=settings.dtype, seed=settings.seed, save_every="never", epochs=1,
+        weights=settings.weights, weights_partial=settings.weights_partial,
     )  # fmt: skip
 
 
-def evaluated(session: Session, weights: Path | None) -> Evaluation:
-    """What `session` finds: a run without results, after which modules are as they came.
-
-    weights: the file that blocks from factories take their tensors from; None: as the factories make them.
-    """
+def evaluated(session: Session) -> Evaluation:
+    """What `session` finds: a run without results, after which modules are as they came."""
     with session.limited(), session.interrupts:
-        if weights is not None:
-            session.homes.take(weights)
         session.run_stages()
     assert session.test is not None
     loss, accuracy = session.test

@@ -1,7 +1,8 @@
 """What a run leaves, and what an evaluation finds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from seqpart.errors import CorruptFile, StoreError
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan
+from seqpart.weights.pretrained import write_pretrained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,8 @@ class Result:
     plan: Plan
     seconds: float
     final_micro_batch: int
+    config: Any = field(default=None, repr=False, compare=False)
+    """The configuration of a model of transformers, which `save_pretrained` writes."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The trained model's tensors by name, on the CPU, as `load_state_dict` of the whole model takes them.
@@ -39,6 +43,15 @@ class Result:
             raise StoreError(f"{self.weights} cannot be read: {error.strerror or error}.") from None
         except SafetensorError as error:
             raise CorruptFile(f"{self.weights} is damaged: {error}.", self.weights) from None
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write what `from_pretrained(folder)` reads: model.safetensors (one file with `weights` where a file may have two
+        names), and for a model of transformers its configuration, and what else but weights lies where it was loaded from: a
+        tokenizer.
+
+        Raises StoreError where that cannot be written, OptionError where there are other weights already.
+        """
+        write_pretrained(Path(folder), self.weights, self.config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

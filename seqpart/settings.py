@@ -56,6 +56,8 @@ class Options(TypedDict, total=False):
     offload_dir: str | Path | None
     output_dir: str | Path | None
     overwrite: bool
+    weights: str | Path | None
+    weights_partial: bool
     epochs: int | Sequence[int]
     batch_size: int | Sequence[int]
     micro_batch_size: int | None
@@ -108,6 +110,11 @@ class Settings:
     """Where the results go: a new or empty directory. Default: a new one under runs/."""
     overwrite: bool = False
     """Let --output-dir be a finished run of seqpart, and replace its results at the end."""
+    weights: Path | None = None
+    """Begin with these weights: a safetensors file, or a directory with one, or with several and their index. They go home one
+    tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
+    weights_partial: bool = False
+    """Let --weights lack some of the model's tensors, which then stay as they are initialized, and have others. Says which."""
     epochs: int | tuple[int, ...] = 3
     """Passes over the training rows, per partition."""
     batch_size: int | tuple[int, ...] = 64
@@ -198,6 +205,7 @@ class Settings:
         kind = self.objective_name
         asked = [(name, getattr(self, name) is not None) for name in OF_SIL]
         return [
+            "--weights-partial goes with --weights. Leave it out" if self.weights_partial and self.weights is None else "",
             *(
                 f"{flag_of(name)} goes with --method sil only; found --method {self.method}. Leave it out"
                 for name, given in asked

@@ -26,6 +26,8 @@ PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130
 _PARSERS = ("tyro", "argparse")
 SHOWN_STEPS = 40
+PRETRAINED = "pretrained"
+"""Directory of the results with what from_pretrained reads."""
 NO_METHOD = "no --method given: sil, which is approximate; --method auto takes the fastest exact method that fits"
 
 
@@ -120,7 +122,11 @@ def _train(arguments: list[str], *, alone: bool) -> None:
             steps = itertools.islice(steps_of(prepared.phases), SHOWN_STEPS)
             reporter.say(to_text(steps, prepared.phases) + " ...")
     if not job.dry_run:
-        trainer.fit(train, test, reuse=reuse, resume=job.resume, reporter=reporter, job=kept_options(job))
+        result = trainer.fit(train, test, reuse=reuse, resume=job.resume, reporter=reporter, job=kept_options(job))
+        if job.model.startswith("hf:"):
+            folder = result.weights.parent / PRETRAINED
+            result.save_pretrained(folder)
+            reporter.say(f"for from_pretrained: {folder}")
 
 
 if __name__ == "__main__":

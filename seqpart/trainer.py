@@ -17,14 +17,13 @@ from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
-from seqpart.memory.limit import told
+from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Build, describe
-from seqpart.planning.inputs import limit_of
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
@@ -82,7 +81,7 @@ class Trainer:
         self.model, self._loss, self._quiet = model, loss, quiet
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
-            settings = replace(settings, mem_limit=limit_of(settings, self.device))
+            settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
         self.settings = settings
         self._held = highest()
         self.device.settle()
@@ -95,15 +94,18 @@ class Trainer:
         with self.device.at_work(), closing(self.prepare(train, test, reuse=reuse, dry=True)) as preparation:
             return preparation.planned().plan
 
-    def prepare(self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False) -> Preparation:
+    def prepare(
+        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False
+    ) -> Preparation:
         """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
 
-        dry: no file of any name is made for that, not for a moment.
+        dry: no file of any name is made for that, not for a moment. resumes: weights come from a checkpoint.
         """
         with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
             return Preparation(
                 self.model, self.settings, as_split(train, "training"), as_split(test, "test"), self.device,
                 final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
+                resumes=resumes,
             )  # fmt: skip
 
     def count_from_start(self) -> None:
@@ -140,12 +142,13 @@ class Trainer:
             sampler = self._begun(stack, reporter)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
-            preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse)))
+            resumes = resumed is not None and resumed.manifest is not None
+            preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse, resumes=resumes)))
             plan = partial(resumed.planned, preparation) if resumed is not None else preparation.planned
             prepared = self._planned(preparation, sampler, plan)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
-            result = carry_out(run, began)
+            result = replace(carry_out(run, began), config=getattr(self.model, "config", None))
         self._trained = result.weights
         return result
 
@@ -167,14 +170,14 @@ class Trainer:
             stack.enter_context(told(self.device, "the evaluation was planned, begun or ended"))
             preparation = Preparation(
                 self.model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                final_loss=self._loss, folder=folder, learns=False,
+                final_loss=self._loss, folder=folder, learns=False, trained=self._trained,
             )  # fmt: skip
             stack.enter_context(closing(preparation))
             request = replace(preparation.request, methods=(EVALUATION,))
             prepared = self._planned(preparation, sampler, lambda: preparation.planned(request))
             reporter.plan(prepared.plan)
             silent = stack.enter_context(closing(Reporter(quiet=True)))
-            found = evaluated(Session(preparation, prepared, silent, sampler, stack), self._trained)
+            found = evaluated(Session(preparation, prepared, silent, sampler, stack))
             accuracy = "" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %, "
             reporter.say(f"evaluation of {split.count} rows: {accuracy}loss {found.loss:.4f}")
             reporter.proof(found.proof)

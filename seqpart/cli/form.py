@@ -32,7 +32,8 @@ GROUPS = {
         "recovery_batch_size", "recovery_lr",
     ),
     "data-and-model": (
-        "model", "width", "depth", "heads", "data", "data_dir", "download", "image_size", "context",
+        "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",
+        "image_size", "context",
     ),
     "files-and-checkpoints": (
         "output_dir", "overwrite", "offload_dir", "save_every", "resume", "config",

@@ -8,12 +8,13 @@ from typing import Any
 
 from seqpart.data.splits import Split, as_split, count_classes, count_tokens
 from seqpart.errors import OptionError
+from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, short
+from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
-from seqpart.planning.inputs import limit_of
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import MOST, Method, Settings
+from seqpart.settings import CACHE_DTYPES, MOST, Method, Precision, Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.zoo import datasets, libraries, models
@@ -46,6 +47,9 @@ class Job(Settings):
     """Resize the images of folder:DIR to this many pixels square."""
     context: int | None = None
     """Characters in a row of text:FILE. Default: 128."""
+    weights_dtype: Precision | None = None
+    """Type of the parameters of --model hf:DIR, in which they are trained and kept: fp32 or bf16. Default: as config.json says
+    where there are weights."""
     width: int | None = None
     """Width of --model mlp or gpt. Default: 2048 and 256."""
     depth: int | None = None
@@ -87,7 +91,12 @@ def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, T
     if alone:
         trainer.count_from_start()
     train, test = data_of(job)
-    limit = limit_of(trainer.settings, trainer.device)
+    limit = limit_of(trainer.settings.mem_limit, trainer.device)
+    if job.model.partition(":")[0] in libraries.LIBRARIES:
+        made = _library_model(job, train, test)
+        trainer.model = made.model
+        trainer.settings = dataclasses.replace(trainer.settings, weights=made.weights, weights_partial=made.partial)
+        return job, trainer, train, test
     trainer.model, depth = model_of(job, limit, train, test, reporter)
     return dataclasses.replace(job, depth=depth), trainer, train, test
 
@@ -119,19 +128,13 @@ def data_of(job: Job) -> tuple[Split, Split]:
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
     """The model, and its depth where that is ours to choose: for `limit` bytes. Raises OptionError or ModelError."""
     classes = count_classes(train, test)
-    if job.heads is not None and job.model != "gpt":
-        raise OptionError(f"--heads goes with --model gpt; found --model {job.model}.")
+    _refuse_misplaced(job)
     if job.model not in ("mlp", "gpt"):
-        if job.width is not None or job.depth is not None:
-            raise OptionError(f"--width and --depth go with --model mlp or gpt; found --model {job.model}.")
-        library, colon, name = job.model.partition(":")
-        if not colon:
+        if ":" not in job.model:
             raise OptionError(
                 "--model: expected mlp, gpt, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; "
                 f"found {job.model!r}."
             )
-        if library in libraries.LIBRARIES:
-            return libraries.made(library, name, classes=max(classes, 1), shape=train.shape, seed=job.seed), None
         return called(job.model, "--model"), None
     _refuse_too_deep(job.depth, "")
     width = (models.GPT_WIDTH if job.model == "gpt" else models.WIDTH) if job.width is None else job.width
@@ -153,6 +156,27 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
             f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
         )
     return models.mlp(inputs, max(classes, 1), width=width, depth=depth), depth
+
+
+def _library_model(job: Job, train: Split, test: Split) -> libraries.Made:
+    _refuse_misplaced(job)
+    library, _, name = job.model.partition(":")
+    asked = libraries.Asked(
+        classes=max(count_classes(train, test), 1), shape=train.shape, seed=job.seed, weights=job.weights,
+        partial=job.weights_partial, resumes=job.resume is not None and (not job.resume.is_dir() or has_checkpoint(job.resume)),
+        dtype=CACHE_DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
+    )  # fmt: skip
+    return libraries.made(library, name, asked)
+
+
+def _refuse_misplaced(job: Job) -> None:
+    """Options of other models."""
+    if job.heads is not None and job.model != "gpt":
+        raise OptionError(f"--heads goes with --model gpt; found --model {job.model}.")
+    if job.model not in ("mlp", "gpt") and (job.width is not None or job.depth is not None):
+        raise OptionError(f"--width and --depth go with --model mlp or gpt; found --model {job.model}.")
+    if job.weights_dtype is not None and not job.model.startswith("hf:"):
+        raise OptionError(f"--weights-dtype goes with --model hf:DIR; found --model {job.model}.")
 
 
 def _refuse_too_deep(depth: int | None, cure: str) -> None:

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from seqpart.errors import DoesNotFit, OutOfMemory, SeqpartError
+from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
 from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.memory.device import Device
 from seqpart.memory.usage import MemoryUsage, read_process
-from seqpart.units import format_limit, format_size
+from seqpart.units import format_limit, format_size, parse_size
 
 _SLACK = 16 << 20
 """Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
@@ -22,6 +22,17 @@ RUNTIME_VARIES = 4 << 20
 
 WARM_UP_BYTES = 9 << 20
 """What warm_up's own small step takes for a moment, before any plan: the least peak beyond the runtime."""
+
+
+def limit_of(asked: str | int | float, device: Device) -> int:
+    """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
+    total = device.total_memory()
+    limit = parse_size(asked, total=total, free=device.free_memory(), name="--mem-limit")
+    if limit > total:
+        raise OptionError(
+            f"--mem-limit: {format_size(limit)} were asked for, and the device has {format_size(total)}. Give less, or auto."
+        )
+    return limit
 
 
 def warm_up(device: Device) -> None:

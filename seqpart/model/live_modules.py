@@ -7,7 +7,7 @@ shared memory before shares it again, with the strides that it had.
 import os
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class _Taken:
     piece: _Piece
     start: int
     """Bytes of the storage before its first element."""
+    empty: bool
+    """It has a shape, and its storage is empty: its values come from files."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -56,15 +58,70 @@ class _Taken:
         return found.set_(storage, (self.start - first) // self.tensor.itemsize, self.shape, self.stride)
 
 
-class LiveModules:
-    """The modules of `chain` that were given alive, and the file in `folder` where their tensors are while they are empty."""
+class MetaTensors:
+    """Tensors on the meta device of `model`, or of those of its blocks that are modules: their values come from files.
 
-    def __init__(self, chain: Sequence[Block], folder: Path) -> None:
+    From now on until they are given back tensors on the CPU take their places, which have shapes and empty storages.
+    """
+
+    def __init__(self, model: object) -> None:
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
+        others: dict[int, torch.Tensor] = {}
+        for module in _modules(model):
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        other = others.setdefault(id(tensor), _with_empty_storage(tensor))
+                        self._places.append((tensors, name, tensor, other))  # type: ignore[arg-type]
+        self.take()
+
+    def take(self) -> None:
+        for tensors, name, _, other in self._places:
+            tensors[name] = other
+
+    def give_back(self) -> None:
+        """Let the model be what it was."""
+        for tensors, name, tensor, _ in self._places:
+            tensors[name] = tensor
+
+
+def _modules(model: object) -> Iterator[nn.Module]:
+    parts = (model,) if isinstance(model, nn.Module) else model if isinstance(model, list | tuple) else ()
+    modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
+    yield from {id(module): module for module in modules}.values()
+
+
+def _with_empty_storage(tensor: torch.Tensor) -> torch.Tensor:
+    like = _empty(tensor.shape, tensor.stride(), tensor.dtype)
+    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+
+
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """On the CPU, with a shape and an empty storage; memory is reserved for a moment, and not touched."""
+    like = torch.empty_strided(shape, stride, dtype=dtype)
+    like.untyped_storage().resize_(0)
+    return like
+
+
+class LiveModules:
+    """The modules of `chain` that were given alive, and the file in `folder` where their tensors are while they are empty.
+
+    meta: what takes the places of tensors on the meta device.
+    """
+
+    def __init__(self, chain: Sequence[Block], folder: Path, meta: MetaTensors) -> None:
         self._blocks = [block for block in chain if block.given_alive]
-        self._folder, self._file = folder, -1
+        self._folder, self._file, self._meta = folder, -1, meta
         self._taken: dict[int, dict[str, _Taken]] = {}
         """By the number of the block and the name in it."""
         self._pieces: list[_Piece] = []
+        self.empty_tensors = {block.number: set(_without_values(block)) for block in self._blocks}
+        """By block, names of tensors whose storage is empty."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether some of the modules' tensors have shapes alone."""
+        return any(self.empty_tensors.values())
 
     @property
     def away(self) -> bool:
@@ -82,6 +139,7 @@ class LiveModules:
         """Write every tensor to the file, and leave the modules empty. Raises StoreError; then nothing was changed."""
         if self.away or not self._blocks:
             return
+        self._meta.take()
         self._taken, self._pieces = self._found()
         try:
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
@@ -101,6 +159,8 @@ class LiveModules:
         """Copy a block's tensors, as they came, into `views` (without gaps, on the CPU). Raises StoreError."""
         for name, view in views.items():
             taken = self._taken[block.number][name]
+            if taken.empty:
+                continue
             if taken.stride == view.stride():
                 self._read(
                     taken.piece.offset + taken.start - taken.piece.first,
@@ -116,11 +176,15 @@ class LiveModules:
     def give_back(self) -> None:
         """Let the modules be what they were, but for those to `keep`. Raises StoreError where the file cannot be read."""
         if not self.away:
+            self._meta.give_back()
             return
         try:
             back: dict[int, tuple[torch.UntypedStorage, int]] = {}
             for tensors in self._taken.values():
                 for taken in tensors.values():
+                    if taken.empty:
+                        taken.tensor.data = _empty(taken.shape, taken.stride, taken.tensor.dtype)
+                        continue
                     piece, held = taken.piece, taken.piece.storage()
                     if id(piece) not in back:
                         back[id(piece)] = (self._storage(piece, piece.device), piece.first) if held is None else (held, 0)
@@ -132,6 +196,7 @@ class LiveModules:
                     block.restore_modes()
         finally:
             os.close(self._file)
+            self._meta.give_back()
             self._file, self._taken, self._pieces = -1, {}, []
 
     def _found(self) -> tuple[dict[int, dict[str, _Taken]], list[_Piece]]:
@@ -181,9 +246,16 @@ class LiveModules:
 def _taken(tensor: torch.Tensor, pieces: dict[int, _Piece], places: list[tuple[nn.Module, str]]) -> _Taken:
     storage = tensor.untyped_storage()
     start = int(tensor.storage_offset()) * tensor.itemsize
+    empty = bool(tensor.numel()) and not storage.nbytes()
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = start + (steps + 1) * tensor.itemsize if tensor.numel() else start
+    end = start + (steps + 1) * tensor.itemsize if tensor.numel() and not empty else start
     first = start // _ALIGNED * _ALIGNED
     piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end))
     piece.first, piece.last = min(piece.first, first), max(piece.last, end)
-    return _Taken(tensor, piece, start, tuple(tensor.shape), tuple(tensor.stride()), places)
+    return _Taken(tensor, piece, start, empty, tuple(tensor.shape), tuple(tensor.stride()), places)
+
+
+def _without_values(block: Block) -> list[str]:
+    assert block.alive is not None
+    own = block.own(tensors_of(block.alive))
+    return [name for name, tensor in own.items() if tensor.numel() and not tensor.untyped_storage().nbytes()]

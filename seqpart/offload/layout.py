@@ -133,12 +133,17 @@ def _as_it_lies(spec: TensorSpec) -> list[int]:
 def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
     """Layout and metadata from a file's first bytes. Raises CorruptFile, naming `path`."""
     length = header_size(head, path)
+    return decode_entries(head[8:length] if len(head) >= length else b"", path)
+
+
+def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
+    """The same from the JSON of a header, whoever wrote it. Raises CorruptFile; ModelError for types that have no home."""
     try:
-        if len(head) < length:
-            raise ValueError("cut off")
-        entries = parsed(head[8:length])
+        entries = parsed(text)
         metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
         strides = json.loads(metadata.pop(_STRIDES, "{}"))
+        if unknown := {entry["dtype"] for entry in entries.values()} - set(_DTYPES):
+            raise ModelError(f"{path} holds tensors of type {', '.join(sorted(unknown))}, which have no home. Convert them.")
         specs = [
             TensorSpec(
                 name=name,

@@ -20,19 +20,20 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, count_classes, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.memory.device import Device, host_memory_free
-from seqpart.memory.limit import enforced, margin_of, measure_runtime, warm_up
+from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
-from seqpart.model.live_modules import LiveModules
+from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.settings import Settings, per_partition, values_of
 from seqpart.tracing.tracing import chain_of
-from seqpart.units import format_limit, format_size, parse_size
+from seqpart.units import format_limit, format_size
 from seqpart.values import as_text
+from seqpart.weights.initial import initial_weights
 
 T = TypeVar("T", int, float, str)
 
@@ -42,29 +43,36 @@ _KEPT = 1 << 20
 """Bytes that are looked at again after a collection, before they count as kept for good."""
 
 
-def limit_of(settings: Settings, device: Device) -> int:
-    """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
-    total = device.total_memory()
-    limit = parse_size(settings.mem_limit, total=total, free=device.free_memory(), name="--mem-limit")
-    if limit > total:
-        raise OptionError(
-            f"--mem-limit: {format_size(limit)} were asked for, and the device has {format_size(total)}. Give less, or auto."
-        )
-    return limit
-
-
 class Inputs:
     """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
 
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
         *, final_loss: LossFunction | None = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
-        reuse: Plan | None = None, learns: bool = True,
+        reuse: Plan | None = None, learns: bool = True, resumes: bool = False, trained: Path | None = None,
     ) -> None:  # fmt: skip
-        """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained."""
+        """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
+        from a checkpoint. trained: a file with those of modules that are not alive, or have shapes alone."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device = settings, train, test, device
-        self.chain, self.methods = chain_of(model, train.shape, train.dtype), methods_named(settings.method)
+        self._optimizer, self._reuse, self.folder, self.dry = optimizer, reuse, folder, dry
+        with ExitStack() as undo:
+            meta = MetaTensors(model if resumes or trained or settings.weights else None)
+            undo.callback(meta.give_back)
+            self.chain = chain_of(model, train.shape, train.dtype)
+            self.live_modules = LiveModules(self.chain, existing(folder), meta)
+            self._begin(final_loss, learns)
+            costs = self.costs_at(self.full_batch)
+            self.initial_weights = None if resumes else initial_weights(settings, trained, self.chain, costs, self.live_modules)
+            self.live_modules.take()
+            undo.callback(self.close)
+            with self.under_limit():
+                self._measure_machine()
+            undo.pop_all()
+
+    def _begin(self, final_loss: LossFunction | None, learns: bool) -> None:
+        settings, train, test, device = self.settings, self.train, self.test, self.device
+        self.methods = methods_named(settings.method)
         self.exact = self.methods[0].exact
         if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)
@@ -75,29 +83,20 @@ class Inputs:
             raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
         if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):
             raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
-        self.limit = limit_of(settings, device)
+        self.limit = limit_of(settings.mem_limit, device)
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
-        self._optimizer, self._reuse = optimizer, reuse
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
         self.counted_at = cache(self._measure)
         self._measured_loss = cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
-        self.folder, self.dry = folder, dry
-        self.live_modules = LiveModules(self.chain, existing(folder))
         micro = settings.micro_batch_size
         if micro is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
         with self.under_limit():
             self._check_model()
-        self.live_modules.take()
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            with self.under_limit():
-                self._measure_machine()
-            undo.pop_all()
 
     @property
     def request(self) -> PlanRequest:

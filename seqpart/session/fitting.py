@@ -40,6 +40,7 @@ def _conclude(session: Session, seconds: float) -> Result:
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
     )  # fmt: skip
     summary = {**asdict(result), "weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
+    del summary["config"]
     write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
     directory.publish()
     reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import seqpart.checkpoint.manifest as manifests
-from seqpart.checkpoint.export import export_weights, import_weights
+from seqpart.checkpoint.export import export_weights
 from seqpart.checkpoint.resume import ResumePoint
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
@@ -86,6 +86,8 @@ class Homes:
             for name in resumed.unused_states(self._prepared):
                 self.store.discard(name)
             return
+        if self._preparation.initial_weights is not None:
+            self._reporter.say(self._preparation.initial_weights.said)
         with self._told("the data were read"):
             self._write_rows("train")
             self._write_rows("test")
@@ -123,20 +125,20 @@ class Homes:
                     self._preparation.live_modules.read(block, views)
                 for name, tensor in tensors.items():
                     views[name].copy_(tensor.detach())
+                if self._preparation.initial_weights is not None:
+                    self._preparation.initial_weights.fill(block, views)
                 self.store.put(block.home, cost.layout, staging)
             detach(module)
-
-    def take(self, weights: Path) -> None:
-        """The tensors of a file that `export` wrote, for blocks from factories."""
-        with self._told("the weights were read"):
-            import_weights(weights, self._prepared.chain, self._prepared.costs, self.store)
 
     def export(self, weights: Path) -> None:
         with self._told("the weights were written"):
             export_weights(weights, self._prepared.chain, self._prepared.costs, self.store)
 
     def give_back(self) -> None:
-        """The trained weights, to modules that were given alive. A run that ends early leaves them as they came."""
+        """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early
+        leaves them as they came."""
+        if self._preparation.live_modules.empty:
+            return
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             if block.given_alive:
                 flat = aligned(cost.layout.padded_nbytes)

@@ -1,7 +1,9 @@
 """Models of torchvision, timm and transformers by name: whole, as their libraries make them. Planning cuts them."""
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,62 @@ import torch
 from torch import nn
 
 from seqpart.errors import OptionError
+from seqpart.weights.empty import parameters_on_meta
+from seqpart.weights.files import WeightFiles
+from seqpart.weights.names import matched
 
 LIBRARIES = ("torchvision", "timm", "hf")
 
 
-def made(library: str, name: str, *, classes: int, shape: tuple[int, ...], seed: int) -> nn.Module:
-    """torchvision:NAME and timm:NAME with `classes` outputs, for rows of `shape`; hf:DIR as its config.json says, with the
-    weights that lie beside it, if there are any. `seed`: of initial weights.
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A model, whose parameters are on the meta device where `weights` are to fill them."""
+
+    model: nn.Module
+    weights: Path | None = None
+    partial: bool = False
+    """Whether the weights have tensors that the model has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """classes: outputs of the model, and shape: of its rows, where its library lets us choose. seed: of initial weights.
+    weights: what it is to begin with; where these are all its tensors (not `partial`), or come from a checkpoint (`resumes`),
+    it never exists whole. dtype: of its parameters, of hf:DIR alone."""
+
+    classes: int
+    shape: tuple[int, ...]
+    seed: int
+    weights: Path | None = None
+    partial: bool = False
+    resumes: bool = False
+    dtype: torch.dtype | None = None
+
+
+def made(library: str, name: str, asked: Asked) -> Made:
+    """torchvision:NAME and timm:NAME; hf:DIR as its config.json says, with the weights that lie beside it, if there are any.
 
     Raises OptionError for an unknown name, a library that is missing, and where theirs refuses.
     """
-    torch.manual_seed(seed)
-    return {"torchvision": _torchvision, "timm": _timm, "hf": _transformers}[library](name, classes, shape)
+    torch.manual_seed(asked.seed)
+    if library == "hf":
+        return _transformers(name, asked)
+    build = {"torchvision": _torchvision, "timm": _timm}[library]
+    empty = asked.weights is not None and not asked.partial
+    return Made(_empty_or_whole(lambda: build(name, asked.classes, asked.shape), empty), asked.weights, asked.partial)
+
+
+def _empty_or_whole(build: Callable[[], nn.Module], empty: bool) -> nn.Module:
+    """Without memory if it is to be `empty`; whole where a model looks at its own values when it is built."""
+    if empty:
+        try:
+            with parameters_on_meta():
+                return build()
+        except OptionError:
+            raise
+        except Exception:  # it is tried whole, which tells what is wrong
+            pass
+    return build()
 
 
 def _torchvision(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
@@ -49,13 +95,53 @@ def _timm(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     return _tried(f"timm:{name}", lambda: timm.create_model(name, **options))
 
 
-def _transformers(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    folder, library = Path(name), _library("transformers", "seqpart[hf]")
+def _transformers(name: str, asked: Asked) -> Made:
+    folder = Path(name)
+    kind, config = _kind_and_config(name, folder)
+    beside = any(folder.glob("*.safetensors"))
+    if asked.weights is None and not beside:
+        if pickled := [path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]:
+            raise OptionError(
+                f"--model hf:{name}: found {pickled[0]}, a pickle, which runs what is in it when it is read. Save the model "
+                "once more with save_pretrained: then it is safetensors."
+            )
+        with _default_dtype(asked.dtype or torch.float32):
+            return Made(_tried(f"hf:{name}", lambda: kind(config)))
+    dtype = asked.dtype or config.dtype or torch.float32
+    with _default_dtype(dtype):
+        config.dtype = dtype
+        model = _tried(f"hf:{name}", lambda: _empty_or_whole(lambda: kind(config), not asked.partial))
+    if asked.weights is not None or asked.resumes:
+        return Made(model, asked.weights or folder, asked.partial)
+    lacks = _lacks(model, folder)
+    if lacks is not None:
+        return Made(model, folder, lacks)
+    # Their names or shapes are others than the model's: what transformers converts exists whole.
+    options = {} if asked.dtype is None else {"dtype": asked.dtype}
+    read = {"local_files_only": True, "use_safetensors": True, **options}
+    return Made(_tried(f"hf:{name}", lambda: kind.from_pretrained(folder, **read)))
+
+
+def _lacks(model: nn.Module, folder: Path) -> bool | None:
+    """Whether the model lacks some of the tensors in the folder; None where those are not all of the model's."""
+    try:
+        files = WeightFiles(folder)
+    except OptionError:
+        return None
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
+    match = matched(tensors, files.tensors)
+    had = {id(tensors[name]) for name in match.found}
+    alike = all(tuple(tensors[name].shape) == files.tensors[other].spec.shape for name, other in match.found.items())
+    return bool(match.unexpected) if alike and all(id(tensor) in had for tensor in tensors.values()) else None
+
+
+def _kind_and_config(name: str, folder: Path) -> tuple[Any, Any]:
+    """The class and the configuration of the model that a directory describes."""
+    transformers: Any = _library("transformers", "seqpart[hf]")
     if not (folder / "config.json").is_file():
         raise OptionError(
             f"--model hf:{name}: expected a directory with a config.json, as save_pretrained writes it; found none."
         )
-    transformers: Any = library
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -66,14 +152,17 @@ def _transformers(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
             f"--model hf:{name}: config.json names the architectures {config.architectures}, and transformers "
             f"{transformers.__version__} has none of these. Name one that it has, as LlamaForCausalLM."
         )
-    if any(folder.glob("*.safetensors")):
-        return _tried(f"hf:{name}", lambda: kind.from_pretrained(folder, local_files_only=True, use_safetensors=True))
-    if pickled := [path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]:
-        raise OptionError(
-            f"--model hf:{name}: found {pickled[0]}, a pickle, which runs what is in it when it is read. Save the model once "
-            "more with save_pretrained: then it is safetensors."
-        )
-    return _tried(f"hf:{name}", lambda: kind(config))
+    return kind, config
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _library(module: str, package: str) -> Any:

@@ -1,0 +1,126 @@
+"""Weights that a model begins with, from files to the homes of its blocks, one tensor at a time."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import prod
+from pathlib import Path
+
+import torch
+
+from seqpart.costs.blocks import BlockCost
+from seqpart.costs.fake_mode import FakeMode
+from seqpart.errors import ModelError
+from seqpart.model.blocks import Block
+from seqpart.model.live_modules import LiveModules
+from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.settings import Settings
+from seqpart.weights.files import WeightFiles
+from seqpart.weights.names import matched, named_tensors
+
+_NAMED = 4
+"""Names that a message gives."""
+
+
+def initial_weights(
+    settings: Settings, trained: Path | None, blocks: Sequence[Block], costs: Sequence[BlockCost], live: LiveModules
+) -> "InitialWeights | None":
+    """Those that the settings name; or the `trained` ones, of blocks that do not hold theirs. None where there are none."""
+    path = trained or settings.weights
+    if path is None or (trained is not None and not live.empty and all(block.given_alive for block in blocks)):
+        return None
+    return InitialWeights(
+        WeightFiles(path), blocks, [cost.layout for cost in costs], live.empty_tensors, partial=settings.weights_partial,
+        values_stay=trained is not None,
+    )  # fmt: skip
+
+
+class InitialWeights:
+    """Of `files`, what belongs to `blocks`, whose tensors lie in their homes as `layouts` say.
+
+    partial: whether tensors that the files have not stay what they are, and those that the model has not are passed over;
+    else both are refused. Raises ModelError for these, for tensors of other shapes or kinds, and for tensors without values
+    that the files have not.
+    """
+
+    def __init__(
+        self, files: WeightFiles, blocks: Sequence[Block], layouts: Sequence[Layout], empty: Mapping[int, set[str]], *,
+        partial: bool = False, values_stay: bool = False,
+    ) -> None:  # fmt: skip
+        """empty: by block that is alive, names of tensors that have no values. values_stay: its others keep theirs."""
+        self._files = files
+        mode = FakeMode()
+        named = list(named_tensors(blocks, layouts, lambda block: block.fake(mode)[0]))
+        match = matched([name for _, name, _ in named], files.tensors)
+        self._sources: dict[int, dict[str, str]] = {}
+        """By block, {name of its tensor: name in the files}."""
+        wrong, here = [], {name: (block, spec) for block, name, spec in named}
+        for name, source in match.found.items():
+            block, spec = here[name]
+            if values_stay and block.given_alive and spec.name not in empty.get(block.number, ()):
+                continue
+            self._sources.setdefault(block.number, {})[spec.name] = source
+            if problem := _unlike(spec, files.tensors[source].spec):
+                wrong.append(f"{name} is {problem}")
+        if wrong:
+            raise ModelError(f"{files.path} holds the weights of another model: {_some(wrong)}.")
+        had = {(here[name][0].number, here[name][1].name) for name in match.found}
+        missing = [name for name in match.missing if (here[name][0].number, here[name][1].name) not in had]
+        buffers = {block.exported(spec.name) for block, layout in zip(blocks, layouts, strict=True) for spec in layout.specs}
+        unexpected = [
+            name for name in match.unexpected if name not in buffers and match.prefix + name not in buffers
+        ]  # but for buffers that a state_dict leaves out today
+        without = [
+            block.exported(name) for block in blocks for name in sorted(empty.get(block.number, ()))
+            if name not in self._sources.get(block.number, {})
+        ]  # fmt: skip
+        if without:
+            raise ModelError(
+                f"tensors on the meta device have no values, and {files.path} has none for them: {_some(without)}. Build "
+                "their modules on the CPU, or give weights that have them."
+            )
+        if not partial and (missing or unexpected):
+            raise ModelError(
+                f"{files.path} is not all of this model's weights and nothing else: "
+                + "; ".join(
+                    text for text in (
+                        f"missing: {_some(missing)}" if missing else "",
+                        f"not in the model: {_some(unexpected)}" if unexpected else "",
+                    ) if text
+                )
+                + ". With --weights-partial what is missing stays as it is initialized, and the rest is passed over."
+            )  # fmt: skip
+        self.said = _words(files, len(match.found), missing, unexpected)
+
+    def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
+        """Write the block's tensors into `views`, those that the files have. Raises CorruptFile, StoreError."""
+        for name, source in self._sources.get(block.number, {}).items():
+            self._files.read(source, views[name])
+
+
+def _unlike(spec: TensorSpec, stored: TensorSpec) -> str:
+    """What is wrong, in words; "" where the one can be had from the other."""
+    if spec.shape != stored.shape and not (prod(spec.shape) == prod(stored.shape) == 1):
+        return f"of shape {spec.shape}, and of {stored.shape} there"
+    if spec.dtype != stored.dtype and not (spec.dtype.is_floating_point and stored.dtype.is_floating_point):
+        return f"of type {spec.dtype}, and of {stored.dtype} there"
+    return ""
+
+
+def _words(files: WeightFiles, found: int, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    parts = [f"weights: {found} tensors of {files.path}"]
+    if missing:
+        parts.append(f"as initialized, since they are not there: {_some(missing)}")
+    if unexpected:
+        parts.append(f"passed over, since the model has them not: {_some(unexpected)}")
+    return "; ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Layers that are alike share a line: `h.*.attn.bias (12)`."""
+
+    def like(name: str) -> str:
+        return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+    groups = [list(group) for _, group in groupby(sorted(names, key=like), key=like)]
+    shown = [group[0] if len(group) == 1 else f"{like(group[0])} ({len(group)})" for group in groups]
+    return ", ".join(shown[:_NAMED]) + (f", and {len(shown) - _NAMED} more" if len(shown) > _NAMED else "")

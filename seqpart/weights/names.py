@@ -1,0 +1,64 @@
+"""Which tensor of a file is which of the model."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from seqpart.model.blocks import Block, tensors_of
+from seqpart.offload.layout import Layout, TensorSpec
+
+Modules = Callable[[Block], nn.Module]
+
+
+def named_tensors(
+    blocks: Sequence[Block], layouts: Sequence[Layout], module_of: Modules
+) -> Iterator[tuple[Block, str, TensorSpec]]:
+    """(block whose home it is in, name in the model's state_dict, where it lies there), widest elements first so that no
+    tensor of a file is misaligned.
+
+    A state_dict leaves some buffers out and may name one parameter twice: it decides, by identity.
+    """
+    found = []
+    for block, layout in zip(blocks, layouts, strict=True):
+        module, place = module_of(block), {spec.name: spec for spec in layout.specs}
+        tensors = tensors_of(module)
+        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors).items()}
+        for tie in block.tied:  # under both names, as a state_dict has it
+            owned = next(spec for spec in layouts[tie.owner.number].specs if spec.name == tie.owner_name)
+            source[id(tensors[tie.name])] = tie.owner, owned
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) in source:
+                owner, spec = source[id(tensor)]
+                found.append((owner, block.exported(name), spec))
+    known = {name: (owner, spec) for owner, name, spec in found}
+    for alias, name in getattr(blocks, "aliases", {}).items():
+        found.append((known[name][0], alias, known[name][1]))
+    yield from sorted(found, key=lambda entry: -entry[2].dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """found: {name in the model: name in the file}. missing: names in the model; unexpected: names in the file."""
+
+    found: Mapping[str, str]
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    prefix: str
+    """What the names of the one have before those of the other; "" where they are the same."""
+
+
+def matched(wanted: Collection[str], stored: Collection[str]) -> Match:
+    """Names are taken as they are; or all of the file's, or all of the model's, without a first part that the others have not:
+    `module.` of DataParallel, `transformer.` of a GPT-2 that was saved without its head."""
+    best: dict[str, str] = {}
+    prefix = ""
+    for first in ["", *sorted({f"{name.partition('.')[0]}." for name in (*wanted, *stored) if "." in name})]:
+        more = {name.removeprefix(first) if first else name: name for name in stored}
+        less = {f"{first}{name}": name for name in stored}
+        for names in (more, less):
+            found = {name: names[name] for name in wanted if name in names}
+            if len(found) > len(best):
+                best, prefix = found, first
+    used = set(best.values())
+    return Match(best, [name for name in wanted if name not in best], [name for name in stored if name not in used], prefix)
