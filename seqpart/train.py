@@ -21,6 +21,7 @@ from seqpart.report.terminal import fitted
 from seqpart.schedule.steps import steps_of, to_text
 from seqpart.session.places import refuse_small_disk
 from seqpart.verify.command import verified
+from seqpart.weights.pretrained import MODEL
 
 PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130
@@ -125,6 +126,7 @@ def _train(arguments: list[str], *, alone: bool) -> None:
         result = trainer.fit(train, test, reuse=reuse, resume=job.resume, reporter=reporter, job=kept_options(job))
         if job.model.startswith("hf:"):
             folder = result.weights.parent / PRETRAINED
+            (folder / MODEL).unlink(missing_ok=True)  # of the run that this one was to overwrite
             result.save_pretrained(folder)
             reporter.say(f"for from_pretrained: {folder}")
 

@@ -6,11 +6,15 @@ which would count against the limits of other tests.
 
 import json
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 
+from seqpart import Trainer
 from seqpart.tracing.tracing import trace
+from seqpart.zoo.libraries import Asked, made
 from tests.replay import assert_same_as_whole, images, tokens
 
 
@@ -109,7 +113,59 @@ def left_as_it_is():
     assert all(torch.equal(tensor, value) for tensor, value in before.values())
 
 
-OTHERS = {"layers alike": layers_alike, "left as it is": left_as_it_is}
+def from_directory(model, folder, **options):
+    """Trained from the files of a directory, without existing whole, it is what it is from memory; and it is written as
+    from_pretrained reads it, with what lay beside it, and then makes text."""
+    import transformers
+
+    model.save_pretrained(folder / "given", **options)
+    (folder / "given" / "tokenizer.json").write_text("{}")
+    found = made("hf", str(folder / "given"), Asked(classes=1, shape=(12,), seed=0))
+    assert found.weights is not None and all(parameter.is_meta for parameter in found.model.parameters())
+    whole = type(model).from_pretrained(folder / "given")
+    assert next(whole.parameters()).dtype == next(found.model.parameters()).dtype
+    rows = tokens(), tokens()
+    results = [
+        Trainer(
+            model, mem_limit="4GB", method="streamed", partitions=3, batch_size=4, epochs=1, output_dir=folder / name, quiet=True,
+            weights=weights, weights_partial=found.partial and weights is not None,
+        ).fit(rows, rows)
+        for name, model, weights in (("1", whole, None), ("2", found.model, found.weights))
+    ]  # fmt: skip
+    one, other = (result.state_dict() for result in results)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    results[1].save_pretrained(folder / "out")
+    assert (folder / "out" / "tokenizer.json").is_file()
+    read, said = type(model).from_pretrained(folder / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    assert isinstance(read, transformers.PreTrainedModel) and read.dtype == whole.dtype
+    assert all(torch.equal(tensor, one[name]) for name, tensor in read.state_dict().items())
+    assert read.generate(torch.tensor([[1, 3, 4]]), max_new_tokens=4, do_sample=False).shape[1] > 3
+
+
+def shards_of_bfloat16():
+    torch.manual_seed(0)
+    model = transformers_model("LlamaForCausalLM", "LlamaConfig", **GROUPED, tie_word_embeddings=True, dtype="bfloat16")
+    with tempfile.TemporaryDirectory() as folder:
+        from_directory(model.bfloat16(), Path(folder), max_shard_size="20KB")
+
+
+def without_its_head():
+    """As GPT-2 is published: names without `transformer.`, and no head, which is tied."""
+    torch.manual_seed(0)
+    model = transformers_model("GPT2LMHeadModel", "GPT2Config", **GPT2)
+    with tempfile.TemporaryDirectory() as folder:
+        model.transformer.save_pretrained(Path(folder) / "base")
+        model.config.save_pretrained(Path(folder) / "base")
+        found = made("hf", str(Path(folder) / "base"), Asked(classes=1, shape=(12,), seed=0))
+        assert found.weights is not None and not found.partial
+        from_directory(model, Path(folder))
+
+
+OTHERS = {
+    "layers alike": layers_alike, "left as it is": left_as_it_is, "shards of bfloat16": shards_of_bfloat16,
+    "without its head": without_its_head,
+}  # fmt: skip
 
 
 def main(names):

@@ -8,7 +8,7 @@ In this process and not in a child: a child would hold the imported libraries, 3
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -108,6 +108,18 @@ class Trials:
             if rows not in known and _alone(costs[number]) <= available:
                 known[rows], fresh = self._measured(number, rows), True
         return fresh
+
+    def last_rows(self, micro_batches: Collection[int], batches: Collection[int]) -> set[int]:
+        """Rows that are left over when `batches` are cut into `micro_batches`, where they are to be run too.
+
+        oneDNN makes kernels of bfloat16 weights for each number of rows: 5 MB a layer, for good, which the plan has to know.
+        Where there was no memory for one, it makes no other in that process.
+        """
+        short = (torch.bfloat16, torch.float16)
+        layouts = (cost.layout for cost in self._costs_at(max(micro_batches)))
+        if not self._device.shares_memory or not any(spec.dtype in short for layout in layouts for spec in layout.specs):
+            return set()
+        return {rows % size for rows in batches for size in micro_batches} - {0}
 
     def _kind(self, number: int, cost: BlockCost) -> Kind:
         """Equal for blocks whose real runs are alike: the same modules and settings, tensors and rows."""

@@ -212,8 +212,7 @@ def as_chain(model: object) -> Chain:
     wrong = [f"entry {name} is a {type(part).__name__}" for name, part in named if not callable(part)]
     if wrong:
         raise ModelError("a model's entries must be modules or factories (callables that return one): " + "; ".join(wrong))
-    if problems := [text for name, part in named if isinstance(part, nn.Module) for text in _without_values(part, name)]:
-        raise _unusable(problems)
+    refuse_without_values({name: part for name, part in named if isinstance(part, nn.Module)})
     return checked(Chain(Block(number, name, part) for number, (name, part) in enumerate(named)))
 
 
@@ -245,6 +244,12 @@ def _find_tied(chain: Chain) -> None:
         )  # fmt: skip
 
 
+def refuse_without_values(modules: Mapping[str, nn.Module]) -> None:
+    """Raises ModelError for tensors of `modules`, by name, that have no shape yet, or no values."""
+    if problems := [text for name, module in modules.items() for text in _without_values(module, name)]:
+        raise _unusable(problems)
+
+
 def _without_values(module: nn.Module, name: str, *, meta: bool = True) -> list[str]:
     """Its tensors that cannot be trained because there is nothing in them yet, each in words. `meta`: those too that are
     there."""
@@ -261,7 +266,7 @@ def _unusable(problems: Sequence[str]) -> ModelError:
     more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
     return ModelError(
         f"a model's tensors must have shapes and values: {'; '.join(problems[:3])}{more}. Run a lazy module once on some rows, "
-        "or give it its sizes; build a module on the CPU, or give a factory that does."
+        "or give it its sizes; build a module on the CPU, give a factory that does, or weights for one on meta."
     )
 
 

@@ -26,7 +26,7 @@ from seqpart.planning.prediction import Prediction, peaks_by_partition
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
 from seqpart.schedule.phases import Phases, counted
-from seqpart.settings import OF_SIL
+from seqpart.settings import OF_SIL, values_of
 from seqpart.units import format_size, parse_size
 from seqpart.values import flag_of
 
@@ -138,6 +138,8 @@ class Preparation(Inputs):
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
             wanted = [(part.micro_batch, part.first, part.last) for part in parts]
+            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.count % size)]
+            sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
             if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
                 return prepared
 

@@ -1,5 +1,6 @@
 """One run: directories and homes are opened, its stages run under an observer, checkpoints saved, its memory proven."""
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,7 +20,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.interrupts import Interrupts
-from seqpart.memory.limit import Grant, enforced, told
+from seqpart.memory.limit import RUNTIME_VARIES, Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.planning.plan import PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared, Stage
@@ -121,8 +122,18 @@ class Session:
         self, stage: Stage, start: Position, metrics: Metrics | None
     ) -> tuple[Failure | None, Position, Metrics | None]:
         """(what failed, where the run stands, its sums): to the stage's end, to a stop, or to a failed allocation."""
+        self._held = self.sampler.usage.read()
+        with self._device.heap.kept(stage.heap):
+            ended = self._run_steps(stage, start, metrics)
+            if ended[0] is not None:  # graphs of the step that failed go before the heap does, which could not shrink else
+                self._partitions = []
+                gc.collect()
+            return ended
+
+    def _run_steps(
+        self, stage: Stage, start: Position, metrics: Metrics | None
+    ) -> tuple[Failure | None, Position, Metrics | None]:
         with ExitStack() as stack:
-            stack.enter_context(self._device.heap.kept(stage.heap))
             exchange = self._exchange(stage)
             stack.callback(exchange.close)
             graphs = self._graphs(stage)
@@ -133,6 +144,7 @@ class Session:
             self.reporter.begin(phases, start.phase, self.prepared.plan.limit, lambda: self.sampler.peak)
             stack.callback(self.reporter.end)
             self.sampler.label = lambda: str(executor.step)
+            stack.callback(self._keep_label)
             try:
                 executor.run(checked(steps_of(phases[: stage.end], start), stage.resources.at_once))
             except AllocationFailed as failed:
@@ -144,6 +156,11 @@ class Session:
             except Diverged as error:
                 raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
             return None, executor.position, None
+
+    def _keep_label(self) -> None:
+        """What the sampler says of the step that is under way then no longer holds an executor, and graphs in it."""
+        label = self.sampler.label()
+        self.sampler.label = lambda: label
 
     def _exchange(self, stage: Stage) -> BoundaryExchange:
         rows = max(phase.batch for phase, _ in counted(self.prepared.phases))
@@ -204,8 +221,12 @@ class Session:
         self.saving.obey(failure.at, metrics)
         self._observer.failed(failure)
         request = replace(self.prepared.request, micro_batch=failure.micro_batch)
-        if self._grant():  # it was charged to the limit before, although nobody uses it
-            self._go_on(failure, self._planned_anew(request), " once more: generated code was reserved")
+        # Kernels of another number of rows, as the last batch has, may keep memory of their own.
+        grown = self.sampler.usage.read() - self._held
+        request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
+        if self._grant() and (planned := self._planned_or_none(request)) is not None:
+            # It was charged to the limit before, although nobody uses it.
+            self._go_on(failure, planned, " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
             self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
             planned = self._planned_anew(replace(request, may_keep_heap=False))
@@ -218,15 +239,18 @@ class Session:
 
     def _planned_smaller(self, request: PlanRequest) -> Prepared | None:
         """A plan that needs less at the same micro-batch, so that the results stay what they were; None: there is none."""
-        limit, used = self.prepared.plan.limit, self.prepared.plan.peak - request.spare
+        limit, used = self.prepared.plan.limit, self.prepared.plan.peak - self.prepared.request.spare
         spare = max(limit // _SPARE, 2 * request.spare)
         if spare > limit // _MOST_SPARE:
             return None
+        smaller = self._planned_or_none(replace(request, spare=spare, saved=None))
+        return smaller if smaller is not None and smaller.plan.peak - spare < used else None
+
+    def _planned_or_none(self, request: PlanRequest) -> Prepared | None:
         try:
-            smaller = self._planned_anew(replace(request, spare=spare, saved=None))
+            return self._planned_anew(request)
         except DoesNotFit:
             return None
-        return smaller if smaller.plan.peak - spare < used else None
 
     def _halve_micro_batch(self, failure: Failure) -> None:
         plan, largest = self.prepared.plan, failure.micro_batch

@@ -10,7 +10,7 @@ from torch import nn
 from seqpart.costs.blocks import quiet_log, quiet_random
 from seqpart.costs.fake_mode import FakeMode
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Chain, as_chain, listed, with_tensors
+from seqpart.model.blocks import Chain, as_chain, listed, refuse_without_values, with_tensors
 from seqpart.model.packs import ROWS
 from seqpart.model.restoring import left_as_they_are
 from seqpart.tracing.choice import blocks_of
@@ -33,6 +33,7 @@ def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Chain
 
     Raises ModelError where it cannot be cut, with the module and the line that are in the way.
     """
+    refuse_without_values({type(model).__name__: model})
     whole: set[nn.Module] = set()
     while True:
         try:

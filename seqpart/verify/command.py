@@ -51,6 +51,7 @@ def verified(arguments: Sequence[str]) -> None:
     if reuse is not None and not has_flag(given_arguments, "--method"):
         options.pop("method")
     _, trainer, train, _ = opened(job, reporter)
+    options |= {"weights": trainer.settings.weights, "weights_partial": trainer.settings.weights_partial}
     verify(
         trainer.model, train, steps=job.steps, reference=job.reference, reuse=reuse, sweep=job.sweep, reporter=reporter,
         **options,

@@ -30,7 +30,7 @@ def initial_weights(
         return None
     return InitialWeights(
         WeightFiles(path), blocks, [cost.layout for cost in costs], live.empty_tensors, partial=settings.weights_partial,
-        values_stay=trained is not None,
+        values_stay=trained is not None and not live.empty,  # else no module got back what it has learned
     )  # fmt: skip
 
 
@@ -69,15 +69,6 @@ class InitialWeights:
         unexpected = [
             name for name in match.unexpected if name not in buffers and match.prefix + name not in buffers
         ]  # but for buffers that a state_dict leaves out today
-        without = [
-            block.exported(name) for block in blocks for name in sorted(empty.get(block.number, ()))
-            if name not in self._sources.get(block.number, {})
-        ]  # fmt: skip
-        if without:
-            raise ModelError(
-                f"tensors on the meta device have no values, and {files.path} has none for them: {_some(without)}. Build "
-                "their modules on the CPU, or give weights that have them."
-            )
         if not partial and (missing or unexpected):
             raise ModelError(
                 f"{files.path} is not all of this model's weights and nothing else: "
@@ -89,6 +80,15 @@ class InitialWeights:
                 )
                 + ". With --weights-partial what is missing stays as it is initialized, and the rest is passed over."
             )  # fmt: skip
+        without = [
+            block.exported(name) for block in blocks for name in sorted(empty.get(block.number, ()))
+            if name not in self._sources.get(block.number, {})
+        ]  # fmt: skip
+        if without:
+            raise ModelError(
+                f"tensors on the meta device have no values, and {files.path} has none for them: {_some(without)}. Build "
+                "their modules on the CPU, or give weights that have them."
+            )
         self.said = _words(files, len(match.found), missing, unexpected)
 
     def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
