@@ -127,8 +127,8 @@ def from_directory(model, folder, **options):
     rows = tokens(), tokens()
     results = [
         Trainer(
-            model, mem_limit="4GB", method="streamed", partitions=3, batch_size=4, epochs=1, output_dir=folder / name, quiet=True,
-            weights=weights, weights_partial=found.partial and weights is not None,
+            model, mem_limit="4GB", method="streamed", partitions=3, batch_size=4, epochs=1, output_dir=folder / name,
+            weights=weights, weights_partial=found.partial and weights is not None, quiet=True,
         ).fit(rows, rows)
         for name, model, weights in (("1", whole, None), ("2", found.model, found.weights))
     ]  # fmt: skip
