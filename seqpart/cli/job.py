@@ -126,8 +126,10 @@ def data_of(job: Job) -> tuple[Split, Split]:
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
-    """The model, and its depth where that is ours to choose: for `limit` bytes. Raises OptionError or ModelError."""
+    """The model, whole, and its depth where that is ours to choose: for `limit` bytes. Raises OptionError or ModelError."""
     classes = count_classes(train, test)
+    if job.model.partition(":")[0] in libraries.LIBRARIES:
+        return _library_model(dataclasses.replace(job, weights=None), train, test, whole=True).model, None
     _refuse_misplaced(job)
     if job.model not in ("mlp", "gpt"):
         if ":" not in job.model:
@@ -158,12 +160,13 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
     return models.mlp(inputs, max(classes, 1), width=width, depth=depth), depth
 
 
-def _library_model(job: Job, train: Split, test: Split) -> libraries.Made:
+def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) -> libraries.Made:
     _refuse_misplaced(job)
     library, _, name = job.model.partition(":")
+    resumes = job.resume is not None and (not job.resume.is_dir() or has_checkpoint(job.resume))
     asked = libraries.Asked(
         classes=max(count_classes(train, test), 1), shape=train.shape, seed=job.seed, weights=job.weights,
-        partial=job.weights_partial, resumes=job.resume is not None and (not job.resume.is_dir() or has_checkpoint(job.resume)),
+        partial=job.weights_partial or whole, resumes=resumes,
         dtype=CACHE_DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
     )  # fmt: skip
     return libraries.made(library, name, asked)

@@ -109,9 +109,9 @@ class LiveModules:
     meta: what takes the places of tensors on the meta device.
     """
 
-    def __init__(self, chain: Sequence[Block], folder: Path, meta: MetaTensors) -> None:
+    def __init__(self, chain: Sequence[Block], folder: Path, meta: MetaTensors | None = None) -> None:
         self._blocks = [block for block in chain if block.given_alive]
-        self._folder, self._file, self._meta = folder, -1, meta
+        self._folder, self._file, self._meta = folder, -1, meta or MetaTensors(None)
         self._taken: dict[int, dict[str, _Taken]] = {}
         """By the number of the block and the name in it."""
         self._pieces: list[_Piece] = []

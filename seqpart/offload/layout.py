@@ -23,7 +23,7 @@ _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 _LARGEST_HEADER = 64 << 20
 _STRIDES = "seqpart.strides"
@@ -137,18 +137,16 @@ def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
 
 
 def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
-    """The same from the JSON of a header, whoever wrote it. Raises CorruptFile; ModelError for types that have no home."""
+    """The same from the JSON of a header, whoever wrote it."""
     try:
         entries = parsed(text)
         metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
         strides = json.loads(metadata.pop(_STRIDES, "{}"))
-        if unknown := {entry["dtype"] for entry in entries.values()} - set(_DTYPES):
-            raise ModelError(f"{path} holds tensors of type {', '.join(sorted(unknown))}, which have no home. Convert them.")
         specs = [
             TensorSpec(
                 name=name,
                 shape=tuple(int(n) for n in (strides[name][0] if name in strides else entry["shape"])),
-                dtype=_DTYPES[entry["dtype"]],
+                dtype=DTYPES[entry["dtype"]],
                 offset=int(entry["data_offsets"][0]),
                 stride=tuple(int(n) for n in strides[name][1]) if name in strides else None,
             )

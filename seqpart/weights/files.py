@@ -11,7 +11,7 @@ import torch
 from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.files.direct import bytes_of, explained
 from seqpart.files.owned import opened
-from seqpart.offload.layout import TensorSpec, decode_entries
+from seqpart.offload.layout import DTYPES, TensorSpec, decode_entries
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -130,6 +130,7 @@ def _tensors(path: Path) -> list[Stored]:
         raise explained(error, path) from None
     if not head or len(head) < length:
         raise CorruptFile(f"{path} is not a whole safetensors file. Use another copy.", path)
+    _refuse_types(head, path)
     layout, _ = decode_entries(head, path)
     found = [Stored(path, spec, 8 + length + spec.offset) for spec in layout.specs]
     if any(stored.spec.stride is not None for stored in found):
@@ -137,3 +138,12 @@ def _tensors(path: Path) -> list[Stored]:
     if any(stored.start + stored.spec.nbytes > size or stored.spec.offset < 0 for stored in found):
         raise CorruptFile(f"{path} ends before its last tensor: it was not copied whole. Use another copy.", path)
     return found
+
+
+def _refuse_types(head: bytes, path: Path) -> None:
+    try:
+        found = {entry.get("dtype", "F32") for entry in json.loads(head).values()}
+    except (ValueError, AttributeError, TypeError):
+        return  # it is damaged, which is found when it is decoded
+    if unknown := sorted(map(str, found - set(DTYPES))):
+        raise ModelError(f"{path} holds tensors of type {', '.join(unknown)}, which have no home. Convert them.")

@@ -69,7 +69,7 @@ class Program:
         self._train = Rows(train, place / "train.rows", self.device)
         self._test = Rows(test, place / "test.rows", self.device)
         self._loss = default_loss(train.labels, count_classes(train, test))
-        model, _ = model_of(job, limit_of(job, device), train, test, Reporter(quiet=True))
+        model, _ = model_of(job, limit_of(job.mem_limit, device), train, test, Reporter(quiet=True))
         self.blocks = nn.ModuleList(block.build(Device(), job.seed) for block in as_chain(model)).to(self.device)
         (rate,), (name,) = values_of(job.lr), values_of(job.optimizer)  # one of each: the question refuses others
         chosen = choose(name, lr=rate, weight_decay=job.weight_decay, momentum=job.momentum)

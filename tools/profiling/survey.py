@@ -46,7 +46,7 @@ def _facts(arguments: list[str], place: Path) -> dict[str, Any]:
     flops = 3 * sum(cost.flops for cost in costs) / batch * train.count
     rate = _matrix_rate(device.torch, job.autocast or train.dtype if train.dtype.is_floating_point else torch.float32)
     return {
-        "limit": limit_of(job, device), "device": device.kind, "device_name": device.name, "rows": train.count,
+        "limit": limit_of(job.mem_limit, device), "device": device.kind, "device_name": device.name, "rows": train.count,
         "parameters": parameters, "blocks": len(chain), "epochs": as_text(job.epochs), "batch_size": as_text(job.batch_size),
         "compute_seconds": flops / rate + updates * parameters / rates.optimizer, "flops_per_second": rate,
         "read": rates.read, "write": rates.write, "to_device": rates.up if on_gpu else None,
