@@ -9,7 +9,7 @@ import torch
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode
-from seqpart.errors import ModelError
+from seqpart.errors import ModelError, StoreError
 from seqpart.model.blocks import Block
 from seqpart.model.live_modules import LiveModules
 from seqpart.offload.layout import Layout, TensorSpec
@@ -28,6 +28,8 @@ def initial_weights(
     path = trained or settings.weights
     if path is None or (trained is not None and not live.empty and all(block.given_alive for block in blocks)):
         return None
+    if trained is not None and not trained.exists():
+        raise StoreError(f"{trained} cannot be read: it is gone, and blocks take from it what the last fit has trained.")
     return InitialWeights(
         WeightFiles(path), blocks, [cost.layout for cost in costs], live.empty_tensors, partial=settings.weights_partial,
         values_stay=trained is not None and not live.empty,  # else no module got back what it has learned
