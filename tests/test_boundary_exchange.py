@@ -159,6 +159,20 @@ def test_more_keys_than_buffers_wait_on_disk_and_come_back_in_any_order(tmp_path
     exchange.close()
 
 
+@boundary_tiers
+def test_what_was_got_stays_what_it_is_however_much_more_comes(make, tmp_path):
+    """A step may need more values than the disk has buffers, and `get` gave the buffer itself: their values were mixed up."""
+    exchange = make(tmp_path)
+    values = {(n, 0): torch.full((LARGEST // 4,), float(n)) for n in range(4 * BUFFERS)}
+    for key, tensor in values.items():
+        exchange.put(key, tensor)
+    found = {key: exchange.get(key) for key in values}
+    exchange.put((99, 0), torch.zeros(LARGEST // 4))
+    for key, tensor in values.items():
+        assert_same(found[key], tensor)
+    exchange.close()
+
+
 def test_the_disk_relay_takes_the_memory_that_is_planned_and_leaves_no_file(tmp_path):
     exchange = on_disk(tmp_path)
     assert sum(buffer.untyped_storage().nbytes() for buffer in exchange._file.buffers) == exchange_bytes(LARGEST)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.exactly import FULL, HOWS, Trained, first_difference
-from tests.whole_models import Bands, Decoder, Dense, UNet
+from tests.whole_models import Bands, Decoder, Dense, Fan, UNet
 
 
 def images():
@@ -29,8 +29,11 @@ def words():
     return tuple(made)
 
 
-MODELS = {"unet": (UNet, images), "decoder": (Decoder, words), "dense": (Dense, quantities), "bands": (Bands, quantities)}
-STARTS = {"unet": (0, 1, 2, 4), "decoder": (0, 2, 3, 5), "dense": (0, 1, 3, 4), "bands": (0, 2, 3, 4)}
+MODELS = {
+    "unet": (UNet, images), "decoder": (Decoder, words), "dense": (Dense, quantities), "bands": (Bands, quantities),
+    "fan": (Fan, quantities),
+}  # fmt: skip
+STARTS = {"unet": (0, 1, 2, 4), "decoder": (0, 2, 3, 5), "dense": (0, 1, 3, 4), "bands": (0, 2, 3, 4), "fan": (0, 3, 5, 10)}
 models = pytest.mark.parametrize("name", MODELS)
 
 

@@ -12,7 +12,7 @@ memory lies differently: the elements are kept as they lie. Only of a part of a 
 made again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -223,9 +223,12 @@ class InHost:
 
 
 class OnDisk:
-    """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch."""
+    """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch.
 
-    lends = True
+    What is got is a copy, which the plan counts as what enters a partition: a step may need more values than there are buffers.
+    """
+
+    lends = False
 
     def __init__(self, path: Path, largest: int, device: Device) -> None:
         self._device = device
@@ -245,19 +248,14 @@ class OnDisk:
 
     def get(self, key: Key) -> torch.Tensor:
         place = self._places[key]
-        return place.form.again(self._uploaded(key, self._device.upload))
-
-    def take(self, key: Key) -> torch.Tensor:
-        place = self._places[key]
-        kept = self._uploaded(key, self._device.own)
-        self.forget(key)
+        kept = self._device.own(place.on(self._buffer_with(key)))
+        self._device.wait(self._device.mark())  # the buffer is used again
         return place.form.again(kept)
 
-    def _uploaded(self, key: Key, upload: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The kept elements on the device; where that is a copy it is over, because the buffer is used again."""
-        kept = upload(self._places[key].on(self._buffer_with(key)))
-        self._device.wait(self._device.mark())
-        return kept
+    def take(self, key: Key) -> torch.Tensor:
+        found = self.get(key)
+        self.forget(key)
+        return found
 
     def _buffer_with(self, key: Key) -> torch.Tensor:
         """While it is being written the bytes in the buffer are whole; what is in none is read."""
