@@ -15,6 +15,7 @@ from seqpart.files.text import refuse_unusable, short
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
 
 T = TypeVar("T", int, float, str)
@@ -42,6 +43,7 @@ EXPECTED = {
     "save_every": "updates (500), a time (30s, 10min, 2h) or never",
     "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
     "shuffle": "True, False or auto",
+    "tile": "a size such as 16MB, never or auto",
 }
 """Where the types do not say it all."""
 
@@ -75,6 +77,7 @@ class Options(TypedDict, total=False):
     test_every: int | None
     save_every: str | int
     partitions: int | Literal["auto"] | Sequence[int]
+    tile: str | int
     objective: Objective | None
     kappa: float | None
     prototype_scale: float | Sequence[float] | None
@@ -151,6 +154,10 @@ class Settings:
     """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: int | Literal["auto"] | tuple[int, ...] = "auto"
     """auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
+    tile: str | int = "auto"
+    """Let layers (nn.Linear, nn.Embedding) with a weight of more bytes be tiles of at most that size, which come and go alone:
+    a size such as 16MB, never, or auto (exact methods, where nothing fits otherwise). The gradient of a tiled Linear's input is
+    added up tile by tile, which rounds otherwise than the whole."""
     objective: Objective | None = None
     """What an inner partition learns (sil only): orthogonal (cross-entropy to fixed random directions that are orthogonal),
     prototype (the same, as they are drawn) or mse (the paper: mean squared error to random numbers up to kappa). Default:
@@ -173,7 +180,7 @@ class Settings:
     def __post_init__(self) -> None:
         misfits = self._take_types()
         rate_schedule(self.lr_schedule, self.warmup_updates)
-        _ = self.saving, self.partition_choice()
+        _ = self.saving, self.partition_choice(), self.tile_bytes
         for name in ("epochs", "batch_size"):
             _refuse_outside(flag_of(name), values_of(getattr(self, name)))
         for field in fields(self):
@@ -289,6 +296,16 @@ class Settings:
         if match[2]:
             return None, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
         return int(match[1]), None
+
+    @property
+    def tile_bytes(self) -> int | None:
+        """0: never; None: auto. Raises OptionError."""
+        if self.tile in ("never", "auto"):
+            return 0 if self.tile == "never" else None
+        try:
+            return parse_size(self.tile)
+        except OptionError:
+            raise OptionError(f"--tile: expected {EXPECTED['tile']}; found {short(self.tile)}.") from None
 
     @property
     def shuffles(self) -> bool:

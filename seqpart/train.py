@@ -5,7 +5,6 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import closing
 
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
@@ -111,8 +110,8 @@ def _train(arguments: list[str], *, alone: bool) -> None:
     with told(Device(), "the data and the model were read"):
         job, trainer, train, test = opened(job, reporter, alone=alone)
     if job.print_schedule or job.plan_out or job.dry_run:
-        with closing(trainer.prepare(train, test, reuse=reuse, dry=job.dry_run)) as preparation:
-            prepared = preparation.planned()
+        with trainer.planned(train, test, reuse=reuse, dry=job.dry_run) as (_, prepared):
+            pass
         if job.plan_out:
             write_text(job.plan_out, prepared.plan.to_json())
         if job.dry_run:

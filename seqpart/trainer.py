@@ -1,8 +1,8 @@
 """The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage, highest
+from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Build, describe
@@ -32,6 +33,8 @@ from seqpart.session.fitting import carry_out
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
 from seqpart.settings import Options, Settings, values_of
+from seqpart.tiling.tiling import first_that_fits, sizes_to_try
+from seqpart.units import format_size
 
 __all__ = ["Result", "Trainer"]
 
@@ -91,22 +94,66 @@ class Trainer:
 
     def plan(self, train: object, test: object, *, reuse: Plan | None = None) -> Plan:
         """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
-        with self.device.at_work(), closing(self.prepare(train, test, reuse=reuse, dry=True)) as preparation:
-            return preparation.planned().plan
+        with self.planned(train, test, reuse=reuse, dry=True) as (_, prepared):
+            return prepared.plan
+
+    @contextmanager
+    def planned(
+        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False
+    ) -> Iterator[tuple[Preparation, Prepared]]:
+        """Everything checked, measured and planned. Modules given alive are empty inside.
+
+        dry: no file of any name is made for that, not for a moment.
+        """
+        with self.device.at_work(), ExitStack() as stack:
+            prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
+            yield self._fitting(stack, prepare, Preparation.planned, self._tile_of(reuse))
 
     def prepare(
-        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False
-    ) -> Preparation:
+        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
+        model: object = None,
+    ) -> Preparation:  # fmt: skip
         """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
 
-        dry: no file of any name is made for that, not for a moment. resumes: weights come from a checkpoint.
+        resumes: weights come from a checkpoint. model: in the place of the trainer's own.
         """
         with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
             return Preparation(
-                self.model, self.settings, as_split(train, "training"), as_split(test, "test"), self.device,
-                final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
+                self.model if model is None else model, self.settings, as_split(train, "training"), as_split(test, "test"),
+                self.device, final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes,
             )  # fmt: skip
+
+    def _fitting(
+        self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
+        tile: int | None = None,
+    ) -> tuple[Preparation, Prepared]:  # fmt: skip
+        """What `prepare(model=...)` makes of the model, and the plan: with large layers in tiles where nothing fits without.
+
+        stack: closes it. tile: bytes of a tile, as it was decided earlier.
+        """
+
+        def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
+            preparation = attempt.enter_context(closing(prepare(model=model)))
+            return preparation, plan(preparation)
+
+        return first_that_fits(stack, self.model, self.tiles() if tile is None else (tile,), work)
+
+    def _tile_of(self, plan: Plan | None) -> int | None:
+        """Bytes of the tiles of a plan that is to be carried out again. Raises OptionError where others are asked for."""
+        if plan is not None and self.settings.tile_bytes not in (None, plan.tile):
+            had = f"tiles of {format_size(plan.tile)}" if plan.tile else "no tiles"
+            raise OptionError(f"--tile: the plan to be carried out again has {had}. Leave it out.")
+        return None if plan is None else plan.tile
+
+    def tiles(self) -> tuple[int, ...]:
+        """Bytes of the tiles of large layers, one after the other until a plan fits; 0: none."""
+        asked = self.settings.tile_bytes
+        if asked is not None:
+            return (asked,)
+        exact = methods_named(self.settings.method)[0].exact
+        # A function may return an optimizer that looks at a weight as a whole.
+        return sizes_to_try(self.model) if exact and self._optimizer is None else (0,)
 
     def count_from_start(self) -> None:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""
@@ -143,9 +190,10 @@ class Trainer:
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
-            preparation = stack.enter_context(closing(self.prepare(train, test, reuse=reuse, resumes=resumes)))
-            plan = partial(resumed.planned, preparation) if resumed is not None else preparation.planned
-            prepared = self._planned(preparation, sampler, plan)
+            prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
+            plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
+            earlier = resumed.plan if resumed is not None else reuse
+            preparation, prepared = self._fitting(stack, prepare, plan, self._tile_of(earlier))
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None))
@@ -168,13 +216,17 @@ class Trainer:
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))
             settings = evaluation_settings(self.settings, split.count, folder)
             stack.enter_context(told(self.device, "the evaluation was planned, begun or ended"))
-            preparation = Preparation(
-                self.model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                final_loss=self._loss, folder=folder, learns=False, trained=self._trained,
-            )  # fmt: skip
-            stack.enter_context(closing(preparation))
-            request = replace(preparation.request, methods=(EVALUATION,))
-            prepared = self._planned(preparation, sampler, lambda: preparation.planned(request))
+
+            def prepare(model: object) -> Preparation:
+                return Preparation(
+                    model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
+                    final_loss=self._loss, folder=folder, learns=False, trained=self._trained,
+                )  # fmt: skip
+
+            def plan(preparation: Preparation) -> Prepared:
+                return preparation.planned(replace(preparation.request, methods=(EVALUATION,)))
+
+            preparation, prepared = self._fitting(stack, prepare, partial(self._planned, sampler, plan))
             reporter.plan(prepared.plan)
             silent = stack.enter_context(closing(Reporter(quiet=True)))
             found = evaluated(Session(preparation, prepared, silent, sampler, stack))
@@ -183,10 +235,10 @@ class Trainer:
             reporter.proof(found.proof)
         return found
 
-    def _planned(self, preparation: Preparation, sampler: Sampler, plan: Callable[[], Prepared]) -> Prepared:
+    def _planned(self, sampler: Sampler, plan: Callable[[Preparation], Prepared], preparation: Preparation) -> Prepared:
         """What `plan` makes, under the limit: what that took counts, and is no matter of the plan's own prediction."""
         sampler.hold(preparation.limit)
-        prepared = plan()
+        prepared = plan(preparation)
         if self.device.shares_memory:
             sampler.heed(preparation.trials.peak)
         sampler.known = sampler.peak

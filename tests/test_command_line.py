@@ -24,7 +24,7 @@ FLAGS = {
     "--batch-size", "--micro-batch-size", "--lr", "--optimizer", "--weight-decay", "--momentum", "--clip-grad-norm",
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
     "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
-    "--weights", "--weights-partial", "--weights-dtype",
+    "--weights", "--weights-partial", "--weights-dtype", "--tile",
     "--lr-schedule", "--warmup-updates", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--recovery-lr",
     "--save-every", "--test-every", "--sil-inputs", "--resume",
     "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",

@@ -1,5 +1,6 @@
 """The trained network as one plain safetensors file, streamed out of the homes block by block."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +22,9 @@ def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCos
     """
     entries = list(named_tensors(blocks, [cost.layout for cost in costs], lambda block: block.module))
     specs, offset = [], 0
-    for _, name, source in entries:
-        specs.append(TensorSpec(name=name, shape=source.shape, dtype=source.dtype, offset=offset))
-        offset += source.nbytes
+    for entry in entries:
+        specs.append(TensorSpec(name=entry.name, shape=entry.shape, dtype=entry.dtype, offset=offset))
+        offset += entry.nbytes
     header = encode_header(specs, {"format": "pt"})
     part = path.with_name(path.name + ".part")
     flat = aligned(max(cost.layout.padded_nbytes for cost in costs))
@@ -32,7 +33,7 @@ def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCos
             out = _Stream(file)
             out.write(memoryview(header))
             loaded: Block | None = None
-            for block, _, source in entries:
+            for block, source in itertools.chain.from_iterable(entry.pieces for entry in entries):
                 if block is not loaded:
                     store.get(block.home, flat)
                     loaded = block

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 GROUPS = {
     "limit-and-method": (
-        "mem_limit", "method", "steps", "reference", "sweep", "partitions", "micro_batch_size", "device", "ram_limit", "plan",
+        "mem_limit", "method", "steps", "reference", "sweep", "partitions", "tile", "micro_batch_size", "device", "ram_limit",
+        "plan",
     ),
     "training": (
         "epochs", "batch_size", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "lr_schedule",
@@ -41,7 +42,10 @@ GROUPS = {
     "output": ("dry_run", "plan_out", "print_schedule", "quiet", "debug"),
 }  # fmt: skip
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
-_METAVARS = {"mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "partitions": "auto|INT[,...]"}
+_METAVARS = {
+    "mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "partitions": "auto|INT[,...]",
+    "tile": "SIZE|never|auto",
+}  # fmt: skip
 
 
 def form_of(kind: type[Any], *, with_help: bool) -> type[Any]:

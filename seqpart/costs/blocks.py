@@ -66,6 +66,8 @@ class BlockCost:
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0
     """Bytes of those parameters."""
+    lent: int = 0
+    """Of its own that later blocks use too, once for each of them."""
     writes: frozenset[int] = frozenset()
     """Values that it takes and changes in place, as ReLU(inplace=True) does."""
     passes: tuple[tuple[int, int], ...] = ()
@@ -128,13 +130,25 @@ def measure_chain(
         numbers.update(zip((one.number for one in cost.gives), block.gives, strict=True))
         given = [value(n, block.number, one.shape, one.dtype) for n, one in zip(block.gives, cost.gives, strict=True)]
         values.update({one.number: one for one in given})
-        owners = {tie.owner.number: costs[tie.owner.number] for tie in block.tied}
-        costs.append(replace(  # a value of its own, told from others by identity
-            cost, borrows=tuple(owners.values()), takes=tuple(taken), gives=tuple(given),
+        costs.append(replace(
+            cost, takes=tuple(taken), gives=tuple(given),
             writes=frozenset(numbers[number] for number in cost.writes),
             passes=tuple((numbers[ours], numbers[theirs]) for ours, theirs in cost.passes),
         ))  # fmt: skip
-    return tuple(costs)
+    return tuple(_lending(chain, costs))
+
+
+def _lending(chain: Chain | Sequence[Block], costs: Sequence[BlockCost]) -> list[BlockCost]:
+    """The same, with what blocks lend each other. Each is a value of its own, told from others by identity."""
+    lent = [0] * len(costs)
+    for block, cost in zip(chain, costs, strict=True):
+        for owner in {tie.owner.number for tie in block.tied}:
+            lent[owner] += cost.tied
+    found: list[BlockCost] = []
+    for block, cost in zip(chain, costs, strict=True):
+        owners = dict.fromkeys(tie.owner.number for tie in block.tied)
+        found.append(replace(cost, lent=lent[block.number], borrows=tuple(found[owner] for owner in owners)))
+    return found
 
 
 def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:

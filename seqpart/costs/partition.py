@@ -24,6 +24,8 @@ class PartitionCost:
     """Weights of blocks in other partitions that come along, because a parameter of theirs is used here too."""
     tied: int
     """Bytes of those parameters, whose gradients go to the partition that owns them."""
+    lent: int
+    """The same of its own that later partitions use: their gradients come, and are added up with its own in new memory."""
     state: int
     slot: int
     """Weights and optimizer state as they lie in the slot, page by page."""
@@ -103,14 +105,17 @@ def growing(
     trainable, seconds = False, (0.0, 0.0)
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
-    tied = 0
+    tied = lent = adding = adding_again = 0
     flow = Flow()
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
         slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
         seen.append(block)
         for owner in block.borrows:
-            if not any(owner is other for other in seen + borrowed):
+            if any(owner is other for other in seen):
+                lent -= block.tied
+                adding, adding_again = (adding, adding_again) if lent else (0, 0)
+            elif not any(owner is other for other in borrowed):
                 borrowed.append(owner)
                 slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
         new, over, given_inside = flow.take(block)
@@ -121,6 +126,9 @@ def growing(
         start = alive + block.saved_alone + block.output + over
         backward = max(backward + block.gradients + new, start + block.backward_peak)
         again = max(again + new, start + block.accumulate_peak)
+        adding = max(adding + block.gradients + new, start + block.backward_peak + block.lent) if lent + block.lent else 0
+        adding_again = max(adding_again + new, start + block.accumulate_peak + block.lent) if lent + block.lent else 0
+        lent += block.lent
         kept = alive + block.saved_alone
         alive += block.saved
         graph += sum(round_up(size, LINE) for size in block.saved_sizes)
@@ -143,12 +151,14 @@ def growing(
         own = sum(value.nbytes for value in came) + copied + targets
         earlier, rows = output - block.output, came[0].rows
         yield PartitionCost(
-            weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, state=state,
+            weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
             slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers - earlier,
             graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
             forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,
-            train_peak=own + buffers + max(forward, alive + loss_peak, backward + heap),
-            accumulate_peak=own + buffers + gradients + max(forward, alive + loss_peak, again + heap),
+            train_peak=own + buffers + max(forward, alive + loss_peak, max(backward, adding) + heap),
+            accumulate_peak=own + buffers + gradients + max(
+                forward, alive + loss_peak, max(again, adding_again) + heap
+            ),
             inference_peak=own + heap + max(inference, output + loss_peak),
             update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
             row_flops=flops // rows,

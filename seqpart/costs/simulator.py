@@ -252,21 +252,24 @@ class Simulator:
         read = rows * part.input_row if alone else 0
         graph = self._free("graph", p, m)
         labels = self._free("labels", 0, m) if p == phase.last else 0
-        if part.tied and not alone:
-            self._hold("tied", 0, m, part.tied)
         again = ("gradients", p, 0) in self._held
         need = (part.accumulate_peak - part.gradients) if again else part.train_peak
         if phase.offloads_graph(p):
             need -= part.kept
+        if part.lent and self._resources.boundary_tier != "device":
+            need += part.lent  # what came; on the device it waited there
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
         own, handed = self._one_boundary(part, m), self._hand_down(p, m)
         waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
         peak = self._now + max(own + handed + graph, need - own + waiting)
+        if part.tied and not alone:
+            self._hold("tied", p, m, part.tied)
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
         self._pass_down(p, phase.lowest, m)
         if p == phase.lowest:
-            self._free("tied", 0, m)
+            for lender in range(p, len(self._partitions)):
+                self._free("tied", lender, m)
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
         if self._resources.boundary_tier != "device" and not alone and not phase.keeps_graph(p):
             seconds += self._away(part.input, self._speeds.read, self._speeds.up)  # nothing goes on while it is read

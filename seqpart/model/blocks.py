@@ -23,6 +23,7 @@ from seqpart.model.restoring import left_as_they_are
 from seqpart.model.sharing import refuse_sharing, tensors_in_attributes
 from seqpart.model.structure import structure_of
 from seqpart.offload.layout import Layout, spec_of, stride_of
+from seqpart.units import format_size
 
 Factory = Callable[[], nn.Module]
 MOST_BLOCKS = 1024
@@ -172,12 +173,22 @@ class Block:
 
 class Chain(Sequence[Block]):
     """differentiable: values through which gradients come; None: all that are floating point. aliases: {name in the model's
-    state_dict: another of the same tensor, which a block has}."""
+    state_dict: another of the same tensor, which a block has}. wholes: {name of a tensor that is rows of a larger one: what the
+    model calls that one, the rows of a name in the order of the chain}. tile: bytes of such rows at most; 0: there are none."""
 
     def __init__(
-        self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None, aliases: Mapping[str, str] | None = None
-    ) -> None:
+        self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None, aliases: Mapping[str, str] | None = None,
+        wholes: Mapping[str, str] | None = None, tile: int = 0,
+    ) -> None:  # fmt: skip
         self._blocks, self.differentiable, self.aliases = tuple(blocks), differentiable, aliases or {}
+        self.wholes, self.tile = wholes or {}, tile
+
+    @property
+    def said(self) -> list[str]:
+        """What was done to the model, in words."""
+        count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
+        layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
+        return [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -78,6 +78,8 @@ class Plan:
     """Of one update of an exact method, once it has begun."""
     heap: int = 0
     """Bytes of the C library's heap, which stays as large as it is; 0: memory leaves the process when it is free."""
+    tile: int = 0
+    """Layers with a weight of more bytes are tiles of it, which have at most so many; 0: none is."""
     live_bytes: int = 0
     """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 

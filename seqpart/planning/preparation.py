@@ -192,7 +192,7 @@ class Preparation(Inputs):
         recovery = self._recovery(request, problem, candidate)
         if recovery is not None:
             reasons = (*reasons, *self._recovery_reasons(recovery))
-        reasons = (*reasons, *self.trials.untold)
+        reasons = (*reasons, *self.chain.said, *self.trials.untold)
         optimizers = self.optimizers(count)
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
@@ -378,7 +378,7 @@ class Preparation(Inputs):
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
             boundary_tier=used.resources.boundary_tier, heap=used.heap,
-            live_bytes=self.live_bytes,
+            tile=self.chain.tile, live_bytes=self.live_bytes,
         )  # fmt: skip
 
     def _disk_bytes(self, candidate: Candidate, costs: Sequence[PartitionCost], cache_layouts: Sequence[RowLayout]) -> int:

@@ -182,11 +182,12 @@ def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
 
 
 def starts_of(problem: Problem) -> list[int]:
-    """Blocks at which a partition may begin: blocks that learn; what does not stays with what it follows."""
+    """Blocks at which a partition may begin: blocks that learn, if only by weights of others; what does not stays with what it
+    follows."""
     if problem.starts is not None:
         return list(problem.starts)
     costs = problem.costs_at(micro_batches(problem)[0])  # not a small one: BatchNorm refuses a single row
-    learning = [number for number, cost in enumerate(costs) if cost.trainable]
+    learning = [number for number, cost in enumerate(costs) if cost.trainable or cost.tied]
     return [0, *(number for number in learning[1:] if problem.cuts_behind(costs[number - 1]))]
 
 

@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from seqpart.tiling.modules import Tiled
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LARGE = 12
 """A layer with more than one part in so many of the model's parameters may be cut further."""
@@ -33,6 +35,8 @@ def _is_open(module: nn.Module, is_layer: bool, total: int) -> bool:
     """is_layer: whether it is one of a list."""
     if type(module) in _CONTAINERS or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return bool(len(module))  # type: ignore[arg-type]
+    if any(isinstance(part, Tiled) for part in module.modules()):
+        return True
     if is_layer and _size(module) * _LARGE <= total:
         return False
     return any(_holds_layers(part) for part in _containers(module))

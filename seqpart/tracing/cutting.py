@@ -11,6 +11,7 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, Chain, checked
 from seqpart.model.packs import ROWS
+from seqpart.tiling.tiling import tile_of, whole_names
 from seqpart.tracing.program import OfRows, Op, Own, Program, Ref, leaves, mapped
 from seqpart.tracing.segment import Segment, Steps
 
@@ -110,7 +111,8 @@ class Cutter:
             given = tuple(numbers[n] for n in train.gives[place])
             blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
         differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
-        return checked(Chain(blocks, differentiable, self._aliases(blocks)))
+        wholes, tile = whole_names(self._model), tile_of(self._model)
+        return checked(Chain(blocks, differentiable, self._aliases(blocks), wholes, tile))
 
     def _segment(
         self, train: _Cut, evaluate: _Cut, place: int, theirs: Mapping[int, int], spare: set[str]

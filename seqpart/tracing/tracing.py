@@ -13,6 +13,7 @@ from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, listed, refuse_without_values, with_tensors
 from seqpart.model.packs import ROWS
 from seqpart.model.restoring import left_as_they_are
+from seqpart.tiling.tiling import tile_of
 from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
 from seqpart.tracing.program import Differs, Program, generalised, leaves
@@ -23,8 +24,12 @@ _ROWS, _OTHER_ROWS = 4, 6
 
 
 def chain_of(model: object, shape: tuple[int, ...], dtype: torch.dtype) -> Chain:
-    """A list of blocks or an nn.Sequential as it is (see as_chain), any other module traced. shape, dtype: of one row."""
+    """A list of blocks or an nn.Sequential as it is (see as_chain), any other module, and one with tiles, traced.
+
+    shape, dtype: of one row.
+    """
     whole = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    whole = whole or (isinstance(model, nn.Module) and tile_of(model) > 0)
     return trace(model, shape, dtype) if whole else as_chain(model)  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ avoid: equality with full training is seen where full training can run, on a sma
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import PhaseKind
+from seqpart.tiling.tiling import first_that_fits
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size
 from seqpart.verify.answers import Answers
@@ -92,14 +94,18 @@ def verify(
     """
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, sweep, options)
-    with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder:
+    with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder, ExitStack() as stack:
         options = {**options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
         options = {"method": "streamed", **options} if reuse is None else {**options, "method": _method_for(reuse, options)}
 
-        def trainer(**changed: Any) -> Trainer:
-            return Trainer(model, loss, optimizer, quiet=True, **{**options, **changed})
+        def planned(_: ExitStack, tiled: object) -> tuple[Variant, Callable[..., Trainer]]:
+            def trainer(**changed: Any) -> Trainer:
+                return Trainer(tiled, loss, optimizer, quiet=True, **{**options, **changed, "tile": "never"})
 
-        limited = Variant.planned("limited", trainer(), train, reuse=reuse)
+            return Variant.planned("limited", trainer(), train, reuse=reuse), trainer
+
+        sizes = Trainer(model, loss, optimizer, quiet=True, **options).tiles() if reuse is None else (reuse.tile,)
+        limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor")
     reporter.say(str(found))

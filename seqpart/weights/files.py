@@ -43,8 +43,9 @@ class WeightFiles:
             for stored in _tensors(file):
                 self.tensors[stored.spec.name] = stored
 
-    def read(self, name: str, view: torch.Tensor) -> None:
-        """Fill `view`, on the CPU, of the tensor's shape; another floating-point type is converted.
+    def read(self, name: str, view: torch.Tensor, skip: int = 0) -> None:
+        """Fill `view`, on the CPU, of the tensor's shape, or of its rows behind `skip` elements; another floating-point type is
+        converted.
 
         Holds a few MB at most where `view` lies row by row. Raises CorruptFile for a file that has become shorter,
         StoreError where it cannot be read.
@@ -52,7 +53,7 @@ class WeightFiles:
         stored = self.tensors[name]
         try:
             with open(opened(stored.path.resolve()), "rb") as file:
-                file.seek(stored.start)
+                file.seek(stored.start + skip * stored.spec.dtype.itemsize)
                 flat = view.view(-1) if view.is_contiguous() else torch.empty(view.numel(), dtype=view.dtype)
                 _fill(flat, stored, file)
         except OSError as error:

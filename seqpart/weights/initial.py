@@ -15,7 +15,7 @@ from seqpart.model.live_modules import LiveModules
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.settings import Settings
 from seqpart.weights.files import WeightFiles
-from seqpart.weights.names import matched, named_tensors
+from seqpart.weights.names import Named, matched, named_tensors
 
 _NAMED = 4
 """Names that a message gives."""
@@ -51,22 +51,23 @@ class InitialWeights:
         """empty: by block that is alive, names of tensors that have no values. values_stay: its others keep theirs."""
         self._files = files
         mode = FakeMode()
-        named = list(named_tensors(blocks, layouts, lambda block: block.fake(mode)[0]))
-        match = matched([name for _, name, _ in named], files.tensors)
-        self._sources: dict[int, dict[str, str]] = {}
-        """By block, {name of its tensor: name in the files}."""
-        wrong, here = [], {name: (block, spec) for block, name, spec in named}
+        here = {one.name: one for one in named_tensors(blocks, layouts, lambda block: block.fake(mode)[0])}
+        match = matched(list(here), files.tensors)
+        self._sources: dict[int, dict[str, tuple[str, int]]] = {}
+        """By block, {name of its tensor: (name in the files, elements there before it)}."""
+        wrong = []
         for name, source in match.found.items():
-            block, spec = here[name]
-            if values_stay and block.given_alive and spec.name not in empty.get(block.number, ()):
-                continue
-            self._sources.setdefault(block.number, {})[spec.name] = source
-            if problem := _unlike(spec, files.tensors[source].spec):
+            if problem := _unlike(here[name], files.tensors[source].spec):
                 wrong.append(f"{name} is {problem}")
+            skip = 0
+            for block, spec in here[name].pieces:
+                if not (values_stay and block.given_alive and spec.name not in empty.get(block.number, ())):
+                    self._sources.setdefault(block.number, {})[spec.name] = source, skip
+                skip += prod(spec.shape)
         if wrong:
             raise ModelError(f"{files.path} holds the weights of another model: {_some(wrong)}.")
-        had = {(here[name][0].number, here[name][1].name) for name in match.found}
-        missing = [name for name in match.missing if (here[name][0].number, here[name][1].name) not in had]
+        had = {(block.number, spec.name) for name in match.found for block, spec in here[name].pieces}
+        missing = [name for name in match.missing if not had.issuperset((b.number, spec.name) for b, spec in here[name].pieces)]
         buffers = {block.exported(spec.name) for block, layout in zip(blocks, layouts, strict=True) for spec in layout.specs}
         unexpected = [
             name for name in match.unexpected if name not in buffers and match.prefix + name not in buffers
@@ -95,11 +96,11 @@ class InitialWeights:
 
     def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
         """Write the block's tensors into `views`, those that the files have. Raises CorruptFile, StoreError."""
-        for name, source in self._sources.get(block.number, {}).items():
-            self._files.read(source, views[name])
+        for name, (source, skip) in self._sources.get(block.number, {}).items():
+            self._files.read(source, views[name], skip)
 
 
-def _unlike(spec: TensorSpec, stored: TensorSpec) -> str:
+def _unlike(spec: Named, stored: TensorSpec) -> str:
     """What is wrong, in words; "" where the one can be had from the other."""
     if spec.shape != stored.shape and not (prod(spec.shape) == prod(stored.shape) == 1):
         return f"of shape {spec.shape}, and of {stored.shape} there"

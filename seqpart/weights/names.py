@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from seqpart.model.blocks import Block, tensors_of
@@ -11,11 +12,30 @@ from seqpart.offload.layout import Layout, TensorSpec
 Modules = Callable[[Block], nn.Module]
 
 
-def named_tensors(
-    blocks: Sequence[Block], layouts: Sequence[Layout], module_of: Modules
-) -> Iterator[tuple[Block, str, TensorSpec]]:
-    """(block whose home it is in, name in the model's state_dict, where it lies there), widest elements first so that no
-    tensor of a file is misaligned.
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor of the model's state_dict. pieces: blocks whose homes it is in, and where it lies there; several have its rows
+    one after the other."""
+
+    name: str
+    pieces: tuple[tuple[Block, TensorSpec], ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0][1].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        (_, first), *others = self.pieces
+        return (sum(spec.shape[0] for _, spec in self.pieces), *first.shape[1:]) if others else first.shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for _, spec in self.pieces)
+
+
+def named_tensors(blocks: Sequence[Block], layouts: Sequence[Layout], module_of: Modules) -> Iterator[Named]:
+    """The model's, widest elements first so that no tensor of a file is misaligned.
 
     A state_dict leaves some buffers out and may name one parameter twice: it decides, by identity.
     """
@@ -34,7 +54,13 @@ def named_tensors(
     known = {name: (owner, spec) for owner, name, spec in found}
     for alias, name in getattr(blocks, "aliases", {}).items():
         found.append((known[name][0], alias, known[name][1]))
-    yield from sorted(found, key=lambda entry: -entry[2].dtype.itemsize)
+    pieces: dict[str, list[tuple[Block, TensorSpec]]] = {}
+    for owner, name, spec in found:
+        own = pieces.setdefault(getattr(blocks, "wholes", {}).get(name, name), [])
+        if (owner, spec) not in own:  # a module that is called twice is in two blocks
+            own.append((owner, spec))
+    named = [Named(name, tuple(own)) for name, own in pieces.items()]
+    yield from sorted(named, key=lambda one: -one.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,151 @@
+"""Models at full size from their checkpoints, on the CPU and the disk: 20 updates each, in less than their training state.
+
+    python -m benchmarks.full_size --folder DIR                 all, 25 minutes; DIR takes the checkpoints (2.7 GB) and the runs
+    python -m benchmarks.full_size --folder DIR --only gpt2     one model
+
+gpt2    GPT-2 small, 124 million float32 weights, the embedding tied to the output
+llama   a Llama of 1.1 billion bfloat16 weights in five shards
+
+Each is made once from its config with random weights and saved with `save_pretrained`. An arm is `python -m seqpart.train`
+as a user types it; the plain arm is transformers' own model, loaded whole, in a loop with the same optimizer and batches.
+Medians of updates, one arm after the other. A limit that is refused is noted in the words of the refusal.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.children import answer, command, output, printed
+from benchmarks.record import load, save
+
+MODELS = {"gpt2": ("700MB", "1GB", "2GB"), "llama": ("1GB", "2GB")}
+"""And the limits of each."""
+BATCH, CONTEXT, UPDATES = 4, 64, 20
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n"
+
+
+def made(model: str, folder: Path) -> int:
+    """Write its checkpoint. The number of its weights."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    if model == "gpt2":
+        gpt2 = GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2))
+        gpt2.save_pretrained(folder)
+        return gpt2.num_parameters()
+    torch.set_default_dtype(torch.bfloat16)
+    llama = LlamaForCausalLM(LlamaConfig(
+        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632,
+        vocab_size=32000, tie_word_embeddings=False, dtype=torch.bfloat16,
+    ))  # fmt: skip
+    llama.save_pretrained(folder, max_shard_size="500MB")
+    return llama.num_parameters()
+
+
+def plain(folder: Path) -> dict[str, Any]:
+    """A loop of plain PyTorch over transformers' model. Seconds of each update, its peak in bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(len(LETTERS), (UPDATES, BATCH, CONTEXT))
+    seconds = []
+    for ids in tokens:
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begun)
+    return {"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def streamed(model: Path, limit: str, text: Path, run: Path) -> dict[str, Any]:
+    """What seqpart's run says of itself, or its refusal."""
+    shutil.rmtree(run, ignore_errors=True)
+    words = command(
+        "seqpart.train", "--mem-limit", limit, "--model", f"hf:{model}", "--data", f"text:{text}", "--context", CONTEXT,
+        "--epochs", 1, "--batch-size", BATCH, "--method", "streamed", "--output-dir", run,
+    )  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"exit_status": done.returncode, "said": done.stderr.strip().splitlines()[-3:]}
+    result, plan = json.loads((run / "result.json").read_text()), json.loads((run / "plan.json").read_text())
+    bound = next(reason for reason in plan["reasons"] if reason.startswith("an update"))
+    found = {
+        "proof": result["proof"], "run_seconds": result["seconds"], "seconds": updates(run / "events.jsonl"),
+        "partitions": len(plan["partitions"]), "tile": plan["tile"], "full_state": plan["full_state"],
+        "predicted_seconds": plan["update_seconds"], "bound": bound, "loss": result["train_losses"][-1],
+    }  # fmt: skip
+    shutil.rmtree(run)
+    return found
+
+
+def updates(events: Path) -> list[float]:
+    """Seconds from one turn of the last partition to the next: an update each."""
+    steps = [event for line in events.read_text().splitlines() if (event := json.loads(line))["event"] == "step"]
+    first = next(event["step"] for event in steps if event["step"].endswith("+"))
+    turns = [event["seconds"] for event in steps if event["step"] == first]
+    return [round(later - one, 3) for one, later in itertools.pairwise(turns)]
+
+
+def measure(model: str, folder: Path) -> dict[str, Any]:
+    checkpoint, text = folder / model, folder / "letters.txt"
+    if not checkpoint.exists():
+        print(model, output("benchmarks.full_size", "make", model, checkpoint).strip(), "weights", flush=True)
+    letters = random.Random(0)
+    text.write_text("".join(letters.choice(LETTERS) for _ in range(CONTEXT * BATCH * UPDATES * 10 // 9 + CONTEXT)))
+    found: dict[str, Any] = {}
+    for limit in MODELS[model]:
+        found[limit] = streamed(checkpoint, limit, text, folder / f"run-{model}-{limit}")
+        show(model, limit, found[limit])
+    found["plain"] = printed("benchmarks.full_size", "plain", checkpoint)
+    show(model, "plain", found["plain"])
+    return found
+
+
+def show(model: str, arm: str, found: dict[str, Any]) -> None:
+    if "said" in found:
+        print(f"{model:6} {arm:6} refused: {' '.join(found['said'])}", flush=True)
+        return
+    peak = found["peak"] if "peak" in found else found["proof"]["peak"]
+    told = f"{model:6} {arm:6} {statistics.median(found['seconds'][2:]):6.2f} s an update, peak {peak / 1e9:.2f} GB"
+    if "proof" in found:
+        proof = found["proof"]
+        told += f" (predicted {proof['predicted'] / 1e9:.2f}, violations {proof['violations']})"
+        told += f", {found['partitions']} partitions"
+        told += f"; predicted {found['predicted_seconds']:.2f} s: {found['bound']}"
+    print(told, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--only", choices=MODELS)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    names = [options.only] if options.only else list(MODELS)
+    found = load("full_size")
+    for name in names:
+        found[name] = measure(name, options.folder)
+        print(save("full_size", found))
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["make", model, folder]:
+            print(made(model, Path(folder)))
+        case ["plain", folder]:
+            answer(plain(Path(folder)))
+        case _:
+            main()

@@ -1,0 +1,220 @@
+"""Putting tiles in the place of large layers of a model, and the layers back with what the tiles have learned."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from seqpart.errors import DoesNotFit, ModelError
+from seqpart.tiling.modules import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear
+
+T = TypeVar("T")
+
+SIZES = (64 << 20, 16 << 20, 4 << 20)
+"""Bytes of a tile's weight that are tried in turn where nothing fits."""
+_MOST_TILES = 128
+"""Of a layer: each is a block, with files of its own."""
+_GRANULE = 64
+"""Rows that kernels take at a time."""
+
+
+def sizes_to_try(model: object) -> tuple[int, ...]:
+    """Bytes of a tile's weight, one after the other, until a plan fits. The first is 0: no tiles."""
+    return 0, *(size for size in SIZES if _tileable(model, size))
+
+
+@dataclass(slots=True)
+class _Split:
+    """A parameter, and the tiles of it."""
+
+    whole: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    tiles: list[nn.Parameter]
+
+    def join(self) -> None:
+        """Let the parameter have the tiles' values, in its own memory where they still lie there."""
+        first = self.tiles[0]
+        if self.whole.is_meta or first.is_meta or not first.untyped_storage().nbytes():
+            return
+        if len({tile.untyped_storage()._cdata for tile in self.tiles}) == 1:
+            self.whole.data = first.data.as_strided(self.shape, self.stride)
+            return
+        whole, row = torch.empty(self.shape, dtype=first.dtype, device=first.device), 0
+        for tile in self.tiles:  # page by page: the new memory grows as the old one goes
+            whole[row : row + len(tile)].copy_(tile.data)
+            row += len(tile)
+            tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
+        self.whole.data = whole
+
+
+class Tiling:
+    """A context in which large layers of `model` are tiles of at most `nbytes` each; its value is the model to be trained.
+
+    A list of modules becomes an nn.Sequential. nbytes 0: the model as it is. The weights of the model's own layers are empty
+    inside, but for those on the meta device.
+    """
+
+    def __init__(self, model: object, nbytes: int) -> None:
+        self._model, self._nbytes = model, nbytes
+        self._splits: dict[int, _Split] = {}
+        """By the identity of the parameter: two layers may share one."""
+        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+
+    def __enter__(self) -> object:
+        layers = _tileable(self._model, self._nbytes) if self._nbytes else {}
+        if not layers:
+            return self._model
+        model = self._model if isinstance(self._model, nn.Module) else nn.Sequential(*_listed(self._model))
+        tiled = {layer: self._tiled(layer) for layer in layers}
+        for module in [*model.modules()]:
+            for name, child in module._modules.items():
+                if child in tiled:
+                    self._places.append((module._modules, name, child))
+                    module._modules[name] = tiled[child].train(child.training)
+        for split in self._splits.values():
+            if not split.whole.is_meta:
+                split.whole.data = torch.empty(0, dtype=split.whole.dtype, device=split.whole.device)
+        return model
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for modules, name, layer in self._places:
+            modules[name] = layer
+        for split in self._splits.values():
+            split.join()
+        self._places, self._splits = [], {}
+
+    def _tiled(self, layer: nn.Module) -> Tiled:
+        weight = layer.weight
+        assert isinstance(weight, nn.Parameter)
+        rows = _rows(weight, self._nbytes)
+        firsts = range(0, len(weight), rows)
+        weights = self._split(weight, rows)
+        if isinstance(layer, nn.Linear):
+            biases = [None] * len(weights) if layer.bias is None else self._split(layer.bias, rows)
+            return TiledLinear([LinearTile(*pair) for pair in zip(weights, biases, strict=True)], self._nbytes)
+        assert isinstance(layer, nn.Embedding)
+        last = firsts[-1]
+        return TiledEmbedding(
+            [
+                EmbeddingTile(tile, first, (first == 0, first == last), layer.padding_idx)
+                for tile, first in zip(weights, firsts, strict=True)
+            ],
+            self._nbytes,
+        )  # fmt: skip
+
+    def _split(self, whole: nn.Parameter, rows: int) -> list[nn.Parameter]:
+        if id(whole) not in self._splits:
+            tiles = [nn.Parameter(part, whole.requires_grad) for part in torch.split(whole.data, rows)]
+            self._splits[id(whole)] = _Split(whole, whole.shape, whole.stride(), tiles)
+        return self._splits[id(whole)].tiles
+
+
+def first_that_fits(stack: ExitStack, model: object, sizes: Sequence[int], work: Callable[[ExitStack, object], T]) -> T:
+    """What `work` makes of the model, with tiles of the first of `sizes` where it does not raise DoesNotFit.
+
+    `stack` takes over what it entered into its own, and lets the layers be whole again. Raises the last refusal.
+    """
+    refusal: DoesNotFit | None = None
+    for size in sizes:
+        with ExitStack() as own:
+            tiled = own.enter_context(Tiling(model, size))
+            try:
+                found = work(own, tiled)
+            except DoesNotFit as error:
+                refusal = error.with_traceback(None)  # else its frames keep what was measured
+                refusal.__context__ = refusal.__cause__ = None
+            except ModelError:
+                if refusal is None:
+                    raise
+                break  # in tiles it cannot be cut
+            else:
+                stack.enter_context(own.pop_all())
+                return found
+    assert refusal is not None
+    raise refusal
+
+
+def whole_names(model: nn.Module) -> dict[str, str]:
+    """{name of a tile's parameter in the state_dict: that of the layer's}, of all tiles of a model in their order."""
+    return {
+        f"{path}.{number}.{leaf}": f"{path}.{leaf}"
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Tiled)
+        for number, tile in module.named_children()
+        for leaf, _ in tile.named_parameters()
+    }
+
+
+def tile_of(model: nn.Module) -> int:
+    """The most bytes of a tile's weight in the model; 0: it has none."""
+    return max((module.nbytes for module in model.modules() if isinstance(module, Tiled)), default=0)
+
+
+def _tileable(model: object, nbytes: int) -> Mapping[nn.Module, nn.Parameter]:
+    """Layers with a weight of more than `nbytes` that have nothing but what tiles can do as well."""
+    modules = [*_modules(model)]
+    users: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(module)
+
+    def all_may(parameter: nn.Parameter) -> bool:
+        return all(_may_be_tiled(user) for user in users[id(parameter)])
+
+    tops = set(map(id, model)) if isinstance(model, list | tuple) else {id(model)} if isinstance(model, nn.Module) else set()
+    found = {}
+    for module in modules:
+        weight = getattr(module, "weight", None) if _may_be_tiled(module) else None
+        if not isinstance(weight, nn.Parameter) or len(weight) < 2 or weight.nbytes <= nbytes:
+            continue
+        if isinstance(model, nn.Module) and id(module) in tops:
+            continue  # it is the model
+        if all(all_may(parameter) for parameter in module.parameters()):
+            found[module] = weight
+    return found
+
+
+def _may_be_tiled(module: nn.Module) -> bool:
+    """An nn.Linear or nn.Embedding of the very type, with parameters of its own that lie row by row, and nobody listening."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if any(not parameter.is_contiguous() for parameter in module.parameters()):
+        return False
+    if type(module) is nn.Linear:
+        return isinstance(module.weight, nn.Parameter)
+    if type(module) is not nn.Embedding:
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def _rows(weight: torch.Tensor, nbytes: int) -> int:
+    """Of a tile: as many as `nbytes` have, whole granules where that is possible, and tiles alike."""
+    row = max(1, weight.nbytes // len(weight))
+    most = max(1, nbytes // row, -(-len(weight) // _MOST_TILES))
+    count = -(-len(weight) // most)
+    rows = -(-len(weight) // count)
+    granules = -(-rows // _GRANULE) * _GRANULE
+    return granules if granules <= most else rows
+
+
+def _modules(model: object) -> Iterator[nn.Module]:
+    whole: Sequence[object] = [model] if isinstance(model, nn.Module) else _listed(model)
+    seen: set[int] = set()
+    for part in whole:
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module
+
+
+def _listed(model: object) -> list[nn.Module]:
+    """Of a list of modules: these. A list with factories has none that could be tiled."""
+    if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
+        return list(model)
+    return []
