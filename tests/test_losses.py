@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.model.losses import default_loss, regression, scores_of, token_cross_entropy
+from seqpart.costs.blocks import measure_loss
+from seqpart.model.losses import IGNORED, cross_entropy_in_chunks, default_loss, regression, scores_of, token_cross_entropy
 from tests.given import classified
 
 sizes = st.integers(1, 4)
@@ -30,6 +31,39 @@ def test_the_loss_of_a_batch_is_the_mean_of_the_losses_of_its_rows(rows, positio
     output, labels = outputs_and_labels(rows, [positions], classes)
     each = torch.stack([token_cross_entropy(output[i : i + 1], labels[i : i + 1]) for i in range(rows)])
     torch.testing.assert_close(token_cross_entropy(output, labels), each.mean())
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.integers(1, 5000), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 9),
+)  # fmt: skip
+def test_cross_entropy_in_chunks_has_the_bits_of_torch_and_so_have_its_gradients(n, classes, dtype, nbytes, ignored, seed):
+    torch.manual_seed(seed)
+    scores, labels = (3 * torch.randn(n, classes)).to(dtype), torch.randint(classes, (n,))
+    labels[torch.rand(n) < ignored] = IGNORED
+    one, other = (scores.clone().requires_grad_() for _ in range(2))
+    found, expected = cross_entropy_in_chunks(one, labels, nbytes), F.cross_entropy(other, labels)
+    (found * 0.7).backward()
+    (expected * 0.7).backward()
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num()) and found.isnan() == expected.isnan()
+    assert torch.equal(one.grad, other.grad)
+
+
+def test_scores_of_a_large_vocabulary_are_judged_by_the_same_bits_in_a_third_of_the_memory_beside_them():
+    torch.manual_seed(0)
+    output, labels = torch.randn(2, 160, 60_000), torch.randint(60_000, (2, 160))
+
+    def whole(scores, labels):
+        return F.cross_entropy(scores.flatten(0, -2), labels.flatten())
+
+    def measured(loss):
+        return measure_loss(lambda scores: loss(scores, labels), (160, 60_000), 2)
+
+    assert measured(whole) > 2.9 * output.nbytes and measured(token_cross_entropy) < output.nbytes + (32 << 20)
+    one, other = (output.clone().requires_grad_() for _ in range(2))
+    token_cross_entropy(one, labels).backward()
+    whole(other, labels).backward()
+    assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(
