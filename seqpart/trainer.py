@@ -174,6 +174,9 @@ class Trainer:
     ) -> Result:  # fmt: skip
         """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items.
 
+        x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
+        also be a dict with its `labels`.
+
         resume: the directory of a run that ended early, or one of its checkpoint files; it goes on to the bits that it
             would have reached. Model, data and settings must be the same, but for limits and places, and for learning rate,
             schedule, clipping, weight decay and epochs, which hold from there on.

@@ -4,6 +4,7 @@ which would count against the limits of other tests.
     python -m tests.library_models NAME ...     a line of JSON: {name: what is wrong, or ""}
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -162,7 +163,54 @@ def without_its_head():
         from_directory(model, Path(folder))
 
 
+def several_inputs(model, x, y):
+    """A run in three partitions against a plain loop."""
+    whole = copy.deepcopy(model)
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            model, mem_limit="3GB", method="streamed", partitions=3, batch_size=8, epochs=1, shuffle=False, lr=1e-2, quiet=True,
+            output_dir=Path(folder) / "run",
+        ).fit((x, y), (x, y))  # fmt: skip
+    whole.config.use_cache = False
+    optimizer = torch.optim.Adam(whole.train().parameters(), lr=1e-2, fused=True)
+    for rows in torch.arange(len(y)).split(8):
+        optimizer.zero_grad()
+        output = whole(**{name: part[rows] for name, part in x.items()}).logits
+        torch.nn.functional.cross_entropy(output.flatten(0, -2), y[rows].flatten()).backward()
+        optimizer.step()
+    one, other = model.state_dict(), whole.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def bert_with_its_mask():
+    torch.manual_seed(0)
+    model = transformers_model(
+        "BertForSequenceClassification", "BertConfig", num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    mask = torch.ones(22, 9, dtype=torch.int64)
+    mask[::2, 6:] = 0
+    x = {"input_ids": torch.randint(60, (22, 9)), "attention_mask": mask, "token_type_ids": torch.randint(2, (22, 9))}
+    several_inputs(model, x, torch.arange(22) % 3)
+
+
+def encoder_and_decoder():
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 32,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "d_kv": 8,
+        "dropout_rate": 0.0,
+    }
+    model = transformers_model("T5ForConditionalGeneration", "T5Config", **sizes)
+    x = {"input_ids": torch.randint(1, 60, (22, 9)), "decoder_input_ids": torch.randint(60, (22, 7))}
+    several_inputs(model, x, torch.randint(60, (22, 7)))
+
+
 OTHERS = {
+    "bert with its mask": bert_with_its_mask, "encoder and decoder": encoder_and_decoder,
     "layers alike": layers_alike, "left as it is": left_as_it_is, "shards of bfloat16": shards_of_bfloat16,
     "without its head": without_its_head,
 }  # fmt: skip

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from seqpart.data.splits import ROWS_AT_ONCE, as_split, count_classes
+from seqpart.data.classes import count_classes
+from seqpart.data.splits import ROWS_AT_ONCE, as_split
 from seqpart.errors import DataError, OptionError
 from seqpart.zoo import datasets
 from tests.given import idx

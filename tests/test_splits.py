@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_classes, count_tokens, refuse_mismatch, write_rows
+from seqpart.data.classes import count_classes
+from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_tokens, refuse_mismatch, write_rows
 from seqpart.errors import DataError
 
 X, Y = torch.arange(12.0).view(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])

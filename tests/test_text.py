@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.data.splits import as_split, count_classes, count_tokens, write_rows
+from seqpart.data.classes import count_classes
+from seqpart.data.splits import as_split, count_tokens, write_rows
 from seqpart.errors import DataError, OptionError
 from seqpart.zoo import datasets, text
 

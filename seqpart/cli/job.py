@@ -6,7 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from seqpart.data.splits import Split, as_split, count_classes, count_tokens
+from seqpart.data.classes import count_classes
+from seqpart.data.splits import Split, as_split, count_tokens
 from seqpart.errors import OptionError
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, short

@@ -6,7 +6,7 @@ Rows are quantities (float32, or float64 where asked for) or tokens (int64), whi
 tables often come as whole numbers of 8 to 32 bits and are quantities; token ids come as 64-bit ones, or by name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,15 +17,13 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from seqpart.errors import DataError
-from seqpart.model.losses import IGNORED
+from seqpart.tracing.inputs import Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
 
 ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)
 TOKENS = torch.int64
 READ_TWICE = 32
 """Items of a data set that are read a second time, to find out whether they stay the same."""
-SPARSE_CLASSES = 1000
-"""Gaps in the numbers of up to so many classes cost little."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,7 +37,9 @@ class Split:
     """(count,) int64 classes or floats to regress; or (count, T, ...) classes, one for every position of a row."""
     open: Callable[[], Iterable[torch.Tensor]]
     dtype: torch.dtype = torch.float32
-    """What its rows become: float32, float64 (for a float64 model) or int64 (tokens)."""
+    """What its rows become: float32, float64 (for a float64 model) or int64 (tokens); uint8 where there is a form."""
+    form: Form = ()
+    """How a row of bytes is made of several inputs."""
 
     @property
     def tokens(self) -> bool:
@@ -49,6 +49,8 @@ class Split:
 def as_split(data: object, name: str) -> Split:
     """A Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items, as a Split.
 
+    x may also be a dict of tensors, which the model takes by name, or a tuple of tensors, which it takes in order; an item
+    may be a dict with its labels as `labels`. These tensors keep their types, but for floats, which become float32.
     x of type int64 is tokens and stays whole; x of any other type, uint8 images for one, becomes float32. A Split says
     by its `dtype` what it wants. y has one label for each row, or whole numbers (rows, T, ...): one for each position.
 
@@ -59,6 +61,8 @@ def as_split(data: object, name: str) -> Split:
         split = _known_dtype(data)
     elif isinstance(data, tuple | list) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
         split = _from_pair(data[0], data[1], name)
+    elif isinstance(data, tuple | list) and len(data) == 2 and is_several(data[0]) and hasattr(data[1], "shape"):
+        split = _from_several(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         split = _from_items(data, name)
     elif isinstance(data, DataLoader):
@@ -80,7 +84,7 @@ def as_split(data: object, name: str) -> Split:
 
 def _known_dtype(split: Split) -> Split:
     dtype = split.dtype
-    if dtype in (*QUANTITIES, TOKENS):
+    if split.form or dtype in (*QUANTITIES, TOKENS):
         return split
     if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
         raise DataError(f"{split.name} data: expected rows of float32, float64 or int64 (tokens); found dtype={dtype}.")
@@ -109,6 +113,21 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
     return Split(name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x))
 
 
+def _from_several(x: Any, y: Any, name: str) -> Split:
+    labels, form = _as_labels(y, name), form_of(x, f"{name} data", whole=True)
+    for part in x.values() if isinstance(x, Mapping) else x:
+        if len(part) != len(labels):
+            raise DataError(f"{name} data: {len(part)} rows of x and {len(labels)} labels; the numbers must be equal.")
+
+    def passes() -> Iterator[torch.Tensor]:
+        for start in range(0, len(labels), ROWS_AT_ONCE):
+            yield packed(some_rows(x, slice(start, start + ROWS_AT_ONCE)), form, f"{name} data")
+
+    return Split(
+        name=name, count=len(labels), shape=(nbytes_of(form),), labels=labels, open=passes, dtype=torch.uint8, form=form
+    )  # fmt: skip
+
+
 def _length(items: Any, name: str) -> int:
     """len(items), which a data set of the user's may refuse to tell, or tell wrongly. Raises DataError."""
     try:
@@ -123,16 +142,20 @@ def _length(items: Any, name: str) -> int:
 def _from_items(items: Any, name: str) -> Split:
     if not _length(items, name):
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
-    first, dtype = _item(items, 0, name)[0], _dtype_of(items[0][0])
+    several = _form(items, name)
+    first = _item(items, 0, name, several)[0]
+    dtype = torch.uint8 if several else _dtype_of(items[0][0])
     targets = getattr(items, "targets", None)
     # A target_transform changes what items say and leaves `targets` as it was.
-    unlike = targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None
-    if _other_labels(items, name, None if unlike else targets) or unlike:
-        targets = [_item(items, i, name)[1] for i in range(len(items))]
+    unlike = (
+        bool(several) or targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None
+    )
+    if _other_labels(items, name, None if unlike else targets, several) or unlike:
+        targets = [_item(items, i, name, several)[1] for i in range(len(items))]
 
     def passes() -> Iterator[torch.Tensor]:
         for start in range(0, len(items), ROWS_AT_ONCE):
-            rows = [_item(items, i, name)[0] for i in range(start, min(start + ROWS_AT_ONCE, len(items)))]
+            rows = [_item(items, i, name, several)[0] for i in range(start, min(start + ROWS_AT_ONCE, len(items)))]
             odd = next((i for i, row in enumerate(rows) if row.shape != first.shape), None)
             if odd is not None:
                 raise DataError(
@@ -142,18 +165,36 @@ def _from_items(items: Any, name: str) -> Split:
             yield torch.stack(rows)
 
     labels = _as_labels(targets, name)
-    return Split(name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype)
+    shape = tuple(first.shape)
+    return Split(name=name, count=len(items), shape=shape, labels=labels, open=passes, dtype=dtype, form=several)
 
 
-def _other_labels(items: Any, name: str, targets: Any) -> bool:
+def _form(items: Any, name: str) -> Form:
+    """Of the first item's inputs; none where it has one, or is no pair, which is told later."""
+    try:
+        x, _ = _parted(items[0])
+    except Exception:
+        return ()
+    return form_of(x, f"{name} data: item 0", whole=False) if is_several(x) else ()
+
+
+def _parted(item: Any) -> tuple[Any, Any]:
+    """x and label of a pair, or of a dict with `labels`."""
+    if isinstance(item, Mapping):
+        return {name: part for name, part in item.items() if name != "labels"}, item["labels"]
+    x, y = item
+    return x, y
+
+
+def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     """Whether some items have other labels than `targets` says. Raises DataError where an item changes between two reads."""
     chosen = sorted({int(i) for i in np.linspace(0, len(items) - 1, READ_TWICE)})
-    read = {i: _item(items, i, name) for i in chosen}
+    read = {i: _item(items, i, name, form) for i in chosen}
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
     labels = {i: _plain(label) for i, (_, label) in read.items()}
     del read
     for i in chosen:
-        if _digest(*_item(items, i, name)) != first[i]:
+        if _digest(*_item(items, i, name, form)) != first[i]:
             raise DataError(
                 f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
                 "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
@@ -172,14 +213,16 @@ def _digest(row: torch.Tensor, label: Any) -> int:
     return digest.intdigest()
 
 
-def _item(items: Any, index: int, name: str) -> tuple[torch.Tensor, Any]:
+def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, Any]:
     try:
         item = items[index]
     except Exception as error:
         raise DataError(f"{name} data: item {index} cannot be read: {type(error).__name__}: {error}.") from error
     try:
-        x, y = item
-        return torch.as_tensor(x), y
+        x, y = _parted(item)
+        return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else torch.as_tensor(x)), y
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{name} data: expected item {index} to be a pair (tensor, label): {error}.") from error
 
@@ -219,84 +262,14 @@ def _plain(label: Any) -> Any:
     return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
 
 
-def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, learns: bool = True) -> int:
-    """Number of classes of integer labels, from 0 up; 0 for labels to regress.
-
-    Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
-    training never saw, and test labels of another kind. Labels of positions may be any of a vocabulary, of which a text
-    rarely holds every entry: gaps, and labels that only the test rows have, are classes like the others.
-
-    ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and what labels below
-        0 mean is its affair.
-    learns: whether the rows are learned from; otherwise one class will do, and so will any number of it.
-    """
-    if train.labels.shape[1:] != test.labels.shape[1:]:
-        raise DataError(
-            f"labels differ: training has shape {tuple(train.labels.shape)} and test {tuple(test.labels.shape)}; "
-            "give both one label per row, or one for each of equally many positions."
-        )
-    if train.labels.is_floating_point() != test.labels.is_floating_point():
-        raise DataError(
-            f"labels differ: training has {train.labels.dtype} and test {test.labels.dtype}; give both as one type."
-        )
-    if train.labels.is_floating_point():
-        return 0
-    (least, most), (least_tested, most_tested) = _class_range(train, ignored), _class_range(test, ignored)
-    for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
-        if found < 0:
-            raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
-    if not learns:
-        return 1 + max(most, most_tested)
-    if least == most:
-        raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
-    if train.labels.ndim > 1:
-        return 1 + max(most, most_tested)
-    return _class_count(train, test, ignored)
-
-
-def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
-    """The least and the largest class, looked at piece by piece: there may be more labels than memory for a mask."""
-    found: list[int] = []
-    for piece in torch.split(split.labels.flatten(), 1 << 20):
-        counted = counts_as_class(piece, ignored)
-        if len(counted):
-            found += (int(n) for n in counted.aminmax())
-    if not found:
-        raise DataError(f"{split.name} labels: every label is one that the loss leaves out. Give rows to learn from.")
-    return min(found), max(found)
-
-
-def counts_as_class(labels: torch.Tensor, ignored: int | None) -> torch.Tensor:
-    """Those of `labels` (n,) that the loss does not leave out: see `count_classes`."""
-    if ignored is None:
-        return labels[labels >= 0]
-    return labels if ignored < 0 and not labels.dtype.is_signed else labels[labels != ignored]
-
-
-def _class_count(train: Split, test: Split, ignored: int | None) -> int:
-    """Of labels of whole rows, of which every class should have rows to be learned from."""
-    seen, tested = (torch.unique(counts_as_class(split.labels, ignored)) for split in (train, test))
-    unknown = tested[~torch.isin(tested, seen)]
-    if len(unknown):
-        raise DataError(
-            f"{test.name} labels: class {int(unknown[0])} does not occur in the training rows. "
-            "Add training rows of it, or leave its test rows out."
-        )
-    classes = int(seen[-1]) + 1
-    if classes > max(SPARSE_CLASSES, 10 * len(seen)):
-        raise DataError(
-            f"{train.name} labels: found class {classes - 1} among {len(seen)} classes; number them 0 to {len(seen) - 1}. "
-            "Every number costs an output."
-        )
-    return classes
-
-
 def count_tokens(train: Split, test: Split) -> int:
     """Size of the vocabulary that the rows of tokens use; it takes a pass over them."""
     return 1 + max(int(_converted(rows, split).max()) for split in (train, test) for rows in split.open())
 
 
 def refuse_mismatch(train: Split, test: Split) -> None:
+    if train.form != test.form:
+        raise DataError(f"training rows have the inputs {described(train.form)}, and test rows {described(test.form)}.")
     if train.shape != test.shape:
         raise DataError(
             f"training rows have shape {train.shape} and test rows {test.shape}. Bring both to one shape: the same network "
@@ -353,6 +326,8 @@ def _converted(found: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _refuse_bad_values(rows: torch.Tensor, split: Split, done: int) -> None:
+    if split.form:  # looked at as they were packed
+        return
     bad = (rows.flatten(1) < 0 if split.tokens else ~rows.flatten(1).isfinite()).any(1)
     if not bool(bad.any()):
         return

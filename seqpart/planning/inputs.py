@@ -16,8 +16,9 @@ from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
 from seqpart.costs.partition import LossCost, passing
 from seqpart.costs.trials import Trials
+from seqpart.data.classes import count_classes
 from seqpart.data.row_file import RowLayout
-from seqpart.data.splits import Split, count_classes, refuse_mismatch
+from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.memory.device import Device, host_memory_free
 from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
@@ -59,7 +60,7 @@ class Inputs:
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
-            self.chain = chain_of(model, train.shape, train.dtype)
+            self.chain = chain_of(model, train.shape, train.dtype, train.form)
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, learns)
             costs = self.costs_at(self.full_batch)

@@ -195,6 +195,8 @@ class Recorder(TorchFunctionMode):
 
     def _line(self, frame: Any) -> str:
         """Path and type of the module that is running, with file and line of its code."""
+        if not self._stack:
+            return "the model's inputs"
         module = self._stack[-1]
         found, mine = "", str(Path(__file__).parent)
         while frame is not None:

@@ -16,6 +16,7 @@ from seqpart.model.restoring import left_as_they_are
 from seqpart.tiling.tiling import tile_of
 from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
+from seqpart.tracing.inputs import Form, unpacked
 from seqpart.tracing.program import Differs, Program, generalised, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
 
@@ -23,17 +24,21 @@ _ROWS, _OTHER_ROWS = 4, 6
 """Of the batches that are run: their difference tells what follows the rows."""
 
 
-def chain_of(model: object, shape: tuple[int, ...], dtype: torch.dtype) -> Chain:
+def chain_of(model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = ()) -> Chain:
     """A list of blocks or an nn.Sequential as it is (see as_chain), any other module, and one with tiles, traced.
 
-    shape, dtype: of one row.
+    shape, dtype: of one row. form: how it is made of several inputs.
     """
     whole = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     whole = whole or (isinstance(model, nn.Module) and tile_of(model) > 0)
-    return trace(model, shape, dtype) if whole else as_chain(model)  # type: ignore[arg-type]
+    if form and not whole:
+        raise ModelError(
+            f"a list of blocks takes one tensor, and a row has {len(form)} inputs. Give an nn.Module that takes them."
+        )
+    return trace(model, shape, dtype, form) if whole else as_chain(model)  # type: ignore[arg-type]
 
 
-def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Chain:
+def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = ()) -> Chain:
     """The model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
 
     Raises ModelError where it cannot be cut, with the module and the line that are in the way.
@@ -43,7 +48,7 @@ def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Chain
     while True:
         try:
             blocks = blocks_of(model, whole)
-            programs = [_in_mode(model, blocks, shape, dtype, training) for training in (True, False)]
+            programs = [_in_mode(model, blocks, shape, dtype, training, form) for training in (True, False)]
             return Cutter(model).chain(*programs)
         except Inside as error:
             # It cannot be looked into: as one block it may do.
@@ -57,9 +62,9 @@ def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Chain
 
 
 def _in_mode(
-    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool
+    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form
 ) -> Program:
-    one, other = (_recorded(model, blocks, (rows, *shape), dtype, training) for rows in (_ROWS, _OTHER_ROWS))
+    one, other = (_recorded(model, blocks, (rows, *shape), dtype, training, form) for rows in (_ROWS, _OTHER_ROWS))
     try:
         return generalised(one, other, _ROWS, _OTHER_ROWS)
     except Differs as error:
@@ -70,7 +75,7 @@ def _in_mode(
 
 
 def _recorded(
-    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool
+    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form
 ) -> Program:
     mode = FakeMode()
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -92,7 +97,7 @@ def _recorded(
         inside = {part for block in blocks for part in block.modules()}
         buffers = {part: dict(part._buffers) for part in model.modules() if part not in inside}
         try:
-            found = _ran(model, rows)
+            found = _ran(model, rows, form)
             recorder.refuse_replaced_buffers(buffers)
         except (Inside, ModelError):
             raise
@@ -103,8 +108,11 @@ def _recorded(
         return program_of(recorder, _output(model, found))
 
 
-def _ran(model: nn.Module, rows: torch.Tensor) -> Any:
+def _ran(model: nn.Module, rows: torch.Tensor, form: Form) -> Any:
     """Models of transformers take their rows by name."""
+    if form:
+        args, kwargs = unpacked(rows, form)
+        return model(*args, **kwargs)
     name = getattr(model, "main_input_name", None)
     return model(**{name: rows}) if isinstance(name, str) else model(rows)
 

@@ -30,7 +30,8 @@ from seqpart.devices.opening import open_device
 from seqpart.memory.device import Device
 from seqpart.errors import SeqpartError
 from seqpart.memory.usage import read_process
-from seqpart.data.splits import Split, count_classes, write_rows
+from seqpart.data.classes import count_classes
+from seqpart.data.splits import Split, write_rows
 from seqpart.cli.job import Job, data_of, model_of
 from seqpart.model.losses import default_loss, label_dtype
 from seqpart.model.optimizers import choose

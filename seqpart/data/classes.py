@@ -1,0 +1,82 @@
+"""Which classes the labels of training and test rows have."""
+
+import torch
+
+from seqpart.data.splits import Split
+from seqpart.errors import DataError
+from seqpart.model.losses import IGNORED
+
+SPARSE_CLASSES = 1000
+"""Gaps in the numbers of up to so many classes cost little."""
+
+
+def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, learns: bool = True) -> int:
+    """Number of classes of integer labels, from 0 up; 0 for labels to regress.
+
+    Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
+    training never saw, and test labels of another kind. Labels of positions may be any of a vocabulary, of which a text
+    rarely holds every entry: gaps, and labels that only the test rows have, are classes like the others.
+
+    ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and what labels below
+        0 mean is its affair.
+    learns: whether the rows are learned from; otherwise one class will do, and so will any number of it.
+    """
+    if train.labels.shape[1:] != test.labels.shape[1:]:
+        raise DataError(
+            f"labels differ: training has shape {tuple(train.labels.shape)} and test {tuple(test.labels.shape)}; "
+            "give both one label per row, or one for each of equally many positions."
+        )
+    if train.labels.is_floating_point() != test.labels.is_floating_point():
+        raise DataError(
+            f"labels differ: training has {train.labels.dtype} and test {test.labels.dtype}; give both as one type."
+        )
+    if train.labels.is_floating_point():
+        return 0
+    (least, most), (least_tested, most_tested) = _class_range(train, ignored), _class_range(test, ignored)
+    for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
+        if found < 0:
+            raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
+    if not learns:
+        return 1 + max(most, most_tested)
+    if least == most:
+        raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
+    if train.labels.ndim > 1:
+        return 1 + max(most, most_tested)
+    return _class_count(train, test, ignored)
+
+
+def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
+    """The least and the largest class, looked at piece by piece: there may be more labels than memory for a mask."""
+    found: list[int] = []
+    for piece in torch.split(split.labels.flatten(), 1 << 20):
+        counted = counts_as_class(piece, ignored)
+        if len(counted):
+            found += (int(n) for n in counted.aminmax())
+    if not found:
+        raise DataError(f"{split.name} labels: every label is one that the loss leaves out. Give rows to learn from.")
+    return min(found), max(found)
+
+
+def counts_as_class(labels: torch.Tensor, ignored: int | None) -> torch.Tensor:
+    """Those of `labels` (n,) that the loss does not leave out: see `count_classes`."""
+    if ignored is None:
+        return labels[labels >= 0]
+    return labels if ignored < 0 and not labels.dtype.is_signed else labels[labels != ignored]
+
+
+def _class_count(train: Split, test: Split, ignored: int | None) -> int:
+    """Of labels of whole rows, of which every class should have rows to be learned from."""
+    seen, tested = (torch.unique(counts_as_class(split.labels, ignored)) for split in (train, test))
+    unknown = tested[~torch.isin(tested, seen)]
+    if len(unknown):
+        raise DataError(
+            f"{test.name} labels: class {int(unknown[0])} does not occur in the training rows. "
+            "Add training rows of it, or leave its test rows out."
+        )
+    classes = int(seen[-1]) + 1
+    if classes > max(SPARSE_CLASSES, 10 * len(seen)):
+        raise DataError(
+            f"{train.name} labels: found class {classes - 1} among {len(seen)} classes; number them 0 to {len(seen) - 1}. "
+            "Every number costs an output."
+        )
+    return classes

@@ -1,0 +1,129 @@
+"""Rows of models that take several tensors, by name or in order: one range of bytes each, side by side in a row of bytes.
+
+So whatever keeps, shuffles and moves rows knows one tensor. A traced model takes them apart in its first block.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpart.errors import DataError
+
+_ALIGNED = 8
+"""A tensor begins at a multiple of so many bytes, and so of every element's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor among a row's bytes: `shape` and `dtype` of one row, from byte `offset` on. name: None for those by place."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Form = tuple[Input, ...]
+
+
+def is_several(x: object) -> bool:
+    """Whether the x of a row, or of all rows, is more than one tensor: a dict of tensors, or a tuple or list of some."""
+    if isinstance(x, Mapping):
+        return True
+    return isinstance(x, tuple | list) and bool(x) and all(hasattr(part, "shape") and hasattr(part, "dtype") for part in x)
+
+
+def form_of(x: object, said: str, *, whole: bool) -> Form:
+    """Of the x of a row, or of all rows (`whole`), whose first dimension is theirs. Raises DataError, naming `said`."""
+    found, offset = [], 0
+    for name, tensor in _named(x):
+        own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, said)
+        if whole and not own.ndim:
+            raise DataError(f"{said}: {name or 'an input'} has no rows.")
+        shape = tuple(own.shape[1:] if whole else own.shape)
+        if not prod(shape):
+            raise DataError(f"{said}: {name or 'an input'} has rows of shape {shape}, which hold no numbers.")
+        found.append(Input(name, shape, own.dtype, offset))
+        offset += -(-found[-1].nbytes // _ALIGNED) * _ALIGNED
+    if not found:
+        raise DataError(f"{said}: a row has no inputs.")
+    return tuple(found)
+
+
+def nbytes_of(form: Form) -> int:
+    """Of a row."""
+    return -(-(form[-1].offset + form[-1].nbytes) // _ALIGNED) * _ALIGNED
+
+
+def packed(x: object, form: Form, said: str) -> torch.Tensor:
+    """Rows x as bytes (rows, bytes). Raises DataError for rows of another form, and for NaN or infinity."""
+    parts = _named(x)
+    if [name for name, _ in parts] != [one.name for one in form]:
+        raise DataError(f"{said}: expected the inputs {described(form)}; found {', '.join(str(n) for n, _ in parts)}.")
+    count = len(parts[0][1])
+    rows = torch.zeros((count, nbytes_of(form)), dtype=torch.uint8)
+    for (name, found), one in zip(parts, form, strict=True):
+        tensor = _tensor(found, said).to(one.dtype)
+        if tuple(tensor.shape) != (count, *one.shape):
+            raise DataError(
+                f"{said}: row shapes differ: {name or 'an input'} has {one.shape}, and {tuple(tensor.shape[1:])} elsewhere. "
+                "Pad or cut them to one shape."
+            )
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DataError(
+                f"{said}: NaN or infinity in {name or 'an input'}. Clean the data: one such row spoils every weight."
+            )
+        rows[:, one.offset : one.offset + one.nbytes] = tensor.reshape(count, -1).contiguous().view(torch.uint8)
+    return rows
+
+
+def unpacked(rows: torch.Tensor, form: Form) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Positional and named inputs of rows (n, bytes), each as its own tensor would be."""
+    args, kwargs = [], {}
+    for one in form:
+        flat = rows[:, one.offset : one.offset + one.nbytes].view(one.dtype)
+        tensor = (torch.unflatten(flat, 1, one.shape) if one.shape else flat.squeeze(1)).contiguous()
+        if one.name is None:
+            args.append(tensor)
+        else:
+            kwargs[one.name] = tensor
+    return args, kwargs
+
+
+def some_rows(x: Any, rows: slice) -> object:
+    return {name: part[rows] for name, part in x.items()} if isinstance(x, Mapping) else tuple(part[rows] for part in x)
+
+
+def one_row(x: object) -> object:
+    """The x of one row, as rows of which there is one."""
+    parts = [(name, torch.as_tensor(part)[None]) for name, part in _named(x)]
+    return dict(parts) if isinstance(x, Mapping) else tuple(part for _, part in parts)
+
+
+def _named(x: Any) -> list[tuple[str | None, Any]]:
+    return [(str(name), part) for name, part in x.items()] if isinstance(x, Mapping) else [(None, part) for part in x]
+
+
+def described(form: Form) -> str:
+    """`ids (7,) int64, mask (7,) bool`"""
+    said = (f"{one.name or ''} {one.shape} {str(one.dtype).removeprefix('torch.')}".strip() for one in form)
+    return ", ".join(said) or "one tensor"
+
+
+def _tensor(part: Any, said: str) -> torch.Tensor:
+    """Floats as float32, other numbers as they are."""
+    try:
+        tensor = torch.as_tensor(np.array(part) if isinstance(part, np.ndarray) else part).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{said}: expected numbers of one shape: {str(error).splitlines()[0]}") from None
+    if tensor.is_complex():
+        raise DataError(f"{said}: expected real numbers; found {tensor.dtype}.")
+    return tensor.float() if tensor.is_floating_point() else tensor
