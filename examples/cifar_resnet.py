@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.data.splits import as_split, count_classes
+from seqpart.data.classes import count_classes
+from seqpart.data.splits import as_split
 from seqpart.zoo import datasets
 
 MEAN, DEVIATION = 0.47, 0.25

@@ -16,7 +16,8 @@ from pathlib import Path
 from torch import nn
 
 from seqpart import Result, Trainer
-from seqpart.data.splits import as_split, count_classes
+from seqpart.data.classes import count_classes
+from seqpart.data.splits import as_split
 from seqpart.zoo import datasets
 
 WIDTHS = (80, 60, 60, 60)
