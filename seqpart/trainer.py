@@ -151,9 +151,9 @@ class Trainer:
         asked = self.settings.tile_bytes
         if asked is not None:
             return (asked,)
-        exact = methods_named(self.settings.method)[0].exact
+        streams = any(method.exact and method.cuts and not method.stays for method in methods_named(self.settings.method))
         # A function may return an optimizer that looks at a weight as a whole.
-        return sizes_to_try(self.model) if exact and self._optimizer is None else (0,)
+        return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
 
     def count_from_start(self) -> None:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""

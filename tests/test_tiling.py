@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from seqpart.tiling.modules import Tiled
 from seqpart.tiling.tiling import SIZES, Tiling, sizes_to_try
 from seqpart.verify.verification import verify
 from seqpart.weights.empty import parameters_on_meta
+from tests.exactly import FULL, HOWS, Trained, first_difference
 
 VOCABULARY, WIDTH, POSITIONS, ROWS = 500, 16, 5, 22
 TILE = 100 * WIDTH * 4
@@ -280,6 +282,13 @@ def test_a_vocabulary_larger_than_the_limit_is_trained_in_tiles_without_being_as
         trainer(tmp_path / "2", model, tile="auto", save_every=1, **options).fit((x, y), (x, y), before_update=ending(1))
     found = trainer(tmp_path / "2", model, tile="auto", **options).fit((x, y), (x, y), resume=tmp_path / "2" / "run")
     assert found.proof.violations == 0 and found.plan.tile in SIZES
+    small = options | {"mem_limit": limit_above_runtime(60 << 20)}
+    with pytest.raises(DoesNotFit) as refusal:
+        trainer(tmp_path / "3", model, tile="auto", **small).plan((x, y), (x, y))
+    smallest = int(re.search(r"smallest limit that fits: (\d+)MB", str(refusal.value))[1])
+    assert smallest < (found.proof.runtime >> 20) + 190, "it is named for the smallest tiles"
+    named = options | {"mem_limit": f"{smallest + 10}MB"}  # this process has grown since
+    assert trainer(tmp_path / "3", model, tile="auto", **named).plan((x, y), (x, y)).tile == SIZES[-1]
     assert found.proof.peak - found.proof.runtime < 190 << 20 < 4 * 70_000 * 256 * 4
 
 
@@ -288,7 +297,11 @@ def test_nothing_is_tiled_unasked_where_that_could_change_more_than_rounding(tmp
         model = made(**LARGE)
     assert sizes_to_try(model) == (0, *SIZES)
     assert trainer(tmp_path, model, tile="auto").tiles() == (0, *SIZES)
+    assert trainer(tmp_path, model, tile="auto", method="auto").tiles() == (0, *SIZES)
     assert trainer(tmp_path, model, tile="auto", method="sil").tiles() == (0,), "a cut there may pass one value alone"
+    for method in ("full", "checkpointed"):
+        held = trainer(tmp_path, model, tile="auto", method=method, partitions="auto")
+        assert held.tiles() == (0,), "all its weights are there at once"
     own = Trainer(model, None, lambda parameters: torch.optim.Adam(parameters), mem_limit="3GB", method="streamed", quiet=True)
     assert own.tiles() == (0,), "it may look at a weight as a whole"
     assert trainer(tmp_path, made(), tile="auto").tiles() == (0,), "its layers are small"
@@ -298,3 +311,23 @@ def test_nothing_is_tiled_unasked_where_that_could_change_more_than_rounding(tmp
 def test_a_size_that_is_none_is_refused(size, tmp_path):
     with pytest.raises(OptionError, match="tile: expected a size such as 16MB, never or auto; found"):
         trainer(tmp_path, made(), tile=size)
+
+
+# --- every way --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        x, y = data()
+        rows = ((x, y), (x[:5], y[:5]))
+        return Trained(patch, tmp_path_factory.mktemp("full"), lambda: made(tied=True), rows, tile=TILE).run(FULL)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_every_way_gives_the_bits_of_whole_training_over_the_same_tiles(how, full, monkeypatch, tmp_path):
+    """More pieces enter the last partition than boundaries on the disk have buffers."""
+    x, y = data()
+    rows = ((x, y), (x[:5], y[:5]))
+    arms = Trained(monkeypatch, tmp_path, lambda: made(tied=True), rows, tile=TILE, partitions=(0, 3, 6, 9, 12))
+    assert first_difference(arms.run(how), full) is None

@@ -16,6 +16,7 @@ from seqpart.planning.dynamic import Piece, best_cut
 from seqpart.planning.plan import Plan
 from seqpart.planning.prediction import Kind, Option, Prediction, options_of, predict
 from seqpart.planning.problem import (
+    BUFFERS,
     Candidate,
     Parts,
     Problem,
@@ -123,6 +124,8 @@ def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[in
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
     found = [tuple(possible)] if 1 < len(possible) <= _MANY else []
     bound = max(sizes)
+    # Gradients of shared weights wait, on the disk in buffers that are all as large as the most that a partition has of them.
+    sizes = [size + (0 if method.stays else BUFFERS * cost.tied) for size, cost in zip(sizes, weights, strict=True)]
     while True:
         starts, held = [possible[0]], 0
         for start, size in zip(possible, sizes, strict=True):
