@@ -1,6 +1,7 @@
 """Which models of others come in as they are? Each, whole and small, is cut, streamed and compared with a plain loop.
 
     python -m benchmarks.models              all of them; writes docs/models.md and benchmarks/results/models-*.json
+    python -m benchmarks.models again NAME   these once more, and those that are new; what is known of the others stays
     python -m benchmarks.models one NAME     one of them, as a line of JSON
 
 Each runs in a process of its own: two epochs of SGD under a limit, one partition of three on the device at a time, and then
@@ -20,11 +21,12 @@ import torch
 from torch import nn
 
 from benchmarks import children
-from benchmarks.record import origin, save
+from benchmarks.record import load, origin, save
 from benchmarks.whole_models import EXAMPLES, ROWS, Example, judged
 from seqpart import Trainer
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.partition import passing
+from seqpart.data.splits import as_split
 from seqpart.errors import SeqpartError
 from seqpart.tracing.tracing import chain_of
 
@@ -52,17 +54,26 @@ def made(example: Example) -> nn.Module:
     return model
 
 
-def plain(example: Example, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+Rows = torch.Tensor | dict[str, torch.Tensor]
+
+
+def some(x: Rows, rows: slice) -> Rows:
+    return {name: part[rows] for name, part in x.items()} if isinstance(x, dict) else x[rows]
+
+
+def plain(example: Example, x: Rows, y: torch.Tensor) -> dict[str, torch.Tensor]:
     """What anyone would write."""
     model = made(example).train()
     name, loss, optimizer = getattr(model, "main_input_name", None), judged(example.labels), None
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, fused=True)
     for _ in range(EPOCHS):
         for start in range(0, ROWS, BATCH):
-            rows = x[start : start + BATCH]
-            output = model(**{name: rows}, use_cache=False) if name == "input_ids" and _caches(model) else None
-            if output is None:
-                output = model(**{name: rows}) if name else model(rows)
+            rows = some(x, slice(start, start + BATCH))
+            options = {"use_cache": False} if _caches(model) and (name == "input_ids" or isinstance(rows, dict)) else {}
+            if isinstance(rows, dict):
+                output = model(**rows, **options)
+            else:
+                output = model(**{name: rows}, **options) if name else model(rows)
             loss(_tensor(output), y[start : start + BATCH]).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -86,8 +97,9 @@ def one(name: str) -> dict[str, Any]:
     x, y = example.rows(1)
     model = made(example)
     try:
-        chain = chain_of(model, tuple(x.shape[1:]), x.dtype)
-        costs = measure_chain(chain, tuple(x.shape[1:]), BATCH, dtype=x.dtype)
+        split = as_split((x, y), "training")
+        chain = chain_of(model, split.shape, split.dtype, split.form)
+        costs = measure_chain(chain, split.shape, BATCH, dtype=split.dtype)
         found: dict[str, Any] = {
             "blocks": len(chain),
             "widest": max(passing(costs, n) for n in range(len(chain))),
@@ -103,7 +115,7 @@ def one(name: str) -> dict[str, Any]:
     return found
 
 
-def _streamed(example: Example, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+def _streamed(example: Example, model: nn.Module, x: Rows, y: torch.Tensor) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         refusal: SeqpartError | None = None
         for partitions in PARTITIONS:
@@ -113,7 +125,7 @@ def _streamed(example: Example, model: nn.Module, x: torch.Tensor, y: torch.Tens
                     batch_size=BATCH, micro_batch_size=BATCH, epochs=EPOCHS, lr=RATE, shuffle=False, quiet=True,
                     output_dir=Path(folder) / f"run-{partitions}", save_every="never",
                 )  # fmt: skip
-                result = trainer.fit((x, y), (x[:4], y[:4]))
+                result = trainer.fit((x, y), (some(x, slice(4)), y[:4]))
                 proof = result.proof
                 return {
                     "partitions": len(result.plan.partitions), "peak": proof.peak, "predicted": proof.predicted,
@@ -160,16 +172,22 @@ def page(found: dict[str, dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["all", "one"], default="all")
-    parser.add_argument("name", nargs="?", choices=list(EXAMPLES))
+    parser.add_argument("what", nargs="?", choices=["all", "one", "again"], default="all")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     asked = parser.parse_args(argv)
+    if unknown := set(asked.names) - set(EXAMPLES):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
+    if (asked.what == "one") != (len(asked.names) == 1) and asked.what != "again":
+        parser.error(f"{asked.what}: which?")
     if asked.what == "one":
-        if asked.name is None:
-            parser.error("one: which?")
-        print(json.dumps(one(asked.name)))
+        print(json.dumps(one(asked.names[0])))
         return 0
+    known: dict[str, dict[str, Any]] = load("models") if asked.what == "again" else {}
     found: dict[str, dict[str, Any]] = {}
     for name in EXAMPLES:
+        if name in known and name not in asked.names:
+            found[name] = known[name]
+            continue
         try:
             found[name] = children.printed("benchmarks.models", "one", name, name=name)
         except RuntimeError as error:

@@ -20,10 +20,15 @@ class Example:
     labels: str = "row"
     """row: one label each; token: one for each token; pixel: one for each pixel; vector: the loss is the mean square of what
     comes out."""
+    named: Callable[[torch.Generator], dict[str, torch.Tensor]] | None = None
+    """Rows of a model that takes several tensors, by name."""
 
-    def rows(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, seed: int) -> tuple[torch.Tensor | dict[str, torch.Tensor], torch.Tensor]:
         made = torch.Generator().manual_seed(seed)
-        if not self.images:
+        x: torch.Tensor | dict[str, torch.Tensor]
+        if self.named is not None:
+            x = self.named(made)
+        elif not self.images:
             x = torch.randint(2, WORDS, (ROWS, LENGTH), generator=made)
         else:
             shape = (self.frames, self.images, self.images) if self.frames else (self.images, self.images)
@@ -32,6 +37,24 @@ class Example:
         most = WORDS if self.labels == "token" else CLASSES
         y = torch.randint(0, most, (ROWS, *shape), generator=made)
         return x, (y.float() if self.labels == "vector" else y)
+
+
+def _words(made: torch.Generator) -> torch.Tensor:
+    return torch.randint(2, WORDS, (ROWS, LENGTH), generator=made)
+
+
+def _padded(made: torch.Generator) -> dict[str, torch.Tensor]:
+    mask = torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH + 1, (ROWS, 1), generator=made)
+    ids = torch.where(mask, _words(made), 0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": torch.randint(2, ids.shape, generator=made)}
+
+
+def _translated(made: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"input_ids": _words(made), "decoder_input_ids": _words(made)}
+
+
+def _heard(made: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(ROWS, 80, 2 * LENGTH, generator=made), "decoder_input_ids": _words(made)}
 
 
 def judged(kind: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -219,8 +242,26 @@ EXAMPLES: dict[str, Example] = {
     "transformers T5 encoder": Example(
         partial(_transformers, "T5EncoderModel", "T5Config", **T5, num_layers=4), labels="vector",
     ),
-    "transformers T5": _language(
-        "T5ForConditionalGeneration", "T5Config", **T5, num_layers=2
+    "transformers T5": Example(
+        partial(_transformers, "T5ForConditionalGeneration", "T5Config", **T5, num_layers=2, num_decoder_layers=2),
+        labels="token", named=_translated,
+    ),
+    "transformers BART": Example(
+        partial(
+            _transformers, "BartForConditionalGeneration", "BartConfig", d_model=64, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.0,
+        ), labels="token", named=_translated,
+    ),
+    "transformers Whisper": Example(
+        partial(
+            _transformers, "WhisperForConditionalGeneration", "WhisperConfig", d_model=64, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.0,
+            max_source_positions=LENGTH, max_target_positions=LENGTH, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+            suppress_tokens=None, begin_suppress_tokens=None,
+        ), labels="token", named=_heard,
+    ),
+    "transformers BERT, padded": Example(
+        partial(_transformers, "BertForSequenceClassification", "BertConfig", **QUIET), named=_padded
     ),
     "transformers ViT": Example(
         partial(_transformers, "ViTForImageClassification", "ViTConfig", **SEEN, hidden_dropout_prob=0.0), images=32
