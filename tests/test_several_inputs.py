@@ -1,5 +1,6 @@
 """Models that take several tensors, by name or in order: rows are kept as bytes, and are taken apart in the first block."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.data.splits import as_split
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.tracing.inputs import form_of, nbytes_of, packed, unpacked
 from seqpart.verify.verification import verify
@@ -127,6 +129,11 @@ def test_a_run_goes_on_with_the_same_inputs_and_no_others(tmp_path):
     trainer(tmp_path, model, save_every=2).fit((x, y), (x, y), resume=tmp_path / "run")
     for name, tensor in plain(x, y).state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_row_that_is_a_list_of_numbers_is_one_tensor():
+    split = as_split([([np.float64(i), np.float64(1)], i % 2) for i in range(6)], "training")
+    assert split.form == () and split.shape == (2,)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

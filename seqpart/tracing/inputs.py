@@ -38,7 +38,9 @@ def is_several(x: object) -> bool:
     """Whether the x of a row, or of all rows, is more than one tensor: a dict of tensors, or a tuple or list of some."""
     if isinstance(x, Mapping):
         return True
-    return isinstance(x, tuple | list) and bool(x) and all(hasattr(part, "shape") and hasattr(part, "dtype") for part in x)
+    if not isinstance(x, tuple | list) or not all(hasattr(part, "shape") and hasattr(part, "dtype") for part in x):
+        return False
+    return any(len(part.shape) for part in x)  # else they are numbers, which make one row
 
 
 def form_of(x: object, said: str, *, whole: bool) -> Form:
