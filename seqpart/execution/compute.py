@@ -217,6 +217,7 @@ class Compute:
         """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
         (output,) = self._output(step, taken, training=True).values()
         verdict = self._judge(step, output, labels)
+        del output  # the graph alone holds it, until the loss has its gradient
         assert verdict is not None
         share = self.span(step)
         part = (share.stop - share.start) / share.update_rows
