@@ -144,6 +144,10 @@ def test_what_a_tile_could_not_do_as_well_stays_whole():
     for layer in layers:
         with Tiling(nn.Sequential(layer), 64) as model:
             assert not any(isinstance(module, Tiled) for module in model.modules()), layer
+    unlike = nn.Linear(3, 3, bias=False)
+    unlike.weight = nn.Parameter(torch.eye(3).to_sparse())
+    for odd in (nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)), [unlike], [nn.Identity, nn.Linear(2, 2)], None):
+        assert sizes_to_try(odd) == (0,), "what cannot be trained is refused elsewhere, in words"
     with Tiling(nn.Linear(WIDTH, VOCABULARY), 64) as model:
         assert isinstance(model, nn.Linear), "it is the model, and nobody holds it"
 

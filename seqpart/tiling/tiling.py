@@ -182,15 +182,13 @@ def _tileable(model: object, nbytes: int) -> Mapping[nn.Module, nn.Parameter]:
 
 def _may_be_tiled(module: nn.Module) -> bool:
     """An nn.Linear or nn.Embedding of the very type, with parameters of its own that lie row by row, and nobody listening."""
+    if type(module) not in (nn.Linear, nn.Embedding) or not isinstance(module.weight, nn.Parameter):
+        return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
-    if any(not parameter.is_contiguous() for parameter in module.parameters()):
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return False
-    if type(module) is nn.Linear:
-        return isinstance(module.weight, nn.Parameter)
-    if type(module) is not nn.Embedding:
-        return False
-    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return all(parameter.layout == torch.strided and parameter.is_contiguous() for parameter in module.parameters())
 
 
 def _rows(weight: torch.Tensor, nbytes: int) -> int:
