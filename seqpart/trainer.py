@@ -107,7 +107,7 @@ class Trainer:
         """
         with self.device.at_work(), ExitStack() as stack:
             prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
-            yield self._fitting(stack, prepare, Preparation.planned, self._tile_of(reuse))
+            yield self._fitting(stack, prepare, Preparation.planned, reuse)
 
     def prepare(
         self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
@@ -126,31 +126,30 @@ class Trainer:
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
-        tile: int | None = None,
+        again: Plan | None = None,
     ) -> tuple[Preparation, Prepared]:  # fmt: skip
         """What `prepare(model=...)` makes of the model, and the plan: with large layers in tiles where nothing fits without.
 
-        stack: closes it. tile: bytes of a tile, as it was decided earlier.
+        stack: closes it. again: see `tiles`.
         """
 
         def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
             preparation = attempt.enter_context(closing(prepare(model=model)))
             return preparation, plan(preparation)
 
-        return first_that_fits(stack, self.model, self.tiles() if tile is None else (tile,), work)
+        return first_that_fits(stack, self.model, self.tiles(again), work)
 
-    def _tile_of(self, plan: Plan | None) -> int | None:
-        """Bytes of the tiles of a plan that is to be carried out again. Raises OptionError where others are asked for."""
-        if plan is not None and self.settings.tile_bytes not in (None, plan.tile):
-            had = f"tiles of {format_size(plan.tile)}" if plan.tile else "no tiles"
-            raise OptionError(f"--tile: the plan to be carried out again has {had}. Leave it out.")
-        return None if plan is None else plan.tile
+    def tiles(self, again: Plan | None = None) -> tuple[int, ...]:
+        """Bytes of the tiles of large layers, one after the other until a plan fits; 0: none.
 
-    def tiles(self) -> tuple[int, ...]:
-        """Bytes of the tiles of large layers, one after the other until a plan fits; 0: none."""
+        again: a plan that is to be carried out again, with the tiles it has. Raises OptionError where others are asked for.
+        """
         asked = self.settings.tile_bytes
-        if asked is not None:
-            return (asked,)
+        if again is not None and asked not in (None, again.tile):
+            had = f"tiles of {format_size(again.tile)}" if again.tile else "no tiles"
+            raise OptionError(f"--tile: the plan to be carried out again has {had}. Leave it out.")
+        if again is not None or asked is not None:
+            return (again.tile if again is not None else asked or 0,)
         streams = any(method.exact and method.cuts and not method.stays for method in methods_named(self.settings.method))
         # A function may return an optimizer that looks at a weight as a whole.
         return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
@@ -196,7 +195,7 @@ class Trainer:
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
-            preparation, prepared = self._fitting(stack, prepare, plan, self._tile_of(earlier))
+            preparation, prepared = self._fitting(stack, prepare, plan, earlier)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None))

@@ -240,6 +240,8 @@ def test_a_plan_that_was_saved_brings_its_tiles(tmp_path):
     assert saved.tile == TILE
     with pytest.raises(OptionError, match=r"has tiles of 6\.4 KB"):
         trainer(tmp_path, made(), tile="never", partitions="auto").fit(x, x, reuse=saved)
+    with pytest.raises(OptionError, match=r"has tiles of 6\.4 KB"):
+        verify(made(), x, reuse=saved, mem_limit="3GB", batch_size=8, tile="never", offload_dir=tmp_path / "scratch")
     found = trainer(tmp_path, made(), tile="auto", partitions="auto").fit(x, x, reuse=saved)
     assert found.plan.starts == plan.starts and found.plan.tile == TILE
 

@@ -126,9 +126,9 @@ def growing(
         start = alive + block.saved_alone + block.output + over
         backward = max(backward + block.gradients + new, start + block.backward_peak)
         again = max(again + new, start + block.accumulate_peak)
-        adding = max(adding + block.gradients + new, start + block.backward_peak + block.lent) if lent + block.lent else 0
-        adding_again = max(adding_again + new, start + block.accumulate_peak + block.lent) if lent + block.lent else 0
         lent += block.lent
+        adding = max(adding + block.gradients + new, start + block.backward_peak + block.lent) if lent else 0
+        adding_again = max(adding_again + new, start + block.accumulate_peak + block.lent) if lent else 0
         kept = alive + block.saved_alone
         alive += block.saved
         graph += sum(round_up(size, LINE) for size in block.saved_sizes)

@@ -268,8 +268,8 @@ class Simulator:
             self._keep("gradients", p, 0, part.gradients)
         self._pass_down(p, phase.lowest, m)
         if p == phase.lowest:
-            for lender in range(p, len(self._partitions)):
-                self._free("tied", lender, m)
+            for borrower in range(p, len(self._partitions)):
+                self._free("tied", borrower, m)
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
         if self._resources.boundary_tier != "device" and not alone and not phase.keeps_graph(p):
             seconds += self._away(part.input, self._speeds.read, self._speeds.up)  # nothing goes on while it is read

@@ -142,9 +142,8 @@ def _length(items: Any, name: str) -> int:
 def _from_items(items: Any, name: str) -> Split:
     if not _length(items, name):
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
-    several = _form(items, name)
+    several, dtype = _kind(items, name)
     first = _item(items, 0, name, several)[0]
-    dtype = torch.uint8 if several else _dtype_of(items[0][0])
     targets = getattr(items, "targets", None)
     # A target_transform changes what items say and leaves `targets` as it was.
     unlike = (
@@ -169,13 +168,13 @@ def _from_items(items: Any, name: str) -> Split:
     return Split(name=name, count=len(items), shape=shape, labels=labels, open=passes, dtype=dtype, form=several)
 
 
-def _form(items: Any, name: str) -> Form:
-    """Of the first item's inputs; none where it has one, or is no pair, which is told later."""
+def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
+    """The form of the first item's inputs, where it has several, and what rows become. That it is no pair is told later."""
     try:
         x, _ = _parted(items[0])
     except Exception:
-        return ()
-    return form_of(x, f"{name} data: item 0", whole=False) if is_several(x) else ()
+        return (), torch.float32
+    return (form_of(x, f"{name} data: item 0", whole=False), torch.uint8) if is_several(x) else ((), _dtype_of(x))
 
 
 def _parted(item: Any) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ class MetaTensors:
     def __init__(self, model: object) -> None:
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
         others: dict[int, torch.Tensor] = {}
-        for module in _modules(model):
+        for module in modules_of(model):
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None and tensor.is_meta:
@@ -85,7 +85,8 @@ class MetaTensors:
             tensors[name] = tensor
 
 
-def _modules(model: object) -> Iterator[nn.Module]:
+def modules_of(model: object) -> Iterator[nn.Module]:
+    """Of a module, or of those in a list: each once."""
     parts = (model,) if isinstance(model, nn.Module) else model if isinstance(model, list | tuple) else ()
     modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
     yield from {id(module): module for module in modules}.values()

@@ -1,6 +1,6 @@
 """Putting tiles in the place of large layers of a model, and the layers back with what the tiles have learned."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from seqpart.errors import DoesNotFit, ModelError
+from seqpart.files.direct import round_up
+from seqpart.model.live_modules import modules_of
 from seqpart.tiling.modules import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear
 
 T = TypeVar("T")
@@ -24,7 +26,8 @@ _GRANULE = 64
 
 def sizes_to_try(model: object) -> tuple[int, ...]:
     """Bytes of a tile's weight, one after the other, until a plan fits. The first is 0: no tiles."""
-    return 0, *(size for size in SIZES if _tileable(model, size))
+    largest = max((layer.weight.nbytes for layer in _tileable(model)), default=0)
+    return 0, *(size for size in SIZES if size < largest)
 
 
 @dataclass(slots=True)
@@ -66,10 +69,10 @@ class Tiling:
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
 
     def __enter__(self) -> object:
-        layers = _tileable(self._model, self._nbytes) if self._nbytes else {}
+        layers = _tileable(self._model, self._nbytes) if self._nbytes else []
         if not layers:
             return self._model
-        model = self._model if isinstance(self._model, nn.Module) else nn.Sequential(*_listed(self._model))
+        model = self._model if isinstance(self._model, nn.Module) else nn.Sequential(*self._model)  # type: ignore[misc]
         tiled = {layer: self._tiled(layer) for layer in layers}
         for module in [*model.modules()]:
             for name, child in module._modules.items():
@@ -88,16 +91,14 @@ class Tiling:
             split.join()
         self._places, self._splits = [], {}
 
-    def _tiled(self, layer: nn.Module) -> Tiled:
-        weight = layer.weight
-        assert isinstance(weight, nn.Parameter)
-        rows = _rows(weight, self._nbytes)
-        firsts = range(0, len(weight), rows)
-        weights = self._split(weight, rows)
+    def _tiled(self, layer: nn.Linear | nn.Embedding) -> Tiled:
+        rows = _rows(layer.weight, self._nbytes)
+        firsts = range(0, len(layer.weight), rows)
+        assert isinstance(layer.weight, nn.Parameter)
+        weights = self._split(layer.weight, rows)
         if isinstance(layer, nn.Linear):
             biases = [None] * len(weights) if layer.bias is None else self._split(layer.bias, rows)
             return TiledLinear([LinearTile(*pair) for pair in zip(weights, biases, strict=True)], self._nbytes)
-        assert isinstance(layer, nn.Embedding)
         last = firsts[-1]
         return TiledEmbedding(
             [
@@ -155,29 +156,18 @@ def tile_of(model: nn.Module) -> int:
     return max((module.nbytes for module in model.modules() if isinstance(module, Tiled)), default=0)
 
 
-def _tileable(model: object, nbytes: int) -> Mapping[nn.Module, nn.Parameter]:
-    """Layers with a weight of more than `nbytes` that have nothing but what tiles can do as well."""
-    modules = [*_modules(model)]
-    users: dict[int, list[nn.Module]] = {}
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append(module)
-
-    def all_may(parameter: nn.Parameter) -> bool:
-        return all(_may_be_tiled(user) for user in users[id(parameter)])
-
-    tops = set(map(id, model)) if isinstance(model, list | tuple) else {id(model)} if isinstance(model, nn.Module) else set()
-    found = {}
-    for module in modules:
-        weight = getattr(module, "weight", None) if _may_be_tiled(module) else None
-        if not isinstance(weight, nn.Parameter) or len(weight) < 2 or weight.nbytes <= nbytes:
-            continue
-        if isinstance(model, nn.Module) and id(module) in tops:
-            continue  # it is the model
-        if all(all_may(parameter) for parameter in module.parameters()):
-            found[module] = weight
-    return found
+def _tileable(model: object, nbytes: int = 0) -> list[nn.Linear | nn.Embedding]:
+    """Layers with a weight of more than `nbytes` that have nothing but what tiles can do as well, and are not the model."""
+    if isinstance(model, list | tuple) and not all(isinstance(part, nn.Module) for part in model):
+        return []  # factories
+    modules = [*modules_of(model)]
+    shared = {id(own) for module in modules if not _may_be_tiled(module) for own in module._parameters.values()}
+    return [
+        module for module in modules
+        if isinstance(module, nn.Linear | nn.Embedding) and _may_be_tiled(module) and module is not model
+        and len(module.weight) > 1 and module.weight.nbytes > nbytes
+        and not any(id(parameter) in shared for parameter in module.parameters())
+    ]  # fmt: skip
 
 
 def _may_be_tiled(module: nn.Module) -> bool:
@@ -197,22 +187,5 @@ def _rows(weight: torch.Tensor, nbytes: int) -> int:
     most = max(1, nbytes // row, -(-len(weight) // _MOST_TILES))
     count = -(-len(weight) // most)
     rows = -(-len(weight) // count)
-    granules = -(-rows // _GRANULE) * _GRANULE
+    granules = round_up(rows, _GRANULE)
     return granules if granules <= most else rows
-
-
-def _modules(model: object) -> Iterator[nn.Module]:
-    whole: Sequence[object] = [model] if isinstance(model, nn.Module) else _listed(model)
-    seen: set[int] = set()
-    for part in whole:
-        for module in part.modules() if isinstance(part, nn.Module) else ():
-            if id(module) not in seen:
-                seen.add(id(module))
-                yield module
-
-
-def _listed(model: object) -> list[nn.Module]:
-    """Of a list of modules: these. A list with factories has none that could be tiled."""
-    if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
-        return list(model)
-    return []

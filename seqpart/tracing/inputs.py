@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from seqpart.errors import DataError
+from seqpart.files.direct import round_up
 
 _ALIGNED = 8
 """A tensor begins at a multiple of so many bytes, and so of every element's size."""
@@ -54,7 +55,7 @@ def form_of(x: object, said: str, *, whole: bool) -> Form:
         if not prod(shape):
             raise DataError(f"{said}: {name or 'an input'} has rows of shape {shape}, which hold no numbers.")
         found.append(Input(name, shape, own.dtype, offset))
-        offset += -(-found[-1].nbytes // _ALIGNED) * _ALIGNED
+        offset += round_up(found[-1].nbytes, _ALIGNED)
     if not found:
         raise DataError(f"{said}: a row has no inputs.")
     return tuple(found)
@@ -62,7 +63,7 @@ def form_of(x: object, said: str, *, whole: bool) -> Form:
 
 def nbytes_of(form: Form) -> int:
     """Of a row."""
-    return -(-(form[-1].offset + form[-1].nbytes) // _ALIGNED) * _ALIGNED
+    return round_up(form[-1].offset + form[-1].nbytes, _ALIGNED)
 
 
 def packed(x: object, form: Form, said: str) -> torch.Tensor:

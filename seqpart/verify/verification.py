@@ -104,7 +104,7 @@ def verify(
 
             return Variant.planned("limited", trainer(), train, reuse=reuse), trainer
 
-        sizes = Trainer(model, loss, optimizer, quiet=True, **options).tiles() if reuse is None else (reuse.tile,)
+        sizes = Trainer(model, loss, optimizer, quiet=True, **options).tiles(reuse)
         limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor")

@@ -55,8 +55,9 @@ def named_tensors(blocks: Sequence[Block], layouts: Sequence[Layout], module_of:
     for alias, name in getattr(blocks, "aliases", {}).items():
         found.append((known[name][0], alias, known[name][1]))
     pieces: dict[str, list[tuple[Block, TensorSpec]]] = {}
+    wholes: Mapping[str, str] = getattr(blocks, "wholes", {})
     for owner, name, spec in found:
-        own = pieces.setdefault(getattr(blocks, "wholes", {}).get(name, name), [])
+        own = pieces.setdefault(wholes.get(name, name), [])
         if (owner, spec) not in own:  # a module that is called twice is in two blocks
             own.append((owner, spec))
     named = [Named(name, tuple(own)) for name, own in pieces.items()]
