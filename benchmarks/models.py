@@ -102,7 +102,7 @@ def one(name: str) -> dict[str, Any]:
         costs = measure_chain(chain, split.shape, BATCH, dtype=split.dtype)
         found: dict[str, Any] = {
             "blocks": len(chain),
-            "widest": max(passing(costs, n) for n in range(len(chain))),
+            "widest": max(len(passing(costs, n)) for n in range(len(chain))),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         found |= _streamed(example, model, x, y)

@@ -18,6 +18,7 @@ from benchmarks.record import save
 from seqpart.costs.blocks import BlockCost, measure_chain
 from seqpart.costs.hardware import Speeds
 from seqpart.data.row_file import RowLayout
+from seqpart.data.row_packs import RowPack
 from seqpart.errors import DoesNotFit
 from seqpart.memory.heap import RETURNED_FROM
 from seqpart.methods import methods_named
@@ -50,8 +51,8 @@ def problem_of(count: int, rows: int) -> Problem:
         counted_at=costs_at, states=[moments(cost) for cost in costs_at(BATCH)], loss_of=lambda rows: lambda _: (120 * rows, 0),
         fused=True, heap_below=RETURNED_FROM, batch_size=BATCH, the_batch=BATCH, micro_batch=None, starts=None, count=None,
         speeds=SPEEDS, clips=False, boundary_tiers=("device", "disk"), host_room=0, label_row=8, input_row=layout,
-        cache_row=lambda _: layout, cuts_behind=lambda _: True, train_rows=rows, test_rows=10_000, contention=0.3,
-        auto=True, may_keep_heap=True,
+        row_pack=lambda _: RowPack.of_one(0, layout), cuts_behind=lambda _: True, train_rows=rows, test_rows=10_000,
+        contention=0.3, auto=True, may_keep_heap=True,
     )  # fmt: skip
     for micro_batch in micro_batches(problem):
         costs_at(micro_batch)

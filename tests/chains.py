@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.hardware import Speeds
 from seqpart.data.row_file import RowLayout
+from seqpart.data.row_packs import RowPack
 from seqpart.model.packs import Value
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.planning.problem import Problem
@@ -47,7 +48,7 @@ def problem_of(blocks, limit, *, micro_batch, starts, speeds):
         limit=limit, runtime=0, growth=0, costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
         loss_of=lambda _: lambda _: (0, 0), fused=True, heap_below=0, batch_size=16, the_batch=16, micro_batch=micro_batch,
         starts=starts, count=None, speeds=speeds, clips=False, boundary_tiers=("device",), host_room=0, label_row=0,
-        input_row=rows, cache_row=lambda _: rows, cuts_behind=lambda _: True, train_rows=32, test_rows=8,
+        input_row=rows, row_pack=lambda _: RowPack.of_one(0, rows), cuts_behind=lambda _: True, train_rows=32, test_rows=8,
         contention=0.15, auto=True, graph_tiers=("disk",),
     )  # fmt: skip
 

@@ -78,12 +78,6 @@ def test_sil_trains_a_whole_model_where_one_value_passes(tmp_path):
     assert len(result.plan.partitions) == 2
 
 
-def test_sil_says_where_it_cannot_cut(tmp_path):
-    (x, y), test = MODELS["dense"][1]()
-    with pytest.raises(Exception, match="other values pass by it, where sil hands one from partition to partition"):
-        trainer(made(Dense), tmp_path / "run", method="sil", partitions=(0, 2)).fit((x, y), test)
-
-
 @pytest.fixture
 def pictures(tmp_path):
     generator = np.random.default_rng(0)

@@ -87,8 +87,8 @@ class BlockCost:
 
     @property
     def result(self) -> Value:
-        """Where it gives one: what a loss behind it judges."""
-        return self.gives[-1]
+        """What a loss behind it judges: the last of what it gives through which a gradient comes back."""
+        return next((value for value in reversed(self.gives) if value.learns), self.gives[-1])
 
     @property
     def output_shape(self) -> tuple[int, ...]:

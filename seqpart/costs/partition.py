@@ -222,10 +222,10 @@ class Flow:
         where.update({ours: where[theirs] for ours, theirs in block.passes if theirs in where})
 
 
-def passing(blocks: Sequence[BlockCost], last: int) -> int:
-    """Values that are there behind block `last`, for later ones: of a chain one."""
-    given = (value for block in blocks[: last + 1] for value in (*block.takes, *block.gives))
-    return len({value.number for value in given if value.uses[-1] > last})
+def passing(blocks: Sequence[BlockCost], last: int) -> tuple[Value, ...]:
+    """What is there behind block `last`, for later ones: in a chain one value."""
+    given = {value.number: value for block in blocks[: last + 1] for value in (*block.takes, *block.gives)}
+    return tuple(value for value in given.values() if value.uses[-1:] > (last,))
 
 
 def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:

@@ -19,6 +19,11 @@ def writer_bytes(layout: RowLayout, micro_batch: int) -> int:
     return aligned_bytes(layout.chunk_bytes) + micro_batch * layout.nbytes
 
 
+def once_of(split: str) -> str:
+    """The name under which a boundary's values without rows are kept, beside its rows of that split."""
+    return f"{split}-once"
+
+
 class Boundaries:
     """The rows of every boundary that is alive: `(split, p)` are the inputs of partition p. Homes go under `folder`.
 
@@ -46,11 +51,12 @@ class Boundaries:
         return self._rows[split, partition]
 
     def discard(self, split: str, partition: int) -> None:
-        rows = self._rows.pop((split, partition), None)
-        if rows is not None:
-            rows.close()
-            for file in rows.files:
-                self._retained.remove(file)
+        """With what is kept once beside them."""
+        for rows in [self._rows.pop((name, partition), None) for name in (split, once_of(split))]:
+            if rows is not None:
+                rows.close()
+                for file in rows.files:
+                    self._retained.remove(file)
 
     def close(self) -> None:
         for split, partition in list(self._rows):

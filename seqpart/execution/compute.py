@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from seqpart.boundaries.exchange import BoundaryExchange
 from seqpart.boundaries.handover import Handover
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, Reader, ReaderThread
-from seqpart.data.row_file import RowLayout, Rows
+from seqpart.data.row_packs import PackReader, PackWriter, RowPack
 from seqpart.errors import Diverged, ModelError, OptionError
 from seqpart.execution.events import PhaseBegun, PhaseDone
 from seqpart.execution.graph_offload import GraphOffload
@@ -38,7 +39,7 @@ class Compute:
 
     def __init__(
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
-        losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, cache_layouts: Sequence[RowLayout],
+        losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, row_packs: Sequence[RowPack],
         exchange: BoundaryExchange, graphs: GraphOffload | None, device: Device, reader_thread: ReaderThread, seed: int,
         start: Position, metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
     ) -> None:  # fmt: skip
@@ -49,13 +50,15 @@ class Compute:
         """Losses that were computed."""
         self._phases, self._partitions, self._losses = phases, partitions, losses
         self._handover = Handover(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
-        self._boundaries, self._cache_layouts, self._graphs = boundaries, cache_layouts, graphs
+        self._boundaries, self._row_packs, self._graphs = boundaries, row_packs, graphs
         self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
         self._start, self._resumes = start, start.updates > 0
         self._own_loss: dict[int, PartitionLoss | None] = {}
         self._labels: dict[int, torch.Tensor] = {}
         self._reader: Reader | None = None
-        self._sink: Rows | None = None
+        self._unpacked: PackReader | None = None
+        """Of what the reader reads."""
+        self._sink: PackWriter | None = None
         self._began = 0.0
         self._ties = [*dict.fromkeys((partition.number, tie) for partition in partitions for _, tie in partition.tied)]
         """(partition, weight that it uses and another owns), in the model's order."""
@@ -69,17 +72,17 @@ class Compute:
         if phase.kind is PhaseKind.TRAIN:
             self._forward_to_train(step, taken)
         else:
-            written = self._forward_to_test(step, taken, labels)
+            written = self._forward_to_test(step, batch, taken, labels)
         if batch is not None:
             self._done_with(batch)
         return read, written
 
-    def _forward_to_test(self, step: Step, taken: Pack, labels: torch.Tensor) -> int:
+    def _forward_to_test(self, step: Step, batch: Batch | None, taken: Pack, labels: torch.Tensor) -> int:
         """Without a graph. Returns the bytes written."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         with torch.no_grad():
             if phase.kind is PhaseKind.DRAW:
-                return self._write(cast(SyntheticLoss, self._loss_of(p)).ideal(labels))
+                return self._write({self._row_packs[p].judged: cast(SyntheticLoss, self._loss_of(p)).ideal(labels)}, batch)
             given = self._output(step, taken, training=False)
             if phase.partition != phase.last:
                 self._handover.used_up(p, m)
@@ -87,16 +90,19 @@ class Compute:
                     self._handover.give_up(m, given)
                     return 0
                 labels = self._labels.pop(m)
-            (output,) = given.values()
             if not phase.stage or p == len(self._partitions) - 1:  # recovery looks at the end alone, and is planned so
-                self._judge(step, output, labels)
-            return self._write(output)
+                self._judge(step, self._judged(p, given), labels)
+            return self._write(given, batch)
 
-    def _write(self, output: torch.Tensor) -> int:
+    def _judged(self, p: int, given: Pack) -> torch.Tensor:
+        return given[self._row_packs[p].judged]
+
+    def _write(self, given: Pack, batch: Batch | None) -> int:
         if self._sink is None:
             return 0
-        self._sink.append(output)
-        return len(output) * self._sink.layout.nbytes
+        assert batch is not None, "rows of a boundary are made by one partition alone"
+        assert self._unpacked is not None
+        return self._sink.append(given, partial(self._unpacked.value, rows=batch.x))
 
     def _forward_to_train(self, step: Step, taken: Pack) -> None:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
@@ -124,8 +130,7 @@ class Compute:
             if p < phase.lowest:
                 self._handover.used_up(p, m)
         else:
-            (output,) = given.values()
-            self._judge(step, output, self._labels.pop(m))
+            self._judge(step, self._judged(p, given), self._labels.pop(m))
 
     def backward(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self.loaded[step.partition]
@@ -215,7 +220,7 @@ class Compute:
 
     def _back_propagate_loss(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
         """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
-        (output,) = self._output(step, taken, training=True).values()
+        output = self._judged(step.partition, self._output(step, taken, training=True))
         verdict = self._judge(step, output, labels)
         del output  # the graph alone holds it, until the loss has its gradient
         assert verdict is not None
@@ -284,11 +289,13 @@ class Compute:
             keeps = phase.kind is PhaseKind.TRAIN and phase.keeps_graph(p)
             return None, self._handover.take_up(p, m, to_keep=keeps), torch.empty(0)
         batch = self._next_batch(step)
-        x, labels = self._on_device(batch, p)
-        taken = {self._partitions[p].entering[0].number: x}
+        assert self._unpacked is not None
+        taken, labels = self._unpacked.take(batch.x), self._device.upload(batch.labels)
+        labels = labels.to(label_dtype(labels))
         if phase.partition != phase.last:
-            if x.data_ptr() == batch.x.data_ptr():  # the reader's memory is about to be filled again
-                taken = {number: x.clone() for number in taken}
+            for number, x in taken.items():
+                if x.data_ptr() == batch.x.data_ptr():  # the reader's memory is about to be filled again
+                    taken[number] = x.clone()
             self._labels[m] = labels
             self._handover.give_up(m, taken)
         return batch, taken, labels
@@ -309,17 +316,15 @@ class Compute:
         self.metrics = replace(self.rested) if self._resumes else Metrics()
         self._resumes, self._began = False, time.perf_counter()
         if phase.kind is not PhaseKind.TRAIN and phase.last < len(self._partitions) - 1:
-            layout = self._cache_layouts[phase.last]
-            self._sink = self._boundaries.create(split, phase.last + 1, layout, phase.rows)
-        rows = self._boundaries.rows(split, phase.partition)
+            pack, p = self._row_packs[phase.last], phase.last + 1
+            self._sink = PackWriter(pack, self._boundaries, split, p, phase.rows, self._device)
+        rows, entering = self._boundaries.rows(split, phase.partition), self._partitions[phase.partition].entering
+        pack = self._row_packs[phase.partition - 1] if phase.partition else RowPack.of_one(entering[0].number, rows.layout)
+        self._unpacked = PackReader(pack, self._boundaries, split, phase.partition, entering, self._device)
         self._reader = Reader(
             rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
         )
         self._listen(PhaseBegun(phase=phase, number=number))
-
-    def _on_device(self, batch: Batch, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, labels = self._device.upload(batch.x), self._device.upload(batch.labels)
-        return x.to(self._partitions[partition].entering[0].dtype), labels.to(label_dtype(labels))
 
     def _done_with(self, batch: Batch) -> None:
         assert self._reader is not None

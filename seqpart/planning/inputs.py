@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
 from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
-from seqpart.costs.partition import LossCost, passing
+from seqpart.costs.partition import LossCost
 from seqpart.costs.trials import Trials
 from seqpart.data.classes import count_classes
 from seqpart.data.row_file import RowLayout
+from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.memory.device import Device, host_memory_free
@@ -92,6 +93,7 @@ class Inputs:
         self._measured_loss = cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
+        self.row_pack = RowPacks(self.counted_at, self.full_batch, None if self.exact else settings.cache_type)
         micro = settings.micro_batch_size
         if micro is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
@@ -233,9 +235,10 @@ class Inputs:
         """Why not, in words; "" where it may."""
         if self.exact:
             return ""
-        if passing(self.costs_at(self.full_batch), cost.result.giver) > 1:
-            return "other values pass by it, where sil hands one from partition to partition"
-        return lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
+        pack = self.row_pack(cost)
+        if not (pack.lack or pack.is_one) and self.settings.sil_inputs == "synthetic":
+            return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
+        return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
 
     def _refuse_endless_warmup(self) -> None:
         """Every partition, and recovery, warms up anew."""
@@ -394,7 +397,3 @@ class Inputs:
                 f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
                 f"Let the last block have {self.classes} outputs."
             )
-
-    def cache_row(self, cost: BlockCost) -> RowLayout:
-        """Of the boundary behind a block. Exact methods keep what the block returned, bit for bit."""
-        return RowLayout(cost.output_shape, cost.output_dtype if self.exact else self.settings.cache_type)

@@ -10,6 +10,7 @@ from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import PartitionCost, growing, state_layouts
 from seqpart.costs.simulator import Resources, simulate
 from seqpart.data.row_file import RowLayout
+from seqpart.data.row_packs import RowPack
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.files.direct import round_up
 from seqpart.memory.limit import margin_of, refused
@@ -57,7 +58,8 @@ class Prepared:
     costs: tuple[BlockCost, ...]
     phases: Phases
     stages: tuple[Stage, ...]
-    cache_layouts: tuple[RowLayout, ...]
+    row_packs: tuple[RowPack, ...]
+    """Of the boundary behind each partition."""
     input_layout: RowLayout
     partition_costs: tuple[PartitionCost, ...]
     speeds: Speeds
@@ -106,9 +108,9 @@ class Preparation(Inputs):
             host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
             host_budget=self._host_budget(),
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
-            starts=request.starts or asked, count=count, input_row=self.input_layout, cache_row=self.cache_row,
-            cuts_behind=self.cuts_behind, train_rows=self.train.count, test_rows=self.test.count,
-            contention=self.device.contention, saved=request.saved,
+            starts=request.starts or asked, count=count, input_row=self.input_layout, row_pack=self.row_pack,
+            cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
+            train_rows=self.train.count, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
             live_bytes=self.live_bytes,
             may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
@@ -197,7 +199,7 @@ class Preparation(Inputs):
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
         block_costs = self.costs_at(candidate.micro_batch)
-        cache_layouts = tuple(self.cache_row(block_costs[last - 1]) for _, last, _ in candidate.parts)
+        row_packs = tuple(self.row_pack(block_costs[last - 1]) for _, last, _ in candidate.parts)
         streamed = recovery.candidate if recovery is not None else candidate
         exchange_bytes = planning.host_boundaries(
             replace(problem, batch_size=max(problem.batch_size, self.recovery_batch)), streamed.parts, streamed.micro_batch,
@@ -207,15 +209,15 @@ class Preparation(Inputs):
             costs, candidate.resources.graphs_at_host,
             planning.graphs_at_once(method, problem.batch_size, candidate.micro_batch),
         )  # fmt: skip
-        host_pool_bytes, at_host = self._host_tier(problem, exchange_bytes, rooms, candidate, cache_layouts)
+        host_pool_bytes, at_host = self._host_tier(problem, exchange_bytes, rooms, candidate, row_packs)
         plan = self._plan(
-            problem, method, candidate, training, costs, phases, reasons, cache_layouts, host_pool_bytes, at_host, recovery
+            problem, method, candidate, training, costs, phases, reasons, row_packs, host_pool_bytes, at_host, recovery
         )
         shapes = [block_costs[last - 1].output_shape for _, last, _ in candidate.parts]
         return Prepared(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
-            cache_layouts=cache_layouts, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
+            row_packs=row_packs, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
             loss=lambda p: self.loss_for(method, request.label_bytes, p, count, shapes[p], self.device.torch), at_host=at_host,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
@@ -319,10 +321,11 @@ class Preparation(Inputs):
 
     def _host_tier(
         self, problem: Problem, boundaries: int, rooms: planning.GraphRooms, candidate: Candidate,
-        cache_layouts: Sequence[RowLayout],
+        row_packs: Sequence[RowPack],
     ) -> tuple[int, frozenset[int]]:  # fmt: skip
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
-        rows = sum(layout.home_bytes(self.train.count + self.test.count) for layout in (self.input_layout, *cache_layouts))
+        count = self.train.count + self.test.count
+        rows = self.input_layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
         found = planning.host_places(problem, candidate.parts, boundaries, states=self.exact, rows=rows, graphs=rooms)
         return boundaries + found.nbytes, found.homes
 
@@ -349,7 +352,7 @@ class Preparation(Inputs):
     def _plan(
         self, problem: Problem, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
         costs: Sequence[PartitionCost], phases: Phases, reasons: tuple[str, ...],
-        cache_layouts: Sequence[RowLayout], host_pool_bytes: int, at_host: frozenset[int], recovery: Prediction | None,
+        row_packs: Sequence[RowPack], host_pool_bytes: int, at_host: frozenset[int], recovery: Prediction | None,
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=at_host)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
@@ -362,7 +365,8 @@ class Preparation(Inputs):
                     first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
                     slot=cost.slot, gradients=cost.gradients,
                     activations=cost.saved, buffers=reading + writing,
-                    boundary_row=cost.output_row, tier=self.device.host_tier if p in at_host else "disk",
+                    boundary_row=cost.output_row if self.exact else row_packs[p].layout.nbytes,
+                    tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
                     why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
@@ -374,14 +378,14 @@ class Preparation(Inputs):
             method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
-            disk_bytes=self._disk_bytes(candidate, costs, cache_layouts), seconds=round(seconds, 1), reasons=reasons,
+            disk_bytes=self._disk_bytes(candidate, costs, row_packs), seconds=round(seconds, 1), reasons=reasons,
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
             boundary_tier=used.resources.boundary_tier, heap=used.heap,
             tile=self.chain.tile, live_bytes=self.live_bytes,
         )  # fmt: skip
 
-    def _disk_bytes(self, candidate: Candidate, costs: Sequence[PartitionCost], cache_layouts: Sequence[RowLayout]) -> int:
+    def _disk_bytes(self, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack]) -> int:
         """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result."""
         count = self.train.count + self.test.count
         weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
@@ -389,7 +393,7 @@ class Preparation(Inputs):
         # Where partitions stay, homes are kept as they all were when the last of them was up to date.
         versions = 4 if self.settings.saves else 3 if candidate.resources.stays else 2
         rows = self.input_layout.home_bytes(count)
-        rows += 2 * max((layout.home_bytes(count) for layout in cache_layouts[:-1]), default=0)
+        rows += 2 * max((pack.home_bytes(count) for pack in row_packs[:-1]), default=0)
         batches = -(-self.full_batch // candidate.micro_batch)
         graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
         return versions * (weights + state) + weights + rows + graphs + self.live_bytes

@@ -14,12 +14,13 @@ from seqpart.costs.simulator import Resources
 from seqpart.data.boundary_cache import writer_bytes
 from seqpart.data.reader import reader_bytes
 from seqpart.data.row_file import RowLayout
+from seqpart.data.row_packs import RowPack
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
-from seqpart.model.packs import Handing, gradient_of
+from seqpart.model.packs import ROWS, Handing, gradient_of
 from seqpart.offload.graph_ranges import GRAPH_BUFFERS
 from seqpart.offload.host_pool import first_piece, pieces_for
 from seqpart.offload.layout import Layout
@@ -64,9 +65,12 @@ class Problem:
     host_budget: int = 0
     """Bytes of host memory for boundaries, homes and rows."""
     input_row: RowLayout
-    cache_row: Callable[[BlockCost], RowLayout]
+    row_pack: Callable[[BlockCost], RowPack]
+    """What a row of the boundary cache holds behind a block."""
     cuts_behind: Callable[[BlockCost], bool]
     """Whether a partition may end with a block."""
+    learns_alone: Callable[[BlockCost], bool] = lambda _: True
+    """Whether nothing else that learns passes by what a block returns."""
     train_rows: int
     test_rows: int
     saved: Plan | None = None
@@ -235,11 +239,14 @@ def buffers_of(problem: Problem, first: int, last: int, micro_batch: int) -> tup
     if not problem.host_counts:
         return 0, 0
     costs = problem.costs_at(micro_batch)
-    row = problem.input_row if first == 0 else problem.cache_row(costs[first - 1])
-    writing = 0
-    if last < len(problem.chain):
-        writing = writer_bytes(problem.cache_row(costs[last - 1]), micro_batch)
-    return reader_bytes(row, max(problem.train_rows, problem.test_rows), micro_batch), writing
+    read = RowPack.of_one(ROWS, problem.input_row) if first == 0 else problem.row_pack(costs[first - 1])
+    reading = reader_bytes(read.layout, max(problem.train_rows, problem.test_rows), micro_batch) + read.working_bytes(
+        micro_batch
+    )
+    if last == len(problem.chain):
+        return reading, 0
+    written = problem.row_pack(costs[last - 1])
+    return reading, writer_bytes(written.layout, micro_batch) + written.working_bytes(micro_batch)
 
 
 def too_many(problem: Problem, count: int) -> OptionError:

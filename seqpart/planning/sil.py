@@ -34,7 +34,22 @@ SMALLEST_EASY_MICRO_BATCH = 32
 
 
 def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
-    """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words."""
+    """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words.
+
+    Cut, if that does, only where nothing that learns passes by what is judged: of the rest no loss says anything.
+    """
+    alone = replace(problem, cuts_behind=lambda cost: problem.cuts_behind(cost) and problem.learns_alone(cost))
+    best = _fewest(alone)
+    if best is None and starts_of(alone) != starts_of(problem):
+        best = _fewest(problem)
+    if best is None:
+        raise _does_not_fit(problem)
+    best = _with_heap(problem, best, problem.limit - margin_of(problem.limit))
+    return best, _reasons(problem, best)
+
+
+def _fewest(problem: Problem) -> Candidate | None:
+    """The best of those that fit."""
     found: list[Candidate] = []
     for micro_batch in micro_batches(problem):
         if found and micro_batch < SMALLEST_EASY_MICRO_BATCH:
@@ -44,11 +59,7 @@ def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
         candidate = _cut_at(problem, micro_batch)
         if candidate is not None:
             found.append(candidate)
-    if not found:
-        raise _does_not_fit(problem)
-    best = min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch))
-    best = _with_heap(problem, best, problem.limit - margin_of(problem.limit))
-    return best, _reasons(problem, best)
+    return min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch), default=None)
 
 
 def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
@@ -83,7 +94,12 @@ def _pieces(problem: Problem, micro_batch: int, first: int, available: int) -> I
     fitting = bisect_right(longer, available, key=lambda part: _peak_alone(problem, (first, *part), micro_batch))
     for last, cost in longer[:fitting]:
         if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
-            yield Piece(first, last, cost.output_row, counted[last].slot + counted[last].train_peak)
+            yield Piece(first, last, _row_behind(problem, last), counted[last].slot + counted[last].train_peak)
+
+
+def _row_behind(problem: Problem, last: int) -> int:
+    """Bytes of a row of what waits behind the block before `last`."""
+    return problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).layout.nbytes
 
 
 def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:

@@ -193,7 +193,7 @@ class Session:
             partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
         compute = Compute(
             phases=prepared.phases, partitions=partitions, losses=prepared.loss, boundaries=self.homes.boundaries,
-            cache_layouts=prepared.cache_layouts, exchange=exchange, graphs=graphs, device=self._device,
+            row_packs=prepared.row_packs, exchange=exchange, graphs=graphs, device=self._device,
             reader_thread=self._thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
             listen=self._listen,
         )  # fmt: skip

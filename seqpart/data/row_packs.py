@@ -1,0 +1,232 @@
+"""What a row of the boundary cache holds where partitions are trained one after the other: all that later blocks need.
+
+Where one value passes a cut, a row is that value's row. Where several do, as skips of a U-Net or a mask beside hidden
+states, it is their rows one behind the other, as bytes. A value without rows, as positions that all samples share, is kept
+once, and must be the same for every micro-batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Self
+
+import torch
+
+from seqpart.costs.blocks import BlockCost
+from seqpart.costs.partition import passing
+from seqpart.data.boundary_cache import Boundaries, once_of
+from seqpart.data.row_file import RowLayout
+from seqpart.errors import CorruptFile, DataError, ModelError
+from seqpart.files.direct import aligned, aligned_bytes
+from seqpart.memory.device import Device
+from seqpart.model.packs import Pack, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Where a value lies in a row, or in what is kept once."""
+
+    number: int
+    shape: tuple[int, ...]
+    """Of one row; of what is kept once, all of it."""
+    dtype: torch.dtype
+    """As it is kept."""
+    offset: int
+    """Its first byte."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Out of `rows`, (n, bytes) of uint8: (n, *shape) in memory of its own, since as a part it may lie on any byte."""
+        picked = rows[:, self.offset : self.offset + self.nbytes].clone(memory_format=torch.contiguous_format)
+        return picked.view(self.dtype).view(len(rows), *self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPack:
+    """Of one boundary: what its rows hold, and what is kept once."""
+
+    judged: int
+    """The value that a loss behind the boundary's partition judges."""
+    layout: RowLayout
+    columns: tuple[Column, ...]
+    once: tuple[Column, ...] = ()
+    lack: str = ""
+    """Why these values cannot be kept, in words; "" where they can."""
+
+    @classmethod
+    def of_one(cls, number: int, layout: RowLayout) -> Self:
+        return cls(number, layout, (Column(number, layout.shape, layout.dtype, 0),))
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one value is all."""
+        return len(self.columns) == 1 and not self.once
+
+    @property
+    def once_layout(self) -> RowLayout:
+        return RowLayout((sum(column.nbytes for column in self.once),), torch.uint8)
+
+    def home_bytes(self, rows: int) -> int:
+        """Of `rows` rows, in two splits."""
+        return self.layout.home_bytes(rows) + (2 * self.once_layout.home_bytes(1) if self.once else 0)
+
+    def working_bytes(self, micro_batch: int) -> int:
+        """Host memory beyond the cache's own buffers, while a micro-batch is put together or taken apart."""
+        once = aligned_bytes(self.once_layout.chunk_bytes) + 2 * self.once_layout.nbytes if self.once else 0
+        if len(self.columns) == 1:
+            return once
+        return once + micro_batch * (self.layout.nbytes + max(column.nbytes for column in self.columns))
+
+
+class RowPacks:
+    """Of each block what a row holds where a partition ends with it, found once."""
+
+    def __init__(self, costs_at: Callable[[int], Sequence[BlockCost]], rows: int, cache_type: torch.dtype | None) -> None:
+        """costs_at: the model's at any micro-batch; rows: one at which it runs. cache_type: of what learns; None: a run
+        exchanges values itself, and here keeps what a block returned, bit for bit."""
+        self._costs_at, self._rows, self._cache_type = costs_at, rows, cache_type
+        self._behind = cache(self._find)
+
+    def __call__(self, cost: BlockCost) -> RowPack:
+        if self._cache_type is None:
+            return RowPack.of_one(cost.result.number, RowLayout(cost.output_shape, cost.output_dtype))
+        return self._behind(cost.result.giver)
+
+    def has_one_that_learns(self, cost: BlockCost) -> bool:
+        """Whether nothing that learns passes by the value that is judged."""
+        live = passing(self._costs_at(self._rows), cost.result.giver)
+        return all(value.number == cost.result.number or not value.learns for value in live)
+
+    def _find(self, last: int) -> RowPack:
+        costs = self._costs_at(self._rows)
+        judged, live = costs[last].result, passing(costs, last)
+        try:
+            other = [(value, value.shape) for value in live] if len(live) == 1 else self._with_one_row_more(last, live)
+        except (DataError, ModelError):
+            return self._lacking(judged, f"several values pass there, of a model that takes {self._rows} rows and no others")
+        with_rows = [value for value, shape in other if _has_rows(value, shape)]
+        unclear = [value.shape for value, shape in other if value not in with_rows and value.shape != shape]
+        if unclear:
+            return self._lacking(judged, f"a value of shape {unclear[0]} passes there, whose rows lie elsewhere than first")
+        if judged not in with_rows or not judged.dtype.is_floating_point:
+            return self._lacking(judged, "that is not a row of floats for each sample")
+        columns = self._columns(with_rows, judged, 1)
+        layout = RowLayout((sum(column.nbytes for column in columns),), torch.uint8)
+        if len(columns) == 1:
+            layout = RowLayout(columns[0].shape, columns[0].dtype)
+        return RowPack(judged.number, layout, columns, self._columns([v for v in live if v not in with_rows], judged, 0))
+
+    def _with_one_row_more(self, last: int, live: Sequence[Value]) -> list[tuple[Value, tuple[int, ...]]]:
+        """Each value, and its shape with one row more. Of one size alone a mask for 16 positions looks like 16 rows."""
+        shapes = {value.number: value.shape for value in passing(self._costs_at(self._rows + 1), last)}
+        return [(value, shapes[value.number]) for value in live]
+
+    def _columns(self, values: Sequence[Value], judged: Value, first: int) -> tuple[Column, ...]:
+        """first: the first dimension that is kept."""
+        columns, offset = list[Column](), 0
+        for value in values:
+            learns = first and (value == judged or (value.learns and value.giver >= 0))
+            dtype = self._cache_type if learns else value.dtype
+            assert dtype is not None
+            columns.append(Column(value.number, value.shape[first:], dtype, offset))
+            offset += columns[-1].nbytes
+        return tuple(columns)
+
+    def _lacking(self, judged: Value, lack: str) -> RowPack:
+        return RowPack(judged.number, RowLayout(judged.shape[1:], judged.dtype), (), lack=lack)
+
+
+def _has_rows(value: Value, with_one_more: tuple[int, ...]) -> bool:
+    """Whether its first dimension, and no other, is that of the rows."""
+    first = with_one_more[:1] in ((value.rows,), (value.rows + 1,))
+    return value.shape[:1] == (value.rows,) and first and value.shape[1:] == with_one_more[1:]
+
+
+class PackWriter:
+    """Rows of a boundary, written once from the first to the last, and beside them what is kept once."""
+
+    def __init__(self, pack: RowPack, boundaries: Boundaries, split: str, partition: int, count: int, device: Device) -> None:
+        self._pack, self._device, self._partition = pack, device, partition
+        self._rows = boundaries.create(split, partition, pack.layout, count)
+        self._once = boundaries.create(once_of(split), partition, pack.once_layout, 1) if pack.once else None
+        self._first: torch.Tensor | None = None
+
+    def append(self, given: Mapping[int, torch.Tensor], passed_by: Callable[[int], torch.Tensor]) -> int:
+        """Add what a partition gave for one micro-batch, and what only passes by it, by number. Returns the bytes written.
+
+        Raises ModelError where what is kept once differs from an earlier micro-batch's.
+        """
+        pack = self._pack
+        found = {c.number: given[c.number] if c.number in given else passed_by(c.number) for c in (*pack.columns, *pack.once)}
+        count = len(found[pack.judged])
+        rows = found[pack.judged] if len(pack.columns) == 1 else self._joined(pack.columns, found, count)
+        self._rows.append(rows)
+        if self._once is not None:
+            self._keep_once(self._joined(pack.once, found, 1))
+        return count * pack.layout.nbytes
+
+    def _joined(self, columns: Sequence[Column], found: Pack, count: int) -> torch.Tensor:
+        """(count, bytes) of uint8."""
+        rows = torch.empty(count, sum(column.nbytes for column in columns), dtype=torch.uint8)
+        for column in columns:
+            part = found[column.number].detach().to(column.dtype).reshape(count, prod(column.shape))
+            part = self._device.download(part).contiguous().view(torch.uint8)
+            rows[:, column.offset : column.offset + column.nbytes].copy_(part)
+        return rows
+
+    def _keep_once(self, kept: torch.Tensor) -> None:
+        assert self._once is not None
+        if self._first is None:
+            self._first = kept
+            self._once.append(kept)
+            self._once.finish()
+        for column in self._pack.once:
+            if not torch.equal(*(rows[:, column.offset : column.offset + column.nbytes] for rows in (kept, self._first))):
+                raise ModelError(
+                    f"a value of shape {column.shape} passes by the end of partition {self._partition - 1}, has no rows and is "
+                    "another for every batch, so it cannot wait for the next partition. Cut elsewhere with --partitions, or "
+                    "use --method auto."
+                )
+
+    def finish(self) -> None:
+        """The last row is in."""
+        self._rows.finish()
+
+
+class PackReader:
+    """Takes micro-batches of a boundary's rows apart, with what was kept once."""
+
+    def __init__(
+        self, pack: RowPack, boundaries: Boundaries, split: str, partition: int, entering: Sequence[Value], device: Device
+    ) -> None:
+        """entering: what the partition takes of it. Raises CorruptFile where the rows hold something else."""
+        self._pack, self._entering, self._device = pack, entering, device
+        self._columns = {column.number: column for column in pack.columns}
+        self._once: Pack = {}
+        rows = boundaries.rows(split, partition)
+        if rows.layout != pack.layout:
+            raise CorruptFile(
+                f"{rows.path} holds rows of {rows.layout.shape}, {rows.layout.dtype}, where this model has "
+                f"{pack.layout.shape}, {pack.layout.dtype}. It was not used. Start anew, without --resume.",
+                rows.path,
+            )
+        if pack.once:
+            kept = boundaries.rows(once_of(split), partition)
+            memory = aligned(kept.layout.chunk_bytes)
+            kept.read_chunk(0, memory)
+            whole = memory[: kept.layout.nbytes].view(1, -1)
+            self._once = {column.number: column.read(whole)[0] for column in pack.once}
+
+    def take(self, rows: torch.Tensor) -> Pack:
+        """What enters the partition, on the device. Of one value alone it may be memory of `rows` itself."""
+        return {value.number: self._device.upload(self.value(value.number, rows)).to(value.dtype) for value in self._entering}
+
+    def value(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """In host memory; of one that was kept once a copy, as blocks may write into what they take."""
+        if number in self._once:
+            return self._once[number].clone()
+        return rows if len(self._columns) == 1 else self._columns[number].read(rows)
