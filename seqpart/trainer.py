@@ -23,7 +23,7 @@ from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
-from seqpart.model.losses import LossFunction
+from seqpart.model.losses import LossChoice
 from seqpart.model.optimizers import Build, describe
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
@@ -55,7 +55,8 @@ class Trainer:
           to what a mean over them is divided by: micro-batches count by their count, and those of no count not at all;
         - a sum: micro-batches are added as they are.
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
-        any of these ways needs `micro_batch_size` = `batch_size`.
+        any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
+        forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
     optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
@@ -65,7 +66,7 @@ class Trainer:
     """
 
     def __init__(
-        self, model: object, loss: LossFunction | None = None, optimizer: str | Build | None = None,
+        self, model: object, loss: LossChoice = None, optimizer: str | Build | None = None,
         *, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         refuse_poor_surroundings(torch.get_num_threads() - 1)

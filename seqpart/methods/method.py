@@ -142,5 +142,8 @@ class TrueLoss:
         return judged(self._function, self._reduction, output, labels)
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if (scores := getattr(self._function, "scores", None)) is not None:
+            found: tuple[torch.Tensor, torch.Tensor] | None = scores(output, labels)
+            return found
         ignored = self._reduction.ignored if self._reduction is not None else None
         return scores_of(output, labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1))

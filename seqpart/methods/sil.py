@@ -13,11 +13,15 @@ section 2. Steps, as the comments below number them:
     (6) recovery: the left side once more, against the true loss through the frozen right side        section 5
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from seqpart.data.splits import Split
+from seqpart.errors import DataError, ModelError
 from seqpart.methods.exact import recovery_phases
 from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
 from seqpart.methods.objectives import OBJECTIVES
+from seqpart.model.blocks import Chain
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind
 
@@ -51,3 +55,13 @@ def sil_loss(targets: Targets) -> PartitionLoss:
 
 
 SIL = Method(name="sil", exact=False, cuts=True, phases=sil_phases, loss=sil_loss)
+
+
+def refuse_partitions_alone(chain: Chain, classes: int, splits: Iterable[Split]) -> None:
+    """Raises ModelError or DataError where partitions cannot be trained one after the other, each on its own."""
+    if any(block.tied for block in chain):
+        raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
+    if not classes:
+        raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
+    if any(split.labels.min() < 0 for split in splits):
+        raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")

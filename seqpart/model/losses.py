@@ -5,13 +5,15 @@ label of its own. torch's own cross-entropy expects them in dimension 1, which a
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(output (rows, ...), labels (rows, ...)) -> mean loss over the rows, a scalar. What else it may be: see `Trainer`."""
+LossChoice = LossFunction | Literal["model"] | None
+"""A function; the one that the model computes itself; None: what suits the labels."""
 IGNORED = -100
 """The label that torch's cross-entropy leaves out: its own default for `ignore_index`."""
 

@@ -20,19 +20,20 @@ from seqpart.data.classes import count_classes
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
-from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.errors import DataError, DoesNotFit, OptionError
 from seqpart.memory.device import Device, host_memory_free
 from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
+from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import LossFunction, default_loss, label_dtype, regression, token_cross_entropy
+from seqpart.model.losses import LossChoice, LossFunction, default_loss, label_dtype, regression, token_cross_entropy
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.settings import Settings, per_partition, values_of
-from seqpart.tracing.tracing import chain_of
+from seqpart.tracing.tracing import chain_and_loss, chain_of
 from seqpart.units import format_limit, format_size
 from seqpart.values import as_text
 from seqpart.weights.initial import initial_weights
@@ -50,7 +51,7 @@ class Inputs:
 
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
-        *, final_loss: LossFunction | None = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
+        *, final_loss: LossChoice = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
         reuse: Plan | None = None, learns: bool = True, resumes: bool = False, trained: Path | None = None,
     ) -> None:  # fmt: skip
         """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
@@ -61,7 +62,10 @@ class Inputs:
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
-            self.chain = chain_of(model, train.shape, train.dtype, train.form)
+            if final_loss == "model":
+                self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.labels)
+            else:
+                self.chain = chain_of(model, train.shape, train.dtype, train.form)
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, learns)
             costs = self.costs_at(self.full_batch)
@@ -78,13 +82,9 @@ class Inputs:
         self.exact = self.methods[0].exact
         if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)
-        if not self.exact and any(block.tied for block in self.chain):
-            raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
         self.classes = count_classes(train, test, ignored_label(final_loss), learns=learns)
-        if not self.exact and not self.classes:
-            raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
-        if not self.exact and (train.labels.min() < 0 or test.labels.min() < 0):
-            raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
+        if not self.exact:
+            refuse_partitions_alone(self.chain, self.classes, (train, test))
         self.limit = limit_of(settings.mem_limit, device)
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
         self._label_shape = tuple(train.labels.shape[1:])

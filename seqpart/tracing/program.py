@@ -57,6 +57,8 @@ class Op:
     """Of the model's own autocast around it."""
     effect: bool = False
     """Whether it changes a buffer: then it runs also where nobody takes what it makes."""
+    changes_own: bool = False
+    """Whether it did so when it ran."""
     where: str = ""
     """Path of the module whose forward called it, and the line."""
 
@@ -89,6 +91,8 @@ class Program:
     """Tensors that require grad."""
     follows: frozenset[int] = frozenset()
     """Tensors whose first dimension is that of the rows."""
+    loss: "Program | None" = None
+    """What it computes from its output and the labels, where it was given labels."""
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -154,7 +158,8 @@ def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Pro
         raise Differs(max(one.ops, other.ops, key=len)[len(ops)])
     both = ((number, shape[:1], other.shapes.get(number, ())[:1]) for number, shape in one.shapes.items())
     follows = frozenset(number for number, *firsts in both if firsts == [(rows,), (other_rows,)])
-    return replace(one, ops=tuple(ops), follows=follows)
+    loss = generalised(one.loss, other.loss, rows, other_rows) if one.loss and other.loss else None
+    return replace(one, ops=tuple(ops), follows=follows, loss=loss)
 
 
 def _follow(one: Any, other: Any, rows: int, other_rows: int) -> Any:

@@ -1,7 +1,7 @@
 """A model is run once on fake tensors, and what it does is recorded."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -63,6 +63,10 @@ class Recorder(TorchFunctionMode):
         if tensor.requires_grad:
             self.learns.add(number)
         return number
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """The number that it has now."""
+        return self._numbers.get(id(tensor))
 
     @contextmanager
     def calls(self) -> Iterator[None]:
@@ -151,12 +155,12 @@ class Recorder(TorchFunctionMode):
         returned = {id(leaf) for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)}
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        effect = keeps or any(id(tensor) in self._names for tensor in changed)
+        changes_own = any(id(tensor) in self._names for tensor in changed)
         self.ops.append(
             Op(
                 function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, changed=numbers,
                 grad=torch.is_grad_enabled(),
-                autocast=autocast, effect=effect, where=where,
+                autocast=autocast, effect=keeps or changes_own, changes_own=changes_own, where=where,
             )
         )  # fmt: skip
 
@@ -220,14 +224,13 @@ def _opened(tree: Any) -> Any:
     return tree
 
 
-def program_of(recorder: Recorder, output: torch.Tensor) -> Program:
-    """What was recorded, as far as the output needs it."""
-    number = recorder._numbers.get(id(output))
+def program_of(recorder: Recorder, number: int | None, without: Set[int] = frozenset()) -> Program:
+    """What was recorded, as far as the output of that number needs it; and buffers, unless by what takes any of `without`."""
     if number is None:
         raise ModelError("the model returns a tensor that it did not compute from its input.")
     needed, kept = {number}, list[Op]()
     for op in reversed(recorder.ops):
-        if op.effect or op.makes & needed:
+        if (op.effect and not op.uses & without) or op.makes & needed:
             kept.append(replace(op, rebinds=tuple(pair for pair in op.rebinds if pair[0] in needed)))
             needed |= kept[-1].uses
     return Program(ops=tuple(reversed(kept)), output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from seqpart.costs.blocks import quiet_log, quiet_random
 from seqpart.costs.fake_mode import FakeMode
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, listed, refuse_without_values, with_tensors
+from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.model.restoring import left_as_they_are
 from seqpart.tiling.tiling import tile_of
 from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
 from seqpart.tracing.inputs import Form, unpacked
+from seqpart.tracing.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
 from seqpart.tracing.program import Differs, Program, generalised, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
 
@@ -38,18 +41,41 @@ def chain_of(model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Fo
     return trace(model, shape, dtype, form) if whole else as_chain(model)  # type: ignore[arg-type]
 
 
+def chain_and_loss(
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor
+) -> tuple[Chain, LossFunction]:
+    """The model as a chain, and the loss that it computes itself when it is given labels (rows, ...) such as these.
+
+    Raises ModelError where it computes none, or one that needs more than its output and the labels.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
+    inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
+    given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
+    chain, program = _traced(model, shape, dtype, form, given)
+    assert program.loss is not None
+    return chain, OwnLoss(program.loss, program.output, model)
+
+
 def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = ()) -> Chain:
     """The model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
 
     Raises ModelError where it cannot be cut, with the module and the line that are in the way.
     """
+    return _traced(model, shape, dtype, form, None)[0]
+
+
+def _traced(
+    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None
+) -> tuple[Chain, Program]:
+    """Also what it does when it trains."""
     refuse_without_values({type(model).__name__: model})
     whole: set[nn.Module] = set()
     while True:
         try:
             blocks = blocks_of(model, whole)
-            programs = [_in_mode(model, blocks, shape, dtype, training, form) for training in (True, False)]
-            return Cutter(model).chain(*programs)
+            programs = [_in_mode(model, blocks, shape, dtype, training, form, labels) for training in (True, False)]
+            return Cutter(model).chain(*programs), programs[0]
         except Inside as error:
             # It cannot be looked into: as one block it may do.
             if error.module is model or error.module in whole:
@@ -62,9 +88,10 @@ def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Fo
 
 
 def _in_mode(
-    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form
-) -> Program:
-    one, other = (_recorded(model, blocks, (rows, *shape), dtype, training, form) for rows in (_ROWS, _OTHER_ROWS))
+    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
+    labels: Labels | None,
+) -> Program:  # fmt: skip
+    one, other = (_recorded(model, blocks, (rows, *shape), dtype, training, form, labels) for rows in (_ROWS, _OTHER_ROWS))
     try:
         return generalised(one, other, _ROWS, _OTHER_ROWS)
     except Differs as error:
@@ -75,8 +102,9 @@ def _in_mode(
 
 
 def _recorded(
-    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form
-) -> Program:
+    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
+    labels: Labels | None,
+) -> Program:  # fmt: skip
     mode = FakeMode()
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with ExitStack() as stack:
@@ -91,13 +119,15 @@ def _recorded(
         rows = torch.zeros(shape, dtype=dtype)
         recorder = Recorder(blocks, {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()})
         assert recorder.number(rows) == ROWS
+        named = {} if labels is None else {labels.name: torch.zeros((shape[0], *labels.shape), dtype=labels.dtype)}
+        assert [recorder.number(tensor) for tensor in named.values()] in ([], [LABELS])
         stack.enter_context(recorder.calls())
         stack.enter_context(recorder)
         stack.enter_context(torch.enable_grad())
         inside = {part for block in blocks for part in block.modules()}
         buffers = {part: dict(part._buffers) for part in model.modules() if part not in inside}
         try:
-            found = _ran(model, rows, form)
+            found = _ran(model, rows, form, named)
             recorder.refuse_replaced_buffers(buffers)
         except (Inside, ModelError):
             raise
@@ -105,16 +135,21 @@ def _recorded(
             if isinstance(error, torch.OutOfMemoryError | MemoryError) or not recorder._stack:
                 raise
             raise recorder.failed(error) from error
-        return program_of(recorder, _output(model, found))
+        if labels is None:
+            return program_of(recorder, recorder.known(_output(model, found)))
+        judged, loss = split_off(recorder, model, found)
+        program = program_of(recorder, judged, following(recorder.ops))
+        refuse_labels_in_layers(model, program.ops)
+        return replace(program, loss=loss)
 
 
-def _ran(model: nn.Module, rows: torch.Tensor, form: Form) -> Any:
+def _ran(model: nn.Module, rows: torch.Tensor, form: Form, labels: Mapping[str, torch.Tensor]) -> Any:
     """Models of transformers take their rows by name."""
     if form:
         args, kwargs = unpacked(rows, form)
-        return model(*args, **kwargs)
+        return model(*args, **kwargs, **labels)
     name = getattr(model, "main_input_name", None)
-    return model(**{name: rows}) if isinstance(name, str) else model(rows)
+    return model(**{name: rows}, **labels) if isinstance(name, str) else model(rows, **labels)
 
 
 def _output(model: nn.Module, found: Any) -> torch.Tensor:
