@@ -33,7 +33,14 @@ class Untied(Decoder):
 
 
 KINDS = {**{name: kind for name, (kind, _) in MODELS.items()}, "decoder": Untied}
-STARTS = {"unet": (0, 2, 4), "decoder": (0, 2, 4), "dense": (0, 1, 3), "bands": (0, 2, 3), "fan": (0, 3, 5)}
+STARTS = {
+    "unet": (0, 2, 4),
+    "decoder": (0, 2, 4),
+    "dense": (0, 1, 3),
+    "bands": (0, 2, 3),
+    "fan": (0, 3, 5),
+    "mixture": (0, 2, 3),
+}
 models = pytest.mark.parametrize("name", KINDS)
 
 
@@ -50,8 +57,8 @@ def trained(name, folder, *, kind=None, data=None, reporter=None, **options):
 
 def loss_of(model, x, y):
     found = model(x)
-    found = found["logits"].transpose(1, 2) if isinstance(found, dict) else found
-    return F.cross_entropy(found, y)
+    found = found["logits"] if isinstance(found, dict) else found
+    return F.cross_entropy(found.flatten(0, -2), y.flatten())
 
 
 @models

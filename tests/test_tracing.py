@@ -184,26 +184,6 @@ def test_what_cannot_be_looked_into_is_a_block_as_a_whole():
     assert_same_as_whole(model, quantities())
 
 
-class Experts(nn.Module):
-    """How many rows each gets depends on the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(3))
-
-    def forward(self, x):
-        found = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (x.argmax(1) % 3 == number).nonzero()[:, 0]
-            found = found.index_add(0, rows, expert(x[rows]))
-        return found
-
-
-def test_shapes_that_depend_on_the_data_are_refused_in_words():
-    with pytest.raises(ModelError, match=r"middle.*: it makes a shape of the values in a tensor"):
-        trace(Whole(Experts()), (4,), torch.float32)
-
-
 class Doubled(torch.autograd.Function):
     """Its backward is its own."""
 

@@ -137,3 +137,50 @@ class Fan(nn.Module):
             x = torch.tanh(layer(x))
             found.append(x)
         return self.head(sum(x * (n + 1) for n, x in enumerate(found)))
+
+
+class Experts(nn.Module):
+    """Each token goes to two of four: which of them, and so the shapes inside, depends on values."""
+
+    def __init__(self, width, experts=4):
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, hidden):
+        flat = hidden.flatten(0, -2)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2)
+        found = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == number)
+            if rows.numel():
+                found.index_add_(0, rows, expert(flat[rows]) * weights[rows, place, None])
+        return found.view_as(hidden)
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.mix, self.experts = nn.LayerNorm(width), nn.Linear(width, width), Experts(width)
+
+    def forward(self, hidden):
+        hidden = hidden + self.mix(self.norm(hidden)).cumsum(1) / 8
+        scale = 1.0 if float(hidden.detach().abs().sum()) > 0 else 2.0
+        return hidden + scale * self.experts(hidden)
+
+
+class Mixture(nn.Module):
+    """A decoder whose layers are mixtures of experts, and read a number out of a tensor."""
+
+    def __init__(self, words=11, width=16, layers=3):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.layers = nn.ModuleList(ExpertLayer(width) for _ in range(layers))
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)

@@ -5,19 +5,18 @@ be born and die, so every live byte between the operations is counted exactly; w
 operation is not seen, and belongs to the plan's margin.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpart.costs.counting import LiveBytes, tensors_in
-from seqpart.costs.fake_mode import FakeMode
+from seqpart.costs.counting import LiveBytes
+from seqpart.costs.fake_mode import FakeMode, SameTypes, asks_for_values, quiet_log, quiet_random, real_module
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
@@ -164,29 +163,72 @@ def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast:
     mode = FakeMode()
     module, tensors = block.fake(mode)
     with block.left_as_it_is():
-        return _measure_module(block, module, mode, tensors, taken, granule, autocast)
+        try:
+            return _measure_module(block, module, mode, tensors, taken, granule, autocast)
+        except Exception as error:
+            if not asks_for_values(error):
+                raise
+            return _measure_values(block, taken, granule, autocast)
+
+
+_SAMPLE = 512
+"""Rows, or positions of rows, with which a block is run for real whose shapes depend on values."""
+_sampled: "WeakKeyDictionary[Block, dict[object, tuple[BlockCost, BlockCost]]]" = WeakKeyDictionary()
+
+
+def _measure_values(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
+    """Of a block whose shapes depend on values, as experts' do: with real random ones, of few rows. More rows are on the line
+    through two such runs, and the trial of the plan's micro-batch adds what it takes beyond that."""
+    rows, positions = taken[0].rows, max(prod(value.shape[1:-1]) for value in taken)
+    few = max(2, _SAMPLE // positions)
+
+    def measured(count: int) -> BlockCost:
+        with quiet_random():
+            module, tensors = real_module(block, Device().torch)
+            own = [value.with_rows(count) for value in taken]
+            return _measure_module(block, module, nullcontext(), tensors, own, granule, autocast)
+
+    if rows <= few:
+        return measured(rows)
+    known = _sampled.setdefault(block, {})
+    key = (granule, autocast, *((value.with_rows(few).shape, value.dtype, value.learns) for value in taken))
+    if key not in known:
+        known[key] = measured(few // 2), measured(few)
+    return _on_line(*known[key], rows)
+
+
+def _on_line(one: BlockCost, other: BlockCost, rows: int) -> BlockCost:
+    """The cost of `rows` rows from those of fewer."""
+    few, more = one.takes[0].rows, other.takes[0].rows
+
+    def at(name: str) -> int:
+        first, second = int(getattr(one, name)), int(getattr(other, name))
+        return max(second, second + (second - first) * (rows - more) // (more - few))
+
+    names = ("forward_peak", "saved", "saved_alone", "backward_peak", "accumulate_peak", "inference_peak", "flops")
+    sizes = tuple(-(-size * rows // more) for size in other.saved_sizes)
+    gives = tuple(value.with_rows(rows) for value in other.gives)
+    return replace(other, **{name: at(name) for name in names}, saved_sizes=sizes, gives=gives)  # type: ignore[arg-type]
 
 
 def _measure_module(
-    block: Block, module: nn.Module, mode: FakeMode, tensors: dict[str, torch.Tensor], taken: Sequence[Value],
-    granule: int, autocast: torch.dtype | None,
+    block: Block, module: nn.Module, mode: AbstractContextManager[object], tensors: dict[str, torch.Tensor],
+    taken: Sequence[Value], granule: int, autocast: torch.dtype | None,
 ) -> BlockCost:  # fmt: skip
     module.train()
     shape, dtype = taken[0].shape, taken[0].dtype
     trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
     try:
         with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
-            with _SameTypes():  # type: ignore[no-untyped-call]
+            with SameTypes():  # type: ignore[no-untyped-call]
                 inference, flops = _watch_inference(module, tensors, taken, granule, autocast)
             training = _watch_training(block, module, tensors, taken, granule, autocast)
     except ModelError as error:
         raise ModelError(f"{block}: {error.with_flags}") from None
     except Exception as error:
-        if Device().is_out_of_memory(error):  # planning keeps a limit too; the block may well take these rows
+        if Device().is_out_of_memory(error) or asks_for_values(error):  # the block may well take these rows
             raise
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
-        if "_local_scalar_dense" in reason:
-            reason = "it reads a number out of a tensor (item(), float(), a tensor in an if), and planning has no numbers"
         kind = "" if dtype == torch.float32 else f" and type {dtype}"
         text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. Change the block, or the rows."
         if block.number:
@@ -217,35 +259,6 @@ def _held(module: nn.Module) -> int:
     return sum({tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in tensors}.values())
 
 
-class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fake products take matrices of different types, which real ones refuse."""
-
-    _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self._PRODUCTS and len(found := {str(tensor.dtype) for tensor in tensors_in(args)}) > 1:
-            raise TypeError(f"it multiplies {' and '.join(sorted(found))}, which must be of one type")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def quiet_log() -> Iterator[None]:
-    """torch logs the traceback of an operation that refuses its input; we say so in words."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def quiet_random() -> Iterator[None]:
-    """Measuring must not move the run's random state."""
-    with torch.random.fork_rng(devices=[]):
-        yield
-
-
 @contextmanager
 def cast(autocast: torch.dtype | None) -> Iterator[None]:
     """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
@@ -271,7 +284,7 @@ def _watch_training(
     gives: tuple[Value, ...] = ()
     written: frozenset[int] = frozenset()
     passes: tuple[tuple[int, int], ...] = ()
-    leaves = [[_empty(value) for value in taken] for _ in range(2)]
+    leaves = [[_rows_of(value) for value in taken] for _ in range(2)]
     # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
     inputs = [[leaf.clone() for leaf in own] for own in leaves]
     with LiveBytes(granule) as live:
@@ -318,8 +331,10 @@ def _watch_training(
     )  # fmt: skip
 
 
-def _empty(value: Value) -> torch.Tensor:
-    return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.learns)
+def _rows_of(value: Value) -> torch.Tensor:
+    if not value.dtype.is_floating_point:
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.randn(value.shape).to(value.dtype).requires_grad_(value.learns)
 
 
 @contextmanager
@@ -352,7 +367,7 @@ def _watch_inference(
     module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
     autocast: torch.dtype | None = None,
 ) -> tuple[int, int]:  # fmt: skip
-    xs = [torch.zeros(value.shape, dtype=value.dtype) for value in taken]
+    xs = [_rows_of(value).detach() for value in taken]
     with torch.no_grad(), LiveBytes(granule) as live, cast(autocast):
         live.ignore([*xs, *tensors.values()])
         run_fake(module, tensors, *xs)
@@ -366,7 +381,7 @@ def measure_loss(
     mode = FakeMode()
     with mode:
         y = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True)
-    with mode, _SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
+    with mode, SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
         live.ignore([y])
         loss(y).backward()  # type: ignore[no-untyped-call]
         return int(live.peak)

@@ -1,10 +1,28 @@
-"""Fake tensors: shapes and types without memory, and without torch's compiler. See [Note: the compiler]."""
+"""Fake tensors: shapes and types without memory, and without torch's compiler (see [Note: the compiler]). And real ones in
+their place, for a module whose shapes depend on values, as those of an expert depend on the tokens that are sent to it."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from seqpart.costs.counting import tensors_in
 from seqpart.memory.compiler import enter, leave, without_compiler
+from seqpart.model.blocks import Block, listed, tensors_of, with_tensors
+
+_CPU = torch.device("cpu")
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -24,3 +42,92 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             super().__exit__(*error)
         finally:
             leave()
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """Whether fake tensors failed because they have none: a shape or a number was to be made of them."""
+    return isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
+
+
+def real_module(block: Block, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
+    module, fakes = block.fake(FakeMode())
+    if block.given_alive:
+        return module, {name: _filled(fake, device) for name, fake in fakes.items()}
+    module = block.another()
+    return module, {name: _on(tensor, device) for name, tensor in tensors_of(module).items()}
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().to(device), tensor.requires_grad)
+    return tensor.to(device)
+
+
+def _filled(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of that shape: small numbers, since zeros would spare some kernels their work; whole numbers are indices."""
+    if not isinstance(fake, FakeTensor):  # a counter, which has its value
+        return fake.to(device, copy=True)
+    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device).zero_()
+    if isinstance(fake, nn.Parameter):
+        return nn.Parameter(tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor, fake.requires_grad)
+    return tensor
+
+
+def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a module of fake tensors returns, as fake tensors like those that it returns with real ones: of memory for its
+    tensors and its work, while it runs. To be called inside the mode."""
+    taken = list[tuple[torch.Tensor, torch.Tensor, int]]()
+
+    def real(fake: torch.Tensor) -> torch.Tensor:
+        x = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
+        x = x.normal_().requires_grad_(fake.requires_grad) + 0 if x.is_floating_point() else x
+        taken.append((fake, x, x._version))
+        return x
+
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+        own = tensors_of(module)
+        tensors = {name: _filled(tensor, _CPU) for name, tensor in own.items()}
+        with with_tensors(module, tensors), listed(module, {id(own[name]): tensor for name, tensor in tensors.items()}):
+            found = module(*tree_map_only(FakeTensor, real, args), **tree_map_only(FakeTensor, real, kwargs))
+    for fake, x, version in taken:
+        if x._version > version:
+            fake.detach().zero_()  # as changed in place: its version says so
+    same = {id(x): fake for fake, x, _ in taken}
+
+    def fake_of(x: torch.Tensor) -> torch.Tensor:
+        if id(x) in same:
+            return same[id(x)]
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return fake.requires_grad_().clone() if x.requires_grad else fake
+
+    return tree_map_only(torch.Tensor, fake_of, found)
+
+
+class SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fake products take matrices of different types, which real ones refuse."""
+
+    _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in self._PRODUCTS and len(found := {str(tensor.dtype) for tensor in tensors_in(args)}) > 1:
+            raise TypeError(f"it multiplies {' and '.join(sorted(found))}, which must be of one type")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """torch logs the traceback of an operation that refuses its input; we say so in words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def quiet_random() -> Iterator[None]:
+    """Measuring must not move the run's random state."""
+    with torch.random.fork_rng(devices=[]):
+        yield

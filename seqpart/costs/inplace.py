@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import torch
 
-from seqpart.costs.blocks import BlockCost, cast, quiet_log, quiet_random
-from seqpart.costs.fake_mode import FakeMode
+from seqpart.costs.blocks import BlockCost, cast
+from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, with_tensors
 

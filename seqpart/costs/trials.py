@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
 from seqpart.costs.blocks import BlockCost
-from seqpart.costs.fake_mode import FakeMode
+from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.memory.usage import HighWater
-from seqpart.model.blocks import Block, run_fake, tensors_of, with_tensors
+from seqpart.model.blocks import Block, run_fake, with_tensors
 from seqpart.model.structure import Kind, structure_of
 
 
@@ -146,7 +145,7 @@ class Trials:
     def _once(self, number: int, rows: int) -> Excess:
         """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
         Then one without a graph."""
-        module, tensors = _real(self._chain[number], self._device)
+        module, tensors = real_module(self._chain[number], self._device.torch)
         cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
         with with_tensors(module, tensors):
             module.train()
@@ -219,31 +218,6 @@ def _alone(cost: BlockCost) -> int:
     """Bytes of a trial, as far as they are counted."""
     working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.accumulate_peak))
     return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
-
-
-def _real(block: Block, device: Device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
-    module, fakes = block.fake(FakeMode())
-    if block.given_alive:
-        return module, {name: _filled(fake, device) for name, fake in fakes.items()}
-    module = block.another()
-    return module, {name: _on(tensor, device) for name, tensor in tensors_of(module).items()}
-
-
-def _filled(fake: torch.Tensor, device: Device) -> torch.Tensor:
-    """A tensor of that shape: small numbers, since zeros would spare some kernels their work; whole numbers are indices."""
-    if not isinstance(fake, FakeTensor):  # a counter, which has its value
-        return fake.to(device.torch, copy=True)
-    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device.torch).zero_()
-    if isinstance(fake, nn.Parameter):
-        return nn.Parameter(tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor, fake.requires_grad)
-    return tensor
-
-
-def _on(tensor: torch.Tensor, device: Device) -> torch.Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach().to(device.torch), tensor.requires_grad)
-    return tensor.to(device.torch)
 
 
 def _structure(block: Block) -> Kind:

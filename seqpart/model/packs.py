@@ -5,7 +5,7 @@ Value 0 is the model's input rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,12 @@ class Value:
         """Bytes of one row; of what has no dimension of rows, its share."""
         exact = torch.Size(self.shape).numel() * self.dtype.itemsize
         return -(-exact // self.rows)
+
+    def with_rows(self, rows: int) -> "Value":
+        """The same of a micro-batch of `rows` rows."""
+        if self.shape[:1] != (self.rows,):
+            return replace(self, rows=rows)
+        return replace(self, shape=(rows, *self.shape[1:]), rows=rows, nbytes=self.nbytes * rows // self.rows)
 
     def nbytes_at(self, rows: int) -> int:
         """Of a micro-batch of `rows` rows. What has no dimension of rows does not shrink with them."""

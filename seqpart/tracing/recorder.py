@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from seqpart.costs.fake_mode import asks_for_values, run_for_real
 from seqpart.errors import ModelError
 from seqpart.tracing.program import OfDevice, Op, Own, OwnBackward, Program, Ref, leaves, mapped
 
@@ -97,7 +98,16 @@ class Recorder(TorchFunctionMode):
             return before(module, *args, **kwargs)
         if module in self._blocks:
             buffers = tuple(module.buffers())
-            return self._record(self._blocks[module], lambda: before(module, *args, **kwargs), args, kwargs, buffers)
+
+            def run() -> Any:
+                try:
+                    return before(module, *args, **kwargs)
+                except Exception as error:
+                    if not asks_for_values(error):
+                        raise
+                    return run_for_real(module, args, kwargs)
+
+            return self._record(self._blocks[module], run, args, kwargs, buffers)
         self._stack.append(module)
         found = before(module, *args, **kwargs)  # where it fails the stack says where
         self._stack.pop()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.costs.blocks import quiet_log, quiet_random
-from seqpart.costs.fake_mode import FakeMode
+from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, listed, refuse_without_values, with_tensors
 from seqpart.model.losses import LossFunction, label_dtype
