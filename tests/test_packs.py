@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.exactly import FULL, HOWS, Trained, first_difference
-from tests.whole_models import Bands, Decoder, Dense, Fan, Mixture, UNet
+from tests.whole_models import Bands, Decoder, Dense, Fan, Mixture, States, UNet
 
 
 def images():
@@ -31,11 +31,11 @@ def words():
 
 MODELS = {
     "unet": (UNet, images), "decoder": (Decoder, words), "dense": (Dense, quantities), "bands": (Bands, quantities),
-    "fan": (Fan, quantities), "mixture": (Mixture, words),
+    "fan": (Fan, quantities), "mixture": (Mixture, words), "states": (States, quantities),
 }  # fmt: skip
 STARTS = {
     "unet": (0, 1, 2, 4), "decoder": (0, 2, 3, 5), "dense": (0, 1, 3, 4), "bands": (0, 2, 3, 4), "fan": (0, 3, 5, 10),
-    "mixture": (0, 1, 3),
+    "mixture": (0, 1, 3), "states": (0, 2, 3, 5),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
 

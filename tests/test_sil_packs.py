@@ -40,6 +40,7 @@ STARTS = {
     "bands": (0, 2, 3),
     "fan": (0, 3, 5),
     "mixture": (0, 2, 3),
+    "states": (0, 2, 4),
 }
 models = pytest.mark.parametrize("name", KINDS)
 
@@ -57,7 +58,7 @@ def trained(name, folder, *, kind=None, data=None, reporter=None, **options):
 
 def loss_of(model, x, y):
     found = model(x)
-    found = found["logits"] if isinstance(found, dict) else found
+    found = found["logits"] if isinstance(found, dict) else getattr(found, "logits", found)
     return F.cross_entropy(found.flatten(0, -2), y.flatten())
 
 

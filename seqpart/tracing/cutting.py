@@ -1,7 +1,7 @@
 """A recorded program, once for training and once for evaluating, as a chain of segments."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +26,9 @@ class _Cut:
     gives: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, program: Program) -> "_Cut":
-        pieces = _pieces(program.ops)
+    def of(cls, program: Program, inside: Collection[int] = ()) -> "_Cut":
+        """inside: calls of modules, by their place among these, behind which it is not cut."""
+        pieces = _pieces(program.ops, inside)
         maker = {number: place for place, ops in enumerate(pieces) for op in ops for number in op.makes}
         used = [{n for op in ops for n in op.uses if maker.get(n, -1) < place} for place, ops in enumerate(pieces)]
         given = {program.output}.union(*used)
@@ -49,17 +50,32 @@ class _Cut:
         return ROWS
 
 
-def _pieces(ops: tuple[Op, ...]) -> list[tuple[Op, ...]]:
+def _pieces(ops: tuple[Op, ...], inside: Collection[int] = ()) -> list[tuple[Op, ...]]:
     """What comes behind the last call of a module belongs to it."""
     found: list[list[Op]] = [[]]
+    calls, ends = 0, False
     for op in ops:
-        if found[-1] and found[-1][-1].is_module:
+        if ends:
             found.append([])
         found[-1].append(op)
+        ends = op.is_module and calls not in inside
+        calls += op.is_module
     if len(found) > 1 and not any(op.is_module for op in found[-1]):
         last = found.pop()
         found[-1] += last
     return [tuple(piece) for piece in found]
+
+
+def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | None:
+    """Places of those of `calls` that `others` have not, as an auxiliary head that only training calls; None where `others`
+    have some of their own, or in another order. Each belongs to the piece behind it."""
+    found, left = set[int](), list(others)
+    for place, call in enumerate(calls):
+        if left and left[0] == call:
+            left.pop(0)
+        else:
+            found.add(place)
+    return None if left else found
 
 
 def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
@@ -88,9 +104,11 @@ class Cutter:
 
     def chain(self, training: Program, evaluating: Program) -> Chain:
         """Raises ModelError where the two do not hand on the same values."""
-        train, evaluate = (_Cut.of(self._with_shared_buffers(program)) for program in (training, evaluating))
-        calls = [[op.function for op in cut.program.ops if op.is_module] for cut in (train, evaluate)]
-        if calls[0] != calls[1] or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
+        programs = [self._with_shared_buffers(program) for program in (training, evaluating)]
+        calls = [[op.function for op in program.ops if op.is_module] for program in programs]
+        only_training = _left_out(*calls)
+        train, evaluate = _Cut.of(programs[0], only_training or ()), _Cut.of(programs[1])
+        if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
             raise ModelError(
                 f"{type(self._model).__name__} calls other modules when it trains than when it evaluates, or hands other "
                 "tensors from one to another: it cannot be cut. Let what differs be inside a layer, or give the model as a "
@@ -130,7 +148,7 @@ class Cutter:
         ops = [*train.pieces[place], *evaluate.pieces[place]]
         paths = dict.fromkeys(op.function for op in ops if isinstance(op.function, str))
         direct = dict.fromkeys([name for op in ops for name in sorted(op.owned)] + sorted(spare))
-        described = type(self._modules[next(iter(paths), "")]).__name__
+        described = type(self._modules[next(reversed(paths), "")]).__name__
         modules, tensors = {path: self._modules[path] for path in paths}, {name: self._owners[name] for name in direct}
         return Segment(modules, tensors, steps[0], steps[1], described), taken
 
@@ -165,7 +183,7 @@ class Cutter:
         return op.owned | (self._held[op.function] if isinstance(op.function, str) else set())
 
     def _named(self, cut: _Cut, place: int) -> str:
-        return next((op.function for op in cut.pieces[place] if isinstance(op.function, str)), str(place))
+        return next((op.function for op in reversed(cut.pieces[place]) if isinstance(op.function, str)), str(place))
 
     def _aliases(self, blocks: list[Block]) -> dict[str, str]:
         """{name in the model's state_dict: the one under which a block has the same tensor}, of names that no block has."""

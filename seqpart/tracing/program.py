@@ -4,8 +4,9 @@ Tensors are numbered in the order in which they were made. A number that depends
 of two runs one program is made in which it follows the rows.
 """
 
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -104,8 +105,27 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(part)
     elif isinstance(tree, slice):
         yield from leaves((tree.start, tree.stop, tree.step))
+    elif holds_fields(tree):
+        yield from leaves(fields_of(tree))
     else:
         yield tree
+
+
+def holds_fields(tree: Any) -> bool:
+    """Whether it is a dataclass's: something that modules hand to each other with tensors in it."""
+    return is_dataclass(tree) and not isinstance(tree, type | Ref | Own | OfRows | OfDevice | OwnBackward)
+
+
+def fields_of(tree: Any) -> dict[str, Any]:
+    return {field.name: getattr(tree, field.name) for field in fields(tree)}
+
+
+def with_fields(tree: Any, values: dict[str, Any]) -> Any:
+    """A copy with these values, also of one that is frozen or computes some of them."""
+    found = copy.copy(tree)
+    for name, value in values.items():
+        object.__setattr__(found, name, value)
+    return found
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -120,6 +140,8 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
         return {key: mapped(part, change) for key, part in tree.items()}
     if isinstance(tree, slice):
         return slice(*(mapped(part, change) for part in (tree.start, tree.stop, tree.step)))
+    if holds_fields(tree):
+        return with_fields(tree, mapped(fields_of(tree), change))
     return change(tree)
 
 
@@ -173,6 +195,8 @@ def _follow(one: Any, other: Any, rows: int, other_rows: int) -> Any:
     if isinstance(one, slice) and isinstance(other, slice):
         ends = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
         return slice(*(_follow(a, b, rows, other_rows) for a, b in ends))
+    if type(one) is type(other) and holds_fields(one):
+        return with_fields(one, _follow(fields_of(one), fields_of(other), rows, other_rows))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one is other or (one.shape == other.shape and torch.equal(one, other)):
             return one

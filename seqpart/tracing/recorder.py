@@ -17,7 +17,19 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from seqpart.costs.fake_mode import asks_for_values, run_for_real
 from seqpart.errors import ModelError
-from seqpart.tracing.program import OfDevice, Op, Own, OwnBackward, Program, Ref, leaves, mapped
+from seqpart.tracing.program import (
+    OfDevice,
+    Op,
+    Own,
+    OwnBackward,
+    Program,
+    Ref,
+    fields_of,
+    holds_fields,
+    leaves,
+    mapped,
+    with_fields,
+)
 
 _CONSTANTS = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, type, Enum, range,
@@ -231,7 +243,7 @@ def _opened(tree: Any) -> Any:
         return type(tree)(*(_opened(part) for part in tree))
     if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
         return type(tree)(_opened(part) for part in tree) if type(tree) in (list, tuple) else [_opened(part) for part in tree]
-    return tree
+    return with_fields(tree, _opened(fields_of(tree))) if holds_fields(tree) else tree
 
 
 def program_of(recorder: Recorder, number: int | None, without: Set[int] = frozenset()) -> Program:

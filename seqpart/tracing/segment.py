@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import ModelError
-from seqpart.tracing.program import OfDevice, OfRows, Op, Own, Ref, leaves, mapped
+from seqpart.tracing.program import OfDevice, OfRows, Op, Own, Ref, fields_of, holds_fields, leaves, mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,4 +150,4 @@ def _plain(found: Any) -> Any:
         return [_plain(part) for part in found]
     if isinstance(found, Mapping):
         return {key: _plain(part) for key, part in found.items()}
-    return found
+    return _plain(fields_of(found)) if holds_fields(found) else found

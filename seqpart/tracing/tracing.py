@@ -19,7 +19,7 @@ from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
 from seqpart.tracing.inputs import Form, unpacked
 from seqpart.tracing.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
-from seqpart.tracing.program import Differs, Program, generalised, leaves
+from seqpart.tracing.program import Differs, Program, fields_of, generalised, holds_fields, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
 
 _ROWS, _OTHER_ROWS = 4, 6
@@ -155,6 +155,10 @@ def _output(model: nn.Module, found: Any) -> torch.Tensor:
     """What is to be judged, of what the model returned."""
     if isinstance(found, torch.Tensor):
         return found
+    if hasattr(found, "_fields"):
+        found = found._asdict()
+    elif holds_fields(found) and not isinstance(found, Mapping):
+        found = fields_of(found)
     if isinstance(found, Mapping):
         for name in ("logits", "out", "last_hidden_state"):
             if isinstance(one := found.get(name), torch.Tensor):
