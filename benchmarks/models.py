@@ -92,6 +92,7 @@ def _caches(model: nn.Module) -> bool:
 def _tensor(found: Any) -> torch.Tensor:
     if isinstance(found, torch.Tensor):
         return found
+    found = found._asdict() if hasattr(found, "_asdict") else found
     tensor: torch.Tensor = next(found[key] for key in ("logits", "out", "last_hidden_state") if key in found)
     return tensor
 

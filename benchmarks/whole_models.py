@@ -205,6 +205,9 @@ def _sentence(kind: str, config: str, **options: Any) -> Example:
 EXAMPLES: dict[str, Example] = {
     **{f"torchvision {name}": _vision(name) for name in OF_TORCHVISION},
     "torchvision googlenet": Example(partial(_torchvision, "googlenet", aux_logits=False, init_weights=True), images=64),
+    "torchvision googlenet, auxiliary heads": Example(
+        partial(_torchvision, "googlenet", aux_logits=True, init_weights=True), images=64
+    ),
     "torchvision inception_v3": Example(partial(_torchvision, "inception_v3", aux_logits=False, init_weights=True), images=80),
     "torchvision vit_b_16": Example(partial(_torchvision, "vit_b_16", image_size=64), images=64),
     "torchvision maxvit": Example(_maxvit, images=64),
@@ -227,6 +230,17 @@ EXAMPLES: dict[str, Example] = {
     "transformers Qwen3": _language("Qwen3ForCausalLM", "Qwen3Config", **GROUPED),
     "transformers Qwen3-MoE": _language(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **GROUPED, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    ),
+    "transformers Mixtral": _language("MixtralForCausalLM", "MixtralConfig", **GROUPED, num_local_experts=4),
+    "transformers OLMoE": _language("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    "transformers GPT-OSS": _language("GptOssForCausalLM", "GptOssConfig", **GROUPED, num_local_experts=4),
+    "transformers DeepSeek-V3": _language(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+        first_k_dense_replace=1,
+    ),
+    "transformers JetMoE": _language(
+        "JetMoeForCausalLM", "JetMoeConfig", num_local_experts=4, kv_channels=16, num_key_value_heads=2
     ),
     "transformers Gemma2": _language("Gemma2ForCausalLM", "Gemma2Config", **GROUPED),
     "transformers Gemma3": _language("Gemma3ForCausalLM", "Gemma3TextConfig", **GROUPED),
