@@ -2,18 +2,21 @@
 
     python -m benchmarks.full_size --folder DIR                 all, 25 minutes; DIR takes the checkpoints (2.7 GB) and the runs
     python -m benchmarks.full_size --folder DIR --only gpt2     one model
+    python -m benchmarks.full_size --folder DIR --deepspeed PYTHON     DeepSpeed alone; what is known of the others stays
 
 gpt2    GPT-2 small, 124 million float32 weights, the embedding tied to the output
 llama   a Llama of 1.1 billion bfloat16 weights in five shards
 
 Each is made once from its config with random weights and saved with `save_pretrained`. An arm is `python -m seqpart.train`
 as a user types it; the plain arm is transformers' own model, loaded whole, in a loop with the same optimizer and batches.
-Medians of updates, one arm after the other. A limit that is refused is noted in the words of the refusal.
+Medians of updates, one arm after the other. A limit that is refused is noted in the words of the refusal. PYTHON is that of
+DeepSpeed's environment (benchmarks/peers/environment.sh) with transformers installed; it has no limit, only a least memory.
 """
 
 import argparse
 import itertools
 import json
+import os
 import random
 import resource
 import shutil
@@ -99,10 +102,30 @@ def updates(events: Path) -> list[float]:
     return [round(later - one, 3) for one, later in itertools.pairwise(turns)]
 
 
-def measure(model: str, folder: Path) -> dict[str, Any]:
-    checkpoint, text = folder / model, folder / "letters.txt"
+def of_deepspeed(python: Path, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """ZeRO-3 with weights, gradients' copies and moments on disk; or why not."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "extensions")
+    environment["PATH"] = f"{python.parent}:{environment['PATH']}"
+    words = [str(python), "-m", "benchmarks.peers.deepspeed_language", str(checkpoint), str(folder / "deepspeed")]
+    (folder / "deepspeed").mkdir(exist_ok=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    shutil.rmtree(folder / "deepspeed")
+    if done.returncode:
+        return {"exit_status": done.returncode, "said": done.stderr.strip().splitlines()[-3:]}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def checkpoint_of(model: str, folder: Path) -> Path:
+    checkpoint = folder / model
     if not checkpoint.exists():
         print(model, output("benchmarks.full_size", "make", model, checkpoint).strip(), "weights", flush=True)
+    return checkpoint
+
+
+def measure(model: str, folder: Path) -> dict[str, Any]:
+    checkpoint, text = checkpoint_of(model, folder), folder / "letters.txt"
     letters = random.Random(0)
     text.write_text("".join(letters.choice(LETTERS) for _ in range(CONTEXT * BATCH * UPDATES * 10 // 9 + CONTEXT)))
     found: dict[str, Any] = {}
@@ -132,12 +155,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--deepspeed", type=Path, metavar="PYTHON")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     names = [options.only] if options.only else list(MODELS)
     found = load("full_size")
     for name in names:
-        found[name] = measure(name, options.folder)
+        if options.deepspeed:
+            found[name]["deepspeed"] = of_deepspeed(options.deepspeed, checkpoint_of(name, options.folder), options.folder)
+            show(name, "deepspeed", found[name]["deepspeed"])
+        else:
+            found[name] = found.get(name, {}) | measure(name, options.folder)
         print(save("full_size", found))
 
 

@@ -192,6 +192,12 @@ def test_a_cut_is_where_nothing_else_that_learns_passes_if_there_is_such_a_place
     assert asked.first == 3, "elsewhere if that is asked for"
 
 
+def test_a_mask_that_passes_by_makes_no_cut_worse(tmp_path):
+    """Behind the last layer no mask is needed any more, and there the smaller partition would be all but empty."""
+    result = trained("decoder", tmp_path / "run", partitions=2)[1]
+    assert 2 <= result.plan.partitions[1].first <= 3
+
+
 def test_more_partitions_than_such_places_are_cut_through_skips(tmp_path):
     assert len(trained("dense", tmp_path / "run", kind=Dense, partitions=4)[1].plan.partitions) == 4
     assert len(trained("unet", tmp_path / "unet", kind=UNet, partitions=4)[1].plan.partitions) == 4

@@ -67,6 +67,11 @@ class RowPack:
         return len(self.columns) == 1 and not self.once
 
     @property
+    def judged_bytes(self) -> int:
+        """Of a row, what is judged."""
+        return next((column.nbytes for column in self.columns if column.number == self.judged), self.layout.nbytes)
+
+    @property
     def once_layout(self) -> RowLayout:
         return RowLayout((sum(column.nbytes for column in self.once),), torch.uint8)
 

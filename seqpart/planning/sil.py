@@ -98,8 +98,8 @@ def _pieces(problem: Problem, micro_batch: int, first: int, available: int) -> I
 
 
 def _row_behind(problem: Problem, last: int) -> int:
-    """Bytes of a row of what waits behind the block before `last`."""
-    return problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).layout.nbytes
+    """Bytes of a row of what is judged behind the block before `last`: by a mask beside it no cut is better or worse."""
+    return problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).judged_bytes
 
 
 def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
