@@ -94,7 +94,7 @@ class RowPacks:
         """costs_at: the model's at any micro-batch; rows: one at which it runs. cache_type: of what learns; None: a run
         exchanges values itself, and here keeps what a block returned, bit for bit."""
         self._costs_at, self._rows, self._cache_type = costs_at, rows, cache_type
-        self._behind = cache(self._find)
+        self._behind, self._alone = cache(self._find), cache(self._is_alone)
 
     def __call__(self, cost: BlockCost) -> RowPack:
         if self._cache_type is None:
@@ -103,8 +103,11 @@ class RowPacks:
 
     def has_one_that_learns(self, cost: BlockCost) -> bool:
         """Whether nothing that learns passes by the value that is judged."""
-        live = passing(self._costs_at(self._rows), cost.result.giver)
-        return all(value.number == cost.result.number or not value.learns for value in live)
+        return self._alone(cost.result.giver)
+
+    def _is_alone(self, last: int) -> bool:
+        costs = self._costs_at(self._rows)
+        return all(value == costs[last].result or not value.learns for value in passing(costs, last))
 
     def _find(self, last: int) -> RowPack:
         costs = self._costs_at(self._rows)
