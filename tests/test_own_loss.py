@@ -11,6 +11,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import ModelError, OptionError
+from seqpart.verify.verification import verify
 from tests.resuming import Killed, Stopping, kill
 from tests.whole_models import Dense
 
@@ -154,6 +155,18 @@ def test_a_run_that_was_killed_goes_on_with_the_models_loss(tmp_path):
     again = trained(Shifted, tmp_path / "cut", train, test, resume=tmp_path / "cut", save_every="1")[1]
     assert again.weights.read_bytes() == whole.weights.read_bytes()
     assert again.test_loss == whole.test_loss
+
+
+def test_it_is_verified_and_evaluates_as_it_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, (x, y) = tokens(), tokens(8, 2)
+    options = {"mem_limit": "2GB", "batch_size": 8, "lr": 0.01, "partitions": 2}
+    found = verify(made(Shifted), train, "model", "sgd", micro_batch_size=4, **options)
+    assert "bit for bit" in str(found)
+    model = made(Shifted)
+    told = Trainer(model, "model", "sgd", method="streamed", quiet=True, **options).evaluate((x, y))
+    with torch.no_grad():
+        assert told.loss == pytest.approx(float(model.eval()(x, y)["loss"]), rel=1e-5)
 
 
 class FromHidden(Shifted):

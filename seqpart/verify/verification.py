@@ -27,7 +27,7 @@ from seqpart.files.scratch import own_folder
 from seqpart.memory.limit import limit_for
 from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
-from seqpart.model.losses import LossFunction
+from seqpart.model.losses import LossChoice
 from seqpart.model.optimizers import Build
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
@@ -78,7 +78,7 @@ class Agreement:
 
 
 def verify(
-    model: object, train: object, loss: LossFunction | None = None, optimizer: str | Build | None = None,
+    model: object, train: object, loss: LossChoice = None, optimizer: str | Build | None = None,
     *, steps: int = 3, reference: str = "full", reuse: Plan | None = None, sweep: int = 0,
     reporter: Reporter | None = None, **options: Any,
 ) -> Agreement:  # fmt: skip
