@@ -214,13 +214,13 @@ class StateLayer(nn.Module):
 
 
 class States(nn.Module):
-    """With a head that only training calls, whose running statistics move although nobody learns from it."""
+    """With heads that only training calls, whose running statistics move although nobody learns from them."""
 
     def __init__(self, classes=3, width=8):
         super().__init__()
         self.first, self.layers = nn.Linear(4, width), nn.ModuleList(StateLayer(width) for _ in range(4))
         self.spare = nn.Sequential(nn.BatchNorm1d(width), nn.Linear(width, classes))
-        self.head = nn.Linear(width, classes)
+        self.head, self.late = nn.Linear(width, classes), nn.BatchNorm1d(width)
 
     def forward(self, x):
         state = State(self.first(x), (x[:, :1] > 0).float())
@@ -228,4 +228,7 @@ class States(nn.Module):
             state = layer(state)
             if number == 1 and self.training:
                 self.spare(state.hidden)
-        return Found(self.head(state.hidden), state)
+        scores = self.head(state.hidden)
+        if self.training:
+            self.late(state.hidden)
+        return Found(scores, state)

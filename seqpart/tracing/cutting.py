@@ -60,7 +60,7 @@ def _pieces(ops: tuple[Op, ...], inside: Collection[int] = ()) -> list[tuple[Op,
         found[-1].append(op)
         ends = op.is_module and calls not in inside
         calls += op.is_module
-    if len(found) > 1 and not any(op.is_module for op in found[-1]):
+    if len(found) > 1 and not ends:
         last = found.pop()
         found[-1] += last
     return [tuple(piece) for piece in found]
