@@ -138,6 +138,16 @@ def test_what_learns_waits_in_bfloat16_and_masks_and_positions_as_they_are(optio
     assert wide - thin == hidden // 2, "the mask of 7 x 7 positions is as large as before"
 
 
+@pytest.mark.parametrize("name", ["unet", "decoder"])
+def test_a_simulated_accelerator_gives_the_same_bits(name, tmp_path):
+    """Its copies come late and in any order: what is read before it is there, or freed too early, is noticed."""
+    here, there = (
+        trained(name, tmp_path / device[:3], device=device, micro_batch_size=4)[1] for device in ("cpu", "sim:rtx3060-12gb@3")
+    )
+    assert there.weights.read_bytes() == here.weights.read_bytes()
+    assert there.proof.violations == 0
+
+
 def test_as_many_positions_as_rows_are_not_taken_for_rows(tmp_path):
     """Of 7 rows alone the rotary table, (1, 7, 4), and a causal mask, (7, 7), could be either."""
     (x, y), test = MODELS["decoder"][1]()
