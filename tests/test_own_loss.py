@@ -147,6 +147,35 @@ def test_it_judges_the_end_of_a_network_that_sil_trains(tmp_path):
         assert result.test_loss == pytest.approx(float(model.eval()(x, y)[1]), rel=1e-5)
 
 
+def test_sil_refuses_a_loss_that_shifts_the_labels(tmp_path):
+    """Its inner partitions would learn to say which token they were given."""
+    data = tokens()[0], tokens()[0]
+    with pytest.raises(ModelError, match="method sil judges inner partitions by the labels as they are"):
+        trained(Shifted, tmp_path / "run", data, data, method="sil")
+
+
+class Writing(Shifted):
+    """Its loss writes into the labels that it is given."""
+
+    def forward(self, tokens, labels=None):
+        scores = self.head(torch.tanh(self.mix(self.embed(tokens))))
+        labels[labels < 3] = -100
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()), "logits": scores}
+
+
+def test_labels_that_a_loss_writes_into_stay_the_users(tmp_path):
+    x, y = tokens()
+    y = y.clamp(min=0)
+    before = y.clone()
+    one, two = (
+        trained(Writing, tmp_path / str(micro), (x, y), (x, y), micro_batch_size=micro, method=method)[1]
+        for micro, method in ((8, "streamed"), (4, "checkpointed"))
+    )
+    assert torch.equal(y, before)
+    assert one.test_loss == pytest.approx(two.test_loss, rel=1e-5)
+    assert one.accuracy == two.accuracy
+
+
 def test_a_run_that_was_killed_goes_on_with_the_models_loss(tmp_path):
     train, test = tokens(), tokens(8, 2)
     whole = trained(Shifted, tmp_path / "whole", train, test)[1]

@@ -13,8 +13,10 @@ section 2. Steps, as the comments below number them:
     (6) recovery: the left side once more, against the true loss through the frozen right side        section 5
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
+
+import torch
 
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, ModelError
@@ -22,8 +24,10 @@ from seqpart.methods.exact import recovery_phases
 from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
 from seqpart.methods.objectives import OBJECTIVES
 from seqpart.model.blocks import Chain
+from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind
+from seqpart.tracing.own_loss import OwnLoss
 
 
 def sil_phases(work: Workload) -> Phases:
@@ -57,11 +61,20 @@ def sil_loss(targets: Targets) -> PartitionLoss:
 SIL = Method(name="sil", exact=False, cuts=True, phases=sil_phases, loss=sil_loss)
 
 
-def refuse_partitions_alone(chain: Chain, classes: int, splits: Iterable[Split]) -> None:
-    """Raises ModelError or DataError where partitions cannot be trained one after the other, each on its own."""
+def refuse_partitions_alone(chain: Chain, classes: int, splits: Sequence[Split], loss: LossFunction | None) -> None:
+    """loss: the user's. Raises ModelError or DataError where partitions cannot be trained one after the other, each alone."""
     if any(block.tied for block in chain):
         raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
     if not classes:
         raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
     if any(split.labels.min() < 0 for split in splits):
         raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
+    labels = splits[0].labels[:4].to(label_dtype(splits[0].labels))
+    if isinstance(loss, OwnLoss) and labels.ndim > 1:
+        targets = loss.targets(labels)
+        if targets is None or not torch.equal(targets.flatten(), labels.flatten()):
+            raise ModelError(
+                "method sil judges inner partitions by the labels as they are, and the model's own loss takes others (shifted "
+                "by a position?). Give labels that are shifted already and a function (output, labels) -> loss, or use "
+                "--method auto."
+            )

@@ -84,7 +84,7 @@ class Inputs:
             self.methods = tuple(method for method in self.methods if method.cuts)
         self.classes = count_classes(train, test, ignored_label(final_loss), learns=learns)
         if not self.exact:
-            refuse_partitions_alone(self.chain, self.classes, (train, test))
+            refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         self._final_loss = final_loss or default_loss(train.labels, self.classes)
         self._label_shape = tuple(train.labels.shape[1:])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import ModelError
+from seqpart.model.losses import scores_of
 from seqpart.tracing.program import Op, Own, Program, Ref, leaves, mapped
 from seqpart.tracing.recorder import Recorder
 from seqpart.tracing.segment import Segment, Steps
@@ -149,7 +150,7 @@ def _learns(model: nn.Module, op: Op) -> bool:
 
 class OwnLoss:
     """(output, labels) -> the model's own loss, a scalar. Where that is a cross-entropy, `counts(labels)` says how many labels
-    it is a mean of, and `scores` gives them with the scores of the classes."""
+    it is a mean of."""
 
     def __init__(self, program: Program, judged: int, model: nn.Module) -> None:
         """Raises ModelError where the loss learns."""
@@ -167,7 +168,9 @@ class OwnLoss:
             return tensors[leaf.name].detach().clone()  # its home is with the block that has it
 
         ops = tuple(replace(op, args=mapped(op.args, kept), kwargs=mapped(op.kwargs, kept)) for op in program.ops)
+        self._writes = any(LABELS in op.changed or LABELS in (old for _, old in op.rebinds) for op in ops)
         self._loss = self._part(ops, [program.output])
+        self._targets: Segment | None = None
         mean = ops[-1] if ops and program.output in ops[-1].makes else None
         asked = _of_cross_entropy(mean) if mean is not None else None
         if asked is not None:
@@ -176,7 +179,7 @@ class OwnLoss:
             if not before[1]:
                 self._targets = self._part(before[0], [labels], from_labels=True)
                 self._scores = self._part(_slice(ops, [scores], {judged, LABELS})[0], [scores])
-                self.counts, self.scores = self._counted, self._scored
+                self.counts = self._counted
 
     def _part(self, ops: tuple[Op, ...], gives: list[int], *, from_labels: bool = False) -> Segment:
         takes = (LABELS,) if from_labels else (self._judged, LABELS)
@@ -187,15 +190,30 @@ class OwnLoss:
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self._modules:
             self._loss.to(output.device)
-        loss: torch.Tensor = self._loss(output, labels)[0]
+        loss: torch.Tensor = self._loss(output, self._own(labels))[0]
         return loss
 
+    def _own(self, labels: torch.Tensor) -> torch.Tensor:
+        return labels.clone() if self._writes else labels
+
+    def targets(self, labels: torch.Tensor) -> torch.Tensor | None:
+        """The labels that its cross-entropy takes, where they are made of `labels` alone."""
+        if self._targets is None:
+            return None
+        found: torch.Tensor = self._targets(self._own(labels))[0]
+        return found
+
     def _counted(self, labels: torch.Tensor) -> torch.Tensor:
-        targets: torch.Tensor = self._targets(labels)[0]
+        targets = self.targets(labels)
+        assert targets is not None
         return (targets != self._ignored).sum()
 
-    def _scored(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        (scores,), (targets,) = self._scores(output, labels), self._targets(labels)
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As TrueLoss's: of what its cross-entropy looks at, be it shifted. Without one only rows are known to be classes."""
+        targets = self.targets(labels)
+        if targets is None:
+            return scores_of(output, labels) if labels.ndim == 1 else None
+        (scores,) = self._scores(output, self._own(labels))
         if scores.ndim != 2 or targets.ndim != 1:
             return None
         return scores, targets.where(targets != self._ignored, -1)
