@@ -27,6 +27,8 @@ SMALL = {
     "filled piece by piece": (models.Filled, (4,), FLOAT),
     "skip in training": (lambda: models.Uneven(True, False), (4,), FLOAT),
     "skip in evaluation": (lambda: models.Uneven(False, False), (4,), FLOAT),
+    "a head in training": (models.Auxiliary, (4,), FLOAT),
+    "dataclass": (models.Described, (4,), FLOAT),
     "one module": (lambda: nn.Linear(4, 3), (4,), FLOAT),
 }
 
@@ -39,8 +41,7 @@ def test_a_model_does_in_blocks_what_it_does_whole(make, shape, dtype):
 
 
 REFUSED = {
-    "auxiliary": (models.Auxiliary, "calls other modules when it trains than when it evaluates"),
-    "dataclass": (models.Described, "neither a parameter nor a buffer of the model"),
+    "a head in evaluation": (models.Late, "calls other modules when it trains than when it evaluates"),
     "views in two blocks": (lambda: models.Half(True), "changed in place that shares its memory with another"),
     "other tensors in training": (lambda: models.Uneven(True, True), "hands other tensors from one to another"),
 }
