@@ -18,6 +18,7 @@ from seqpart.data.row_packs import Column, PackReader, PackWriter, RowPack
 from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.memory.device import Device
 from seqpart.model.packs import Value
+from tests.choice import only_quick
 from tests.exactly import How
 from tests.resuming import Arm, Killed, Stopping, flip, interrupt, kill
 from tests.test_packs import MODELS, made
@@ -63,7 +64,7 @@ def loss_of(model, x, y):
 
 
 @models
-@pytest.mark.parametrize("micro_batch", [8, 3])
+@pytest.mark.parametrize("micro_batch", [8, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_last_partition_is_given_what_the_whole_model_computes(name, micro_batch, tmp_path):
     """Its test rows went through three partitions and two boundaries, and the loss is that of the model in one go."""
     model, result = trained(name, tmp_path / "run", micro_batch_size=micro_batch)
@@ -97,7 +98,7 @@ def test_the_last_partition_learns_as_in_a_plain_loop_behind_frozen_layers(name,
     assert all(not torch.equal(found[key], first[key]) for key, _ in plain.named_parameters()), "all of them learned"
 
 
-@models
+@pytest.mark.parametrize("name", only_quick(KINDS, ["unet", "decoder"]))
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, monkeypatch, tmp_path):
     """Also while rows of several values are written, between their boundary and the next, and in recovery."""
     arm = Arm(
