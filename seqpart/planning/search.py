@@ -32,7 +32,7 @@ _LOOKED_AT = 2000
 _RIVALS, _NEAR = 4, 1.5
 """So many plans are made better, if they are not slower than the fastest by more."""
 
-_WORTH_IT = 0.98
+_WORTH_IT = 1 / 1.02
 """Of a plan's seconds: one with graphs that wait elsewhere is taken where it needs less."""
 
 _ROUGHLY = 1.01
