@@ -303,6 +303,7 @@ assert all(torch.equal(tensor, ours[key]) for key, tensor in plain.state_dict().
 """
 
 
+@pytest.mark.slow
 def test_a_language_model_of_transformers_learns_by_its_own_loss(tmp_path):
     """In a process of its own: the library's memory would count against the limits of other tests."""
     if importlib.util.find_spec("transformers") is None:
