@@ -157,6 +157,30 @@ def test_as_many_positions_as_rows_are_not_taken_for_rows(tmp_path):
         assert result.test_loss == pytest.approx(float(loss_of(model.eval(), *test)), rel=1e-5)
 
 
+class Square(nn.Module):
+    """A mask of (positions, positions), and nothing that says how many rows there are, passes by its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, tokens):
+        hidden, length = self.embed(tokens), tokens.shape[1]
+        mask = torch.ones(length, length, device=tokens.device).tril() / length
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(mask @ hidden))
+        return self.head(hidden)
+
+
+def test_a_square_of_as_many_positions_as_rows_is_kept_once(tmp_path):
+    """It did not grow with the rows, and was taken for rows all the same: the last micro-batch, which is smaller, broke."""
+    (x, y), test = MODELS["decoder"][1]()
+    model, result = trained("decoder", tmp_path / "run", kind=Square, data=((x, y), test), batch_size=7, partitions=(0, 3))
+    with torch.no_grad():
+        assert result.test_loss == pytest.approx(float(loss_of(model.eval(), *test)), rel=1e-5)
+
+
 class Mean(nn.Module):
     """Later layers take a value without rows that is another for every batch."""
 

@@ -45,6 +45,10 @@ class Column:
         return picked.view(self.dtype).view(len(rows), *self.shape)
 
 
+def _nbytes(columns: Sequence[Column]) -> int:
+    return sum(column.nbytes for column in columns)
+
+
 @dataclass(frozen=True, slots=True)
 class RowPack:
     """Of one boundary: what its rows hold, and what is kept once."""
@@ -73,7 +77,7 @@ class RowPack:
 
     @property
     def once_layout(self) -> RowLayout:
-        return RowLayout((sum(column.nbytes for column in self.once),), torch.uint8)
+        return RowLayout((_nbytes(self.once),), torch.uint8)
 
     def home_bytes(self, rows: int) -> int:
         """Of `rows` rows, in two splits."""
@@ -112,26 +116,22 @@ class RowPacks:
     def _find(self, last: int) -> RowPack:
         costs = self._costs_at(self._rows)
         judged, live = costs[last].result, passing(costs, last)
+        more = self._rows + 1  # with so many rows a mask for as many positions as rows, looked at once, does not grow
         try:
-            other = [(value, value.shape) for value in live] if len(live) == 1 else self._with_one_row_more(last, live)
+            other = [judged.with_rows(more)] if live == (judged,) else passing(self._costs_at(more), last)
         except (DataError, ModelError):
             return self._lacking(judged, f"several values pass there, of a model that takes {self._rows} rows and no others")
-        with_rows = [value for value, shape in other if _has_rows(value, shape)]
-        unclear = [value.shape for value, shape in other if value not in with_rows and value.shape != shape]
-        if unclear:
+        shapes = {value.number: value.shape for value in other}
+        growing = [value for value in live if shapes[value.number] != value.shape]
+        with_rows = [value for value in growing if shapes[value.number] == value.with_rows(more).shape]
+        if unclear := [value.shape for value in growing if value not in with_rows]:
             return self._lacking(judged, f"a value of shape {unclear[0]} passes there, whose rows lie elsewhere than first")
         if judged not in with_rows or not judged.dtype.is_floating_point:
             return self._lacking(judged, "that is not a row of floats for each sample")
         columns = self._columns(with_rows, judged, 1)
-        layout = RowLayout((sum(column.nbytes for column in columns),), torch.uint8)
-        if len(columns) == 1:
-            layout = RowLayout(columns[0].shape, columns[0].dtype)
+        one = columns[0] if len(columns) == 1 else None
+        layout = RowLayout(one.shape, one.dtype) if one is not None else RowLayout((_nbytes(columns),), torch.uint8)
         return RowPack(judged.number, layout, columns, self._columns([v for v in live if v not in with_rows], judged, 0))
-
-    def _with_one_row_more(self, last: int, live: Sequence[Value]) -> list[tuple[Value, tuple[int, ...]]]:
-        """Each value, and its shape with one row more. Of one size alone a mask for 16 positions looks like 16 rows."""
-        shapes = {value.number: value.shape for value in passing(self._costs_at(self._rows + 1), last)}
-        return [(value, shapes[value.number]) for value in live]
 
     def _columns(self, values: Sequence[Value], judged: Value, first: int) -> tuple[Column, ...]:
         """first: the first dimension that is kept."""
@@ -146,12 +146,6 @@ class RowPacks:
 
     def _lacking(self, judged: Value, lack: str) -> RowPack:
         return RowPack(judged.number, RowLayout(judged.shape[1:], judged.dtype), (), lack=lack)
-
-
-def _has_rows(value: Value, with_one_more: tuple[int, ...]) -> bool:
-    """Whether its first dimension, and no other, is that of the rows."""
-    first = with_one_more[:1] in ((value.rows,), (value.rows + 1,))
-    return value.shape[:1] == (value.rows,) and first and value.shape[1:] == with_one_more[1:]
 
 
 class PackWriter:
@@ -179,7 +173,7 @@ class PackWriter:
 
     def _joined(self, columns: Sequence[Column], found: Pack, count: int) -> torch.Tensor:
         """(count, bytes) of uint8."""
-        rows = torch.empty(count, sum(column.nbytes for column in columns), dtype=torch.uint8)
+        rows = torch.empty(count, _nbytes(columns), dtype=torch.uint8)
         for column in columns:
             part = found[column.number].detach().to(column.dtype).reshape(count, prod(column.shape))
             part = self._device.download(part).contiguous().view(torch.uint8)

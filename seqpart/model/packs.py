@@ -49,7 +49,7 @@ class Value:
         """The same of a micro-batch of `rows` rows."""
         if self.shape[:1] != (self.rows,):
             return replace(self, rows=rows)
-        return replace(self, shape=(rows, *self.shape[1:]), rows=rows, nbytes=self.nbytes * rows // self.rows)
+        return replace(self, shape=(rows, *self.shape[1:]), rows=rows, nbytes=self.nbytes_at(rows))
 
     def nbytes_at(self, rows: int) -> int:
         """Of a micro-batch of `rows` rows. What has no dimension of rows does not shrink with them."""
