@@ -185,8 +185,8 @@ def _measure_values(block: Block, taken: Sequence[Value], granule: int, autocast
     def measured(count: int) -> BlockCost:
         with quiet_random():
             module, tensors = real_module(block, Device().torch)
-            own = [value.with_rows(count) for value in taken]
-            return _measure_module(block, module, nullcontext(), tensors, own, granule, autocast)
+        own = [value.with_rows(count) for value in taken]
+        return _measure_module(block, module, nullcontext(), tensors, own, granule, autocast)
 
     if rows <= few:
         return measured(rows)

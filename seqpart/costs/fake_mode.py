@@ -51,8 +51,8 @@ def asks_for_values(error: BaseException) -> bool:
 
 def real_module(block: Block, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
-    module, fakes = block.fake(FakeMode())
     if block.given_alive:
+        module, fakes = block.fake(FakeMode())
         return module, {name: _filled(fake, device) for name, fake in fakes.items()}
     module = block.another()
     return module, {name: _on(tensor, device) for name, tensor in tensors_of(module).items()}
@@ -85,7 +85,7 @@ def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
         taken.append((fake, x, x._version))
         return x
 
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+    with unset_fake_temporarily(), quiet_random():
         own = tensors_of(module)
         tensors = {name: _filled(tensor, _CPU) for name, tensor in own.items()}
         with with_tensors(module, tensors), listed(module, {id(own[name]): tensor for name, tensor in tensors.items()}):

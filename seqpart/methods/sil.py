@@ -69,8 +69,8 @@ def refuse_partitions_alone(chain: Chain, classes: int, splits: Sequence[Split],
         raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
     if any(split.labels.min() < 0 for split in splits):
         raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
-    labels = splits[0].labels[:4].to(label_dtype(splits[0].labels))
-    if isinstance(loss, OwnLoss) and labels.ndim > 1:
+    if isinstance(loss, OwnLoss) and splits[0].labels.ndim > 1:
+        labels = splits[0].labels[:4].to(label_dtype(splits[0].labels))
         targets = loss.targets(labels)
         if targets is None or not torch.equal(targets.flatten(), labels.flatten()):
             raise ModelError(

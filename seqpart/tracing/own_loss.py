@@ -8,7 +8,7 @@ before it gave. What else the loss would need is refused: it would have to be th
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from seqpart.errors import ModelError
 from seqpart.model.losses import scores_of
-from seqpart.tracing.program import Op, Own, Program, Ref, leaves, mapped
+from seqpart.tracing.program import Op, Own, Program, Ref, by_name, leaves, mapped, needed_for
 from seqpart.tracing.recorder import Recorder
 from seqpart.tracing.segment import Segment, Steps
 
@@ -50,11 +50,9 @@ def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
 
 def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[int, Program]:
     """(number of the judged output, the loss as a program of it and the labels), of a run that returned `found`."""
-    loss = _number(recorder, _loss(model, found))
-    judged = _judged(recorder, found, loss)
-    if judged is None:
-        judged = _last_given(recorder, model, loss)
-    ops, free = _slice(recorder.ops, {loss}, {judged, LABELS})
+    loss, one = recorder.known(_loss(model, found)), _judged(found)
+    judged = _last_given(recorder, model, loss) if one is None else recorder.known(one)
+    ops, free = needed_for({loss}, recorder.ops, {judged, LABELS})
     with_labels, owned = following(recorder.ops), set().union(*(op.owned for op in ops))
     if any(op.changes_own and (op.uses & with_labels or op.owned & owned) for op in recorder.ops):
         raise ModelError(
@@ -90,8 +88,8 @@ def refuse_labels_in_layers(model: nn.Module, ops: Iterable[Op]) -> None:
 
 
 def _loss(model: nn.Module, found: Any) -> torch.Tensor:
-    named = found.get("loss") if isinstance(found, Mapping) else None
-    scalars = [leaf for leaf in leaves(_values(found)) if isinstance(leaf, torch.Tensor) and not leaf.ndim]
+    named = by_name(found).get("loss")
+    scalars = [leaf for leaf in leaves(by_name(found) or found) if isinstance(leaf, torch.Tensor) and not leaf.ndim]
     if isinstance(named, torch.Tensor) and named.numel() == 1:
         return named
     if len(scalars) == 1:
@@ -102,29 +100,17 @@ def _loss(model: nn.Module, found: Any) -> torch.Tensor:
     )
 
 
-def _judged(recorder: Recorder, found: Any, loss: int) -> int | None:
+def _judged(found: Any) -> torch.Tensor | None:
     """What is returned beside the loss: the logits, or the only other tensor."""
-    named = found.get("logits") if isinstance(found, Mapping) else None
-    others = [leaf for leaf in leaves(_values(found)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    one = named if isinstance(named, torch.Tensor) else others[0] if len(others) == 1 else None
-    return None if one is None else _number(recorder, one)
-
-
-def _values(found: Any) -> Any:
-    return list(found.values()) if isinstance(found, Mapping) else found
-
-
-def _number(recorder: Recorder, tensor: torch.Tensor) -> int:
-    number = recorder.known(tensor)
-    if number is None:
-        raise ModelError("the model returns a tensor that it did not compute from its input.")
-    return number
+    named = by_name(found).get("logits")
+    others = [leaf for leaf in leaves(by_name(found) or found) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return named if isinstance(named, torch.Tensor) else others[0] if len(others) == 1 else None
 
 
 def _last_given(recorder: Recorder, model: nn.Module, loss: int) -> int:
     """The output of the layer that the loss is computed from."""
     layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(recorder.ops)
-    ops, _ = _slice(recorder.ops, {loss}, layers | {LABELS})
+    ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
     found = {number for op in ops for number in op.uses & layers}
     if len(found) != 1:
         raise ModelError(
@@ -132,16 +118,6 @@ def _last_given(recorder: Recorder, model: nn.Module, loss: int) -> int:
             "judged. Let it return that as logits, in a dict beside the loss."
         )
     return found.pop()
-
-
-def _slice(ops: Iterable[Op], wanted: Iterable[int], known: set[int]) -> tuple[tuple[Op, ...], set[int]]:
-    """What computes `wanted` from `known`, and the numbers that nothing gives."""
-    needed, kept = set(wanted) - known, list[Op]()
-    for op in reversed(list(ops)):
-        if made := op.makes & needed:
-            kept.append(replace(op, rebinds=tuple(pair for pair in op.rebinds if pair[0] in needed)))
-            needed = (needed - made) | (kept[-1].uses - known)
-    return tuple(reversed(kept)), needed
 
 
 def _learns(model: nn.Module, op: Op) -> bool:
@@ -175,10 +151,10 @@ class OwnLoss:
         asked = _of_cross_entropy(mean) if mean is not None else None
         if asked is not None:
             scores, labels, self._ignored = asked
-            before = _slice(ops, [labels], {LABELS})
-            if not before[1]:
-                self._targets = self._part(before[0], [labels], from_labels=True)
-                self._scores = self._part(_slice(ops, [scores], {judged, LABELS})[0], [scores])
+            from_labels, free = needed_for({labels}, ops, {LABELS})
+            if not free:
+                self._targets = self._part(from_labels, [labels], from_labels=True)
+                self._scores = self._part(needed_for({scores}, ops, {judged, LABELS})[0], [scores])
                 self.counts = self._counted
 
     def _part(self, ops: tuple[Op, ...], gives: list[int], *, from_labels: bool = False) -> Segment:

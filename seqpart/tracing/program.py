@@ -5,7 +5,7 @@ of two runs one program is made in which it follows the rows.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -94,6 +94,31 @@ class Program:
     """Tensors whose first dimension is that of the rows."""
     loss: "Program | None" = None
     """What it computes from its output and the labels, where it was given labels."""
+
+
+def needed_for(
+    wanted: Set[int], ops: Sequence[Op], known: Set[int] = frozenset(), without: Set[int] | None = None
+) -> tuple[tuple[Op, ...], set[int]]:
+    """Those of `ops` that compute `wanted` from `known`, and the numbers that none of them gives.
+
+    without: with the ops that change a buffer, unless they take any of these numbers.
+    """
+    needed, made, kept = set(wanted) - known, set[int](), list[Op]()
+    for op in reversed(ops):
+        if op.makes & needed or (without is not None and op.effect and not op.uses & without):
+            kept.append(replace(op, rebinds=tuple(pair for pair in op.rebinds if pair[0] in needed)))
+            needed |= kept[-1].uses - known
+            made |= op.makes
+    return tuple(reversed(kept)), needed - made
+
+
+def by_name(found: Any) -> dict[str, Any]:
+    """What a model returned, where that has names (a mapping, a named tuple or a dataclass); else nothing."""
+    if isinstance(found, Mapping):
+        return dict(found)
+    if hasattr(found, "_fields"):
+        return dict(found._asdict())
+    return fields_of(found) if holds_fields(found) else {}
 
 
 def leaves(tree: Any) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -28,6 +27,7 @@ from seqpart.tracing.program import (
     holds_fields,
     leaves,
     mapped,
+    needed_for,
     with_fields,
 )
 
@@ -77,9 +77,12 @@ class Recorder(TorchFunctionMode):
             self.learns.add(number)
         return number
 
-    def known(self, tensor: torch.Tensor) -> int | None:
-        """The number that it has now."""
-        return self._numbers.get(id(tensor))
+    def known(self, tensor: torch.Tensor) -> int:
+        """The number that it has now. Raises ModelError for one that the model did not make."""
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            raise ModelError("the model returns a tensor that it did not compute from its input.")
+        return number
 
     @contextmanager
     def calls(self) -> Iterator[None]:
@@ -246,13 +249,7 @@ def _opened(tree: Any) -> Any:
     return with_fields(tree, _opened(fields_of(tree))) if holds_fields(tree) else tree
 
 
-def program_of(recorder: Recorder, number: int | None, without: Set[int] = frozenset()) -> Program:
+def program_of(recorder: Recorder, number: int, without: Set[int] = frozenset()) -> Program:
     """What was recorded, as far as the output of that number needs it; and buffers, unless by what takes any of `without`."""
-    if number is None:
-        raise ModelError("the model returns a tensor that it did not compute from its input.")
-    needed, kept = {number}, list[Op]()
-    for op in reversed(recorder.ops):
-        if (op.effect and not op.uses & without) or op.makes & needed:
-            kept.append(replace(op, rebinds=tuple(pair for pair in op.rebinds if pair[0] in needed)))
-            needed |= kept[-1].uses
-    return Program(ops=tuple(reversed(kept)), output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))
+    ops, _ = needed_for({number}, recorder.ops, without=without)
+    return Program(ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
 from seqpart.tracing.inputs import Form, unpacked
 from seqpart.tracing.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
-from seqpart.tracing.program import Differs, Program, fields_of, generalised, holds_fields, leaves
+from seqpart.tracing.program import Differs, Program, by_name, generalised, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
 
 _ROWS, _OTHER_ROWS = 4, 6
@@ -31,13 +31,17 @@ def chain_of(model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Fo
 
     shape, dtype: of one row. form: how it is made of several inputs.
     """
-    whole = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    whole = whole or (isinstance(model, nn.Module) and tile_of(model) > 0)
+    whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
     if form and not whole:
         raise ModelError(
             f"a list of blocks takes one tensor, and a row has {len(form)} inputs. Give an nn.Module that takes them."
         )
     return trace(model, shape, dtype, form) if whole else as_chain(model)  # type: ignore[arg-type]
+
+
+def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
+    """Of its own: a list of blocks has none."""
+    return isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict)
 
 
 def chain_and_loss(
@@ -47,7 +51,7 @@ def chain_and_loss(
 
     Raises ModelError where it computes none, or one that needs more than its output and the labels.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+    if not _has_a_forward(model):
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
@@ -155,18 +159,14 @@ def _output(model: nn.Module, found: Any) -> torch.Tensor:
     """What is to be judged, of what the model returned."""
     if isinstance(found, torch.Tensor):
         return found
-    if hasattr(found, "_fields"):
-        found = found._asdict()
-    elif holds_fields(found) and not isinstance(found, Mapping):
-        found = fields_of(found)
-    if isinstance(found, Mapping):
-        for name in ("logits", "out", "last_hidden_state"):
-            if isinstance(one := found.get(name), torch.Tensor):
-                return one
-    tensors = [leaf for leaf in leaves(found) if isinstance(leaf, torch.Tensor)]
+    named = by_name(found)
+    for name in ("logits", "out", "last_hidden_state"):
+        if isinstance(one := named.get(name), torch.Tensor):
+            return one
+    tensors = [leaf for leaf in leaves(named or found) if isinstance(leaf, torch.Tensor)]
     if len(tensors) == 1:
         return tensors[0]
-    said = f"a {type(found).__name__}" + (f" with {', '.join(map(str, found))}" if isinstance(found, Mapping) else "")
+    said = f"a {type(found).__name__}" + (f" with {', '.join(map(str, named))}" if named else "")
     raise ModelError(
         f"{type(model).__name__} returned {said}, of {len(tensors)} tensors, and which of them is to be judged is not known. "
         "Wrap it in a module that returns one, or a dict with it as logits."
