@@ -10,6 +10,7 @@ from seqpart import Trainer
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.simulator import Resources
 from seqpart.data.splits import Split
+from seqpart.model.packs import tiers_of
 from seqpart.planning.prediction import predict
 from seqpart.planning.problem import parts_of, sharing
 from tests import forced, machine
@@ -25,6 +26,7 @@ class How:
     method: str = "streamed"
     slots: int = 1
     boundary_tier: str = "device"
+    """Where boundaries wait; "mixed": those of the partitions in turn on the device, in host memory and on the disk."""
     keeps: float | None = None
     stays: float = 0
     offloads: str = ""
@@ -35,6 +37,12 @@ class How:
         stays = "" if not self.stays else f", {self.stays} stay"
         away = f", offloaded to {self.offloads}" if self.offloads else ""
         return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}{away}{stays}"
+
+
+def tiers(place, count):
+    """Of the boundaries of `count` partitions, all in one place, or mixed."""
+    mixed = ("device", "host", "disk")
+    return tiers_of(mixed[p % 3] if place == "mixed" else place for p in range(count)) if count > 1 else ()
 
 
 FULL = How(method="full")
@@ -54,6 +62,8 @@ HOWS = [
     How(keeps=0, offloads="host", boundary_tier="host", stays=0.5),
     How(slots=2, keeps=0.5, offloads="host", boundary_tier="disk"),
     How(keeps=0, boundary_tier="disk"),
+    How(slots=2, keeps=0.5, boundary_tier="mixed"),
+    How(boundary_tier="mixed", stays=0.5),
     How(),
     How(slots=2, keeps=0),
     How(slots=1, keeps=0.5),
@@ -121,15 +131,16 @@ class Trained:
         loss, optimizer = options.pop("loss", None), options.pop("optimizer", "sgd")
         if how.method == "full":
             options.pop("partitions", None)
-        if "host" in (how.boundary_tier, how.offloads):
+        if {"host", "mixed"} & {how.boundary_tier, how.offloads}:
             options.setdefault("ram_limit", "50MB")
         record = Record()
         trainer = Trainer(
             self.model(), loss, optimizer, output_dir=self._folder / f"run-{next(self._numbers)}", quiet=True, **options
         )
         result = trainer.fit(*self._data, before_update=record)
-        assert how.method == "full" or (result.plan.boundary_tier, result.plan.slots) == (
-            how.boundary_tier,
+        count = len(result.plan.partitions)
+        assert how.method == "full" or (result.plan.tiers, result.plan.slots) == (
+            tiers(how.boundary_tier, count),
             self._slots(how, result.plan),
         )
         assert bool(how.offloads) == bool(result.plan.offloads)
@@ -156,7 +167,8 @@ class Trained:
             stays = frozenset(range(staying) if how.stays > 0 else range(count - staying, count)) - shared
             slots = len(parts) if method.stays else how.slots
             host = keeps if how.offloads == "host" else frozenset()
-            resources = Resources(slots=slots, boundary_tier=how.boundary_tier, stays=stays, graphs_at_host=host)
+            places = tiers(how.boundary_tier, count)
+            resources = Resources(slots=slots, tiers=places, stays=stays, graphs_at_host=host)
             return predict(problem, method, micro_batch, parts, resources, keeps, keeps if how.offloads else frozenset())
 
         forced.plans(self._patch, only)

@@ -73,7 +73,7 @@ class Arm(Trained):
 
     def fit(self, name="stopped", *, reporter=None, resume=None, **options):
         options = {"method": self.how.method, **self.options, **options}
-        if self.how.boundary_tier == "host":
+        if self.how.boundary_tier in ("host", "mixed"):
             options["ram_limit"] = "50MB"
         if self.how.method == "full":
             options.pop("partitions", None)

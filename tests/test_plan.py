@@ -18,8 +18,10 @@ PART = PartitionPlan(
 )  # fmt: skip
 PLAN = Plan(
     method="streamed", device="a test", limit=9, margin=1, runtime=2, growth=3, full_state=4, parameters=5,
-    partitions=(PART, replace(PART, first=2, last=3, stays=True), replace(PART, first=3, last=5, graph="kept")),
-    host_limit=0, disk_bytes=6, seconds=7.0, reasons=("why",), fingerprint="x", slots=2, boundary_tier="device", live_bytes=8,
+    partitions=(
+        PART, replace(PART, first=2, last=3, stays=True), replace(PART, first=3, last=5, graph="kept", boundary_tier="disk"),
+    ),
+    host_limit=0, disk_bytes=6, seconds=7.0, reasons=("why",), fingerprint="x", slots=2, live_bytes=8,
 )  # fmt: skip
 
 
@@ -32,16 +34,36 @@ def test_a_plan_of_format_2_is_read_with_the_names_of_today():
     """Checkpoints of 0.2.0 hold one, and a run may be resumed after an update."""
     body = json.loads(PLAN.to_json())
     for part in body["partitions"]:
-        del part["stays"], part["graph"]
-    body |= {"format": 2, "relay": body.pop("boundary_tier"), "given": body.pop("live_bytes"), "keeps_graph_from": 1}
+        del part["stays"], part["graph"], part["boundary_tier"]
+    body |= {"format": 2, "relay": "disk", "given": body.pop("live_bytes"), "keeps_graph_from": 1}
     found = Plan.from_json(json.dumps(body), "plan.json")
-    parts = tuple(replace(part, stays=False, graph="kept" if p >= 1 else "again") for p, part in enumerate(PLAN.partitions))
+    parts = tuple(
+        replace(part, stays=False, graph="kept" if p >= 1 else "again", boundary_tier="disk")
+        for p, part in enumerate(PLAN.partitions)
+    )
     assert found == replace(PLAN, partitions=parts)
     assert not Plan.from_json(json.dumps(body | {"keeps_graph_from": None}), "plan.json").keeps
 
 
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_a_plan_of_format_4_has_one_place_for_all_boundaries(tier):
+    body = json.loads(PLAN.to_json())
+    for part in body["partitions"]:
+        del part["boundary_tier"]
+    found = Plan.from_json(json.dumps(body | {"format": 4, "boundary_tier": tier}), "plan.json")
+    assert found.tiers == (() if tier == "device" else ("disk",) * 3)
+    assert [part.graph for part in found.partitions] == ["again", "again", "kept"]
+
+
+def test_a_place_that_no_boundary_has_is_no_plan():
+    body = json.loads(PLAN.to_json())
+    body["partitions"][0]["boundary_tier"] = "tape"
+    with pytest.raises(OptionError, match=r"boundary_tier tape"):
+        Plan.from_json(json.dumps(body), "plan.json")
+
+
 @pytest.mark.parametrize(
-    "change", [{"format": 5}, {"format": 1}, {"slots": "2"}, {"partitions": []}, {"boundary_tier": 3}, {"more": 1}]
+    "change", [{"format": 6}, {"format": 1}, {"slots": "2"}, {"partitions": []}, {"boundary_tier": "disk"}, {"more": 1}]
 )
 def test_another_file_is_no_plan(change):
     with pytest.raises(OptionError, match=r"plan.json is not a plan that plan_out wrote"):
@@ -51,6 +73,9 @@ def test_another_file_is_no_plan(change):
 def test_the_table_says_what_stays_and_what_is_kept_where_there_is_a_choice():
     said = [(row["device"], row["graph"]) for row in as_text_rows(PLAN)]
     assert said == [("in turn", "again"), ("stays", "again"), ("in turn", "kept")]
+    assert [row["boundary"] for row in as_text_rows(PLAN)] == ["device", "device", "disk"]
+    near = tuple(replace(part, boundary_tier="device") for part in PLAN.partitions)
+    assert "boundary" not in as_text_rows(replace(PLAN, partitions=near))[0]
     assert as_text_rows(replace(PLAN, partitions=(replace(PART, graph="kept"), PLAN.partitions[1])))[1]["graph"] == "kept"
     assert "device" not in as_text_rows(replace(PLAN, partitions=(PART,)))[0]
 

@@ -46,6 +46,7 @@ CASES = {
     "checkpointed, statistics, clipped": (pictures, (2, 6, 6), How(method="checkpointed"), SGD | CLIP),
     "one slot, statistics, clipped": (statistics, (12,), How(), SGD | CLIP | {"partitions": (0, 2, 4)}),
     "two slots, boundaries on disk, dropout": (dropping, (12,), How(slots=2, boundary_tier="disk"), SGD | COSINE),
+    "boundaries in three places, graphs kept": (dropping, (12,), How(keeps=0.5, boundary_tier="mixed"), ADAM),
     "tied, graphs kept, clipped": (tied, None, How(slots=2, keeps=0), ADAM | CLIP),
     "half stay, statistics, clipped": (statistics, (12,), How(stays=0.5), ADAM | CLIP | {"partitions": (0, 2, 4)}),
     "the last stay, graphs kept, dropout": (dropping, (12,), How(slots=2, stays=-0.5, keeps=0), SGD | {"test_every": 1}),

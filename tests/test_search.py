@@ -113,7 +113,7 @@ def test_a_saved_plan_is_used_again_where_the_next_process_has_a_little_less_roo
     now = found.candidate
     assert 0 < len(now.resources.stays) < 6, "some stay, and some stream"
     saved = SimpleNamespace(
-        method="streamed", starts=problem.starts, heap=0, boundary_tier="device", stays=now.resources.stays, keeps=now.keeps,
+        method="streamed", starts=problem.starts, heap=0, tiers=(), stays=now.resources.stays, keeps=now.keeps,
         offloads=now.offloads, graphs_at_host=frozenset(), slots=now.resources.slots,
     )  # fmt: skip
     faster = replace(speeds, read=4e7)

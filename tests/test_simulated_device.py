@@ -237,7 +237,7 @@ def test_under_many_delays_the_bits_stay_those_of_the_cpu(name, arm):
     trained = arm(name)
     expected = trained.run(FULL)
     for seed, how in zip(range(50), itertools.cycle([FULL, *HOWS]), strict=False):
-        in_host = "host" in (how.boundary_tier, how.offloads)
+        in_host = bool({"host", "mixed"} & {how.boundary_tier, how.offloads})
         ram = {"ram_limit": "1"} if seed % 3 == 0 and not in_host else {}  # homes on the disk
         found = trained.run(how, device=f"{SIM}@{100 + seed}", **ram)
         assert first_difference(found, expected) is None, f"{how}, seed {100 + seed}"

@@ -25,7 +25,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import PhaseKind, Position, Verb, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
-from tests import forced, given, machine
+from tests import exactly, forced, given, machine
 from tests.choice import only_quick
 
 ROWS, TEST_ROWS, CLASSES, WIDTH = 150, 40, 4, 128
@@ -104,7 +104,8 @@ class Fit:
             starts = cuts_of(problem, method, micro_batch)[0]
             parts = parts_of(problem, micro_batch, starts)
             slots_now = len(parts) if method.stays else slots
-            resources = Resources(slots=slots_now, boundary_tier=boundary_tier, stays=frozenset(stays))
+            places = exactly.tiers(boundary_tier, len(parts))
+            resources = Resources(slots=slots_now, tiers=places, stays=frozenset(stays))
             kept = frozenset() if keeps is None else frozenset(range(keeps, len(parts)))
             found = predict(problem, method, micro_batch, parts, resources, kept, frozenset(offloads))
             self.candidates.append(found.candidate)
@@ -130,13 +131,12 @@ class Fit:
         problem = self.preparation.problem(self.preparation.request)
         reading, _ = buffers_of(problem, first.first, first.last, phase.micro_batch)
         _, writing = buffers_of(problem, last.first, last.last, phase.micro_batch)
-        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0) + self.boundary_tier(step)
+        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0) + self.exchanged(step)
 
-    def boundary_tier(self, step):
+    def exchanged(self, step):
         stage = next(stage for stage in self.prepared.stages if step.phase < stage.end)
-        if stage.resources.boundary_tier != "disk":
-            return 0
-        return exchange_bytes(largest_boundary(self.prepared.partition_costs, stage.micro_batch))
+        largest = largest_boundary(self.prepared.partition_costs, stage.micro_batch, stage.resources.tiers)
+        return exchange_bytes(largest) if largest else 0
 
 
 def watched(patch, fit):
@@ -199,6 +199,9 @@ CASES = {
     "streamed, boundaries on disk": {**STREAMED, **SLICED, "way": {"boundary_tier": "disk"}},
     "streamed, boundaries on disk, through two slots": {**STREAMED, **SLICED, "way": {"boundary_tier": "disk", "slots": 2}},
     "streamed, some homes in host memory": {**BASE, **STREAMED, "ram_limit": "900kB", "way": {}},
+    "streamed with kept graphs, boundaries in three places": {
+        **STREAMED, **SLICED, "ram_limit": "20MB", "way": {"keeps": 0, "boundary_tier": "mixed", "slots": 2},
+    },
     "streamed, boundaries and homes in host memory": {**STREAMED, "ram_limit": "20MB", "way": {"boundary_tier": "host"}},
     "streamed statistics and frozen weights": {**STREAMED, "model": normalized, "way": {}},
     "streamed shared weights": {**STREAMED, **SLICED, "model": language, "way": {}},
@@ -268,7 +271,7 @@ def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(
 def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(fit):
     *_, last = fit.steps
     assert last.done.step.verb is Verb.DROP
-    buffers = fit.boundary_tier(last.done.step) + fit.prepared.stages[-1].resources.graph_buffers
+    buffers = fit.exchanged(last.done.step) + fit.prepared.stages[-1].resources.graph_buffers
     assert last.live <= last.slots + buffers + PAGE
 
 

@@ -15,6 +15,7 @@ from seqpart.planning.problem import parts_of
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Step, Verb, steps_of
 from tests import chains
+from tests.exactly import tiers
 
 SPEEDS = Speeds(flops=1e10, optimizer=1e9, read=2e8, write=2e8)
 
@@ -22,7 +23,7 @@ SPEEDS = Speeds(flops=1e10, optimizer=1e9, read=2e8, write=2e8)
 @given(
     chain=st.lists(chains.blocks, min_size=1, max_size=4), micro_batch=st.integers(1, 3), batch=st.integers(1, 40),
     rows=st.integers(1, 80), streamed=st.booleans(), clips=st.booleans(), slots=st.integers(1, 2),
-    tier=st.sampled_from(["device", "disk"]), data=st.data(),
+    tier=st.sampled_from(["device", "disk", "mixed"]), data=st.data(),
 )  # fmt: skip
 def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak_nor_the_time(
     chain, micro_batch, batch, rows, streamed, clips, slots, tier, data
@@ -49,7 +50,7 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
     problem = chains.problem_of(chain, 1 << 40, micro_batch=micro_batch, starts=tuple(range(count)), speeds=SPEEDS)
     costs = [cost for _, _, cost in parts_of(problem, micro_batch, range(count))]
     resources = Resources(
-        slots=min(slots, count - len(stays)) if streamed else count, stays=frozenset(stays), boundary_tier=tier,
+        slots=min(slots, count - len(stays)) if streamed else count, stays=frozenset(stays), tiers=tiers(tier, count),
         label_row=8, borrows=streamed, gradients_room=clips and streamed,
     )  # fmt: skip
     updates = -(-rows // batch)

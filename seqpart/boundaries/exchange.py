@@ -4,6 +4,8 @@
     host     they wait in host memory that the plan granted
     disk     they wait in one file; a few buffers are written and read behind the computation
 
+Each boundary has the place that the plan says: an exchange for each place, and one that knows which is whose.
+
 Of one boundary and micro-batch there is first the activation, which is needed until the partition above it has run
 backward, and then its gradient: both have the same place.
 
@@ -12,7 +14,7 @@ memory lies differently: the elements are kept as they lie. Only of a part of a 
 made again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +25,9 @@ import torch
 from seqpart.costs.partition import LINE, PartitionCost
 from seqpart.files.direct import round_up
 from seqpart.memory.device import DOWN, Device, Event
+from seqpart.model.packs import DEVICE, Tiers
 from seqpart.offload.buffered_file import BufferedFile
-from seqpart.planning.problem import BUFFERS, boundary_bytes, boundary_places, largest_boundary
+from seqpart.planning.problem import BUFFERS, boundary_bytes, handing_of, largest_boundary
 
 Key = tuple[int, int]
 """(number of a value, micro-batch); -1 - n: the gradient of the n-th shared weight."""
@@ -33,8 +36,8 @@ Key = tuple[int, int]
 class BoundaryExchange(Protocol):
     """`put` what partition p will need for micro-batch m, `get` it in any later step; `take` or `forget` what is used up."""
 
-    lends: bool
-    """Whether what `get` gives may lie in memory that is used again, and a graph that is kept must not refer to it."""
+    def lends(self, key: Key) -> bool:
+        """Whether what `get` gives may lie in memory that is used again, and a graph that is kept must not refer to it."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None: ...
 
@@ -120,10 +123,11 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 class OnDevice:
     """Holds references; what the plan counted is the tensors' own memory. Of parts of larger tensors it holds copies."""
 
-    lends = False
-
     def __init__(self) -> None:
         self._held: dict[Key, tuple[_Form, torch.Tensor]] = {}
+
+    def lends(self, key: Key) -> bool:
+        return False
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         form = _Form.of(tensor)
@@ -186,13 +190,14 @@ class InHost:
     capacities: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
     """
 
-    lends = True
-
     def __init__(self, flat: torch.Tensor, capacities: Mapping[int, int], device: Device) -> None:
         self._flat, self._device = flat, device
         self._places = _Places(capacities)
         self._left: dict[Key, Event] = {}
         """When what was put is all there."""
+
+    def lends(self, key: Key) -> bool:
+        return True
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place, there = self._places.of(key, tensor), self._device.mark()
@@ -228,12 +233,13 @@ class OnDisk:
     What is got is a copy, which the plan counts as what enters a partition: a step may need more values than there are buffers.
     """
 
-    lends = False
-
     def __init__(self, path: Path, largest: int, device: Device) -> None:
         self._device = device
         self._places = _Places()
         self._file = BufferedFile[Key](path, largest, BUFFERS, "seqpart-boundaries", device)
+
+    def lends(self, key: Key) -> bool:
+        return False
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place = self._places.of(key, tensor)
@@ -277,8 +283,37 @@ class OnDisk:
         self._file.close()
 
 
+class InPlaces:
+    """Several exchanges, by the place that they keep things in; `place` says which is that of a value."""
+
+    def __init__(self, exchanges: Mapping[str, BoundaryExchange], place: Callable[[int], str]) -> None:
+        self._exchanges, self._place = exchanges, place
+
+    def _of(self, key: Key) -> BoundaryExchange:
+        return self._exchanges[self._place(key[0])]
+
+    def lends(self, key: Key) -> bool:
+        return self._of(key).lends(key)
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        self._of(key).put(key, tensor)
+
+    def get(self, key: Key) -> torch.Tensor:
+        return self._of(key).get(key)
+
+    def take(self, key: Key) -> torch.Tensor:
+        return self._of(key).take(key)
+
+    def forget(self, key: Key) -> None:
+        self._of(key).forget(key)
+
+    def close(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.close()
+
+
 def open_exchange(
-    kind: str,
+    tiers: Tiers,
     parts: Sequence[PartitionCost],
     batch: int,
     micro_batch: int,
@@ -286,9 +321,17 @@ def open_exchange(
     path: Path,
     device: Device,
 ) -> BoundaryExchange:
-    """As planned: `kind` is device, host or disk. After a halved micro-batch `host` may be too small: then on disk."""
-    if kind == "device" or len(parts) == 1:
+    """As planned. After a halved micro-batch `host` may be too small: then what was to be there is on the disk."""
+    if not tiers or len(parts) == 1:
         return OnDevice()
-    if host is not None and boundary_bytes(parts, batch, micro_batch) <= len(host):
-        return InHost(host, boundary_places(parts, micro_batch), device)
-    return OnDisk(path, largest_boundary(parts, micro_batch), device)
+    if host is None or boundary_bytes(parts, batch, micro_batch, tiers, "host") > len(host):
+        tiers = tuple("disk" if tier == "host" else tier for tier in tiers)
+    handing, exchanges = handing_of(parts), dict[str, BoundaryExchange]()
+    for tier in sorted({*tiers, handing.tier_of(-1, tiers)}):
+        if tier == DEVICE:
+            exchanges[tier] = OnDevice()
+        elif tier == "host" and host is not None:
+            exchanges[tier] = InHost(host, handing.places(micro_batch), device)
+        else:
+            exchanges[tier] = OnDisk(path, largest_boundary(parts, micro_batch, tiers), device)
+    return InPlaces(exchanges, lambda number: handing.tier_of(number, tiers)) if len(exchanges) > 1 else exchanges.popitem()[1]

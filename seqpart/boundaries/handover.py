@@ -26,9 +26,8 @@ class Handover:
     def take_up(self, p: int, m: int, *, to_keep: bool = False) -> Pack:
         """What enters partition p; it stays for others, and for p's backward. to_keep: in memory that is not used again."""
         pack = {value.number: self._exchange.get((value.number, m)) for value in self._handing.entering[p]}
-        if to_keep and self._exchange.lends:
-            return {number: copied_as_it_lies(tensor) for number, tensor in pack.items()}
-        return pack
+        lent = [number for number in pack if to_keep and self._exchange.lends((number, m))]
+        return pack | {number: copied_as_it_lies(pack[number]) for number in lent}
 
     def used_up(self, p: int, m: int) -> None:
         """Nobody behind p takes what p was the last to take."""

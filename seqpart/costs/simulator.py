@@ -5,15 +5,16 @@ step by step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from seqpart.costs.clock import Clock
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import PartitionCost
-from seqpart.model.packs import Handing, Value
+from seqpart.model.packs import DEVICE, Handing, Tiers, Value
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.progress import Progress
+from seqpart.schedule.shortened import shortened
 from seqpart.schedule.steps import START, Phase, PhaseKind, Position, Step, Verb, steps_of
 
 REQUEST_SECONDS = 3e-4
@@ -45,8 +46,8 @@ class Resources:
     """Buffers that partitions use in turn."""
     stays: frozenset[int] = frozenset()
     """Partitions that have a slot of their own, and stay in it."""
-    boundary_tier: str = "device"
-    """Where boundaries wait within an update: device, host or disk."""
+    tiers: Tiers = ()
+    """Of boundaries."""
     borrows: bool = True
     """Whether a partition brings the homes of weights that it shares; where all partitions stay, they are there."""
     label_row: int = 0
@@ -77,7 +78,7 @@ class Simulator:
     ) -> None:  # fmt: skip
         self._phases, self._partitions, self._speeds = phases, partitions, speeds
         self._stands_for = stands_for or {}
-        """How many equal micro-batches one stands for, by (phase, micro-batch). See [Note: equal micro-batches]."""
+        """How many equal micro-batches one stands for, by (phase, micro-batch). See schedule/shortened.py."""
         self._alike = 1
         """Of these, how many are held at once."""
         self._resources = resources = resources or Resources()
@@ -142,17 +143,24 @@ class Simulator:
     def _boundary_seconds(self, step: Step) -> float:
         """Of what a step leaves off the device for another partition, written behind the computation."""
         phase, p, part = self._phases[step.phase], step.partition, self._partitions[step.partition]
-        if self._resources.boundary_tier == "device" or phase.kind is not PhaseKind.TRAIN:
+        if phase.kind is not PhaseKind.TRAIN:
             return 0.0
         if step.verb is Verb.FORWARD and p < phase.last:
-            return self._away(part.output, self._speeds.write, self._speeds.down)
+            return self._away(part.leaving, self._speeds.write, self._speeds.down)
         if step.verb is Verb.BACKWARD and p > phase.lowest:
-            return self._away(part.input, self._speeds.write, self._speeds.down)
+            return self._away(part.entering, self._speeds.write, self._speeds.down)
         return 0.0
 
-    def _away(self, nbytes: int, disk: float, link: float) -> float:
-        """Seconds of a boundary's way, at the rate of the disk or of the link."""
-        return REQUEST_SECONDS + nbytes / disk if self._resources.boundary_tier == "disk" else nbytes / link
+    def _away(self, values: Sequence[Value], disk: float, link: float) -> float:
+        """Seconds of the way of those that do not wait on the device, at the rate of the disk or of the link."""
+        if not self._resources.tiers:
+            return 0.0
+        by_disk, by_link = self._waiting(values, "disk"), self._waiting(values, "host")
+        return (REQUEST_SECONDS + by_disk / disk if by_disk else 0.0) + by_link / link
+
+    def _waiting(self, values: Sequence[Value], tier: str) -> int:
+        """Bytes of those that wait there."""
+        return sum(value.nbytes for value in values if self._handing.tier_of(value.number, self._resources.tiers) == tier)
 
     @property
     def _now(self) -> int:
@@ -232,10 +240,13 @@ class Simulator:
         offloads = phase.offloads_graph(p)  # then saved tensors die like others
         work = part.inference_peak if offloads else part.forward_peak
         peak = self._now + work - self._one_boundary(part, step.micro_batch)
+        if p == phase.partition < phase.lowest:  # each that it stands for is used up before the next one comes
+            peak -= self._held_of(self._handing.used_up(p), step.micro_batch) * (self._alike - 1) // self._alike
         if p < phase.last:
             self._hold_values(part.leaving, step.micro_batch)
         if phase.keeps_graph(p) and not offloads:
-            held = 0 if self._resources.boundary_tier == "device" else part.input + part.output  # else the exchange holds them
+            sides = [*part.entering, *part.leaving] if self._resources.tiers else []  # on the device they are held already
+            held = self._waiting(sides, "disk") + self._waiting(sides, "host")
             self._keep("graph", p, step.micro_batch, part.kept + held)
         if p < phase.lowest:
             self._free_values(self._handing.used_up(p), step.micro_batch)
@@ -256,14 +267,14 @@ class Simulator:
         need = (part.accumulate_peak - part.gradients) if again else part.train_peak
         if phase.offloads_graph(p):
             need -= part.kept
-        if part.lent and self._resources.boundary_tier != "device":
+        if part.lent and self._handing.tier_of(-1, self._resources.tiers) != DEVICE:
             need += part.lent  # what came; on the device it waited there
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
         own, handed = self._one_boundary(part, m), self._hand_down(p, m)
         waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
         peak = self._now + max(own + handed + graph, need - own + waiting)
         if part.tied and not alone:
-            self._hold("tied", p, m, part.tied)
+            self._hold("tied", p, m, part.tied, -1)
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
         self._pass_down(p, phase.lowest, m)
@@ -271,8 +282,8 @@ class Simulator:
             for borrower in range(p, len(self._partitions)):
                 self._free("tied", borrower, m)
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
-        if self._resources.boundary_tier != "device" and not alone and not phase.keeps_graph(p):
-            seconds += self._away(part.input, self._speeds.read, self._speeds.up)  # nothing goes on while it is read
+        if not alone and not phase.keeps_graph(p):
+            seconds += self._away(part.entering, self._speeds.read, self._speeds.up)  # nothing goes on while it is read
         return peak, read, 0, max(seconds, read / self._speeds.read)
 
     def _computing(self, part: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
@@ -291,22 +302,26 @@ class Simulator:
             wanted = self._handing.wants_gradient(value, lowest)
             if not self._handing.is_first_user(p, value, lowest):
                 if wanted:
-                    self._hold("gradient", value.number, m, value.nbytes)
+                    self._hold("gradient", value.number, m, value.nbytes, value.number)
             elif not wanted:
                 self._free("boundary", value.number, m)
 
     def _one_boundary(self, part: PartitionCost, m: int) -> int:
-        return sum(self._held.get(("boundary", value.number, m), 0) for value in part.entering) // self._alike
+        return self._held_of(part.entering, m) // self._alike
+
+    def _held_of(self, values: Sequence[Value], m: int) -> int:
+        return sum(self._held.get(("boundary", value.number, m), 0) for value in values)
 
     def _hold_values(self, values: Sequence[Value], m: int) -> None:
         for value in values:
-            self._hold("boundary", value.number, m, value.nbytes)
+            self._hold("boundary", value.number, m, value.nbytes, value.number)
 
     def _free_values(self, values: Sequence[Value], m: int) -> int:
         return sum(self._free("boundary", value.number, m) for value in values)
 
-    def _hold(self, kind: str, p: int, m: int, nbytes: int) -> None:
-        if self._resources.boundary_tier == "device":
+    def _hold(self, kind: str, p: int, m: int, nbytes: int, number: int) -> None:
+        """If what it belongs to, value `number`, waits on the device."""
+        if self._handing.tier_of(number, self._resources.tiers) == DEVICE:
             self._keep(kind, p, m, nbytes)
 
     def _rows(self, step: Step) -> int:
@@ -322,7 +337,7 @@ def simulate(
 
     Passes that differ in nothing but the epoch are walked through twice and counted.
     """
-    short, more, stands_for = _shortened(phases)
+    short, more, stands_for = shortened(phases)
     simulator = Simulator(short, partitions, speeds, resources, stands_for=stands_for)
     predicted_steps = list(simulator.run(steps_of(short)))
     ends: dict[int, list[float]] = {}
@@ -338,52 +353,3 @@ def simulate(
         steady = (last - first) / max(1, short[number].updates - 1)
         seconds += steady * (updates * (1 + repeats) - short[number].updates)
     return short, predicted_steps, seconds
-
-
-_WALKED = 4
-"""Updates of a pass that are walked through."""
-
-
-def _shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], dict[tuple[int, int | None], int]]:
-    """Phases with few updates, epochs and micro-batches, and what these stand for.
-
-    {number of a phase: (updates it stands for, passes left out)}, {(phase, micro-batch): micro-batches it stands for}.
-    """
-    short: list[Phase] = []
-    more: dict[int, tuple[int, int]] = {}
-    stands_for: dict[tuple[int, int | None], int] = {}
-    for phase, times in (pair for stretch in phases.stretches for pair in stretch.walked()):
-        more[len(short)] = phase.updates, times - 1
-        ragged = phase.rows % phase.batch or phase.batch
-        rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged
-        shorter, counts = _with_few_micro_batches(replace(phase, rows=rows))
-        stands_for |= {(len(short), m): count for m, count in counts.items()}
-        short.append(shorter)
-    return short, more, stands_for
-
-
-# [Note: equal micro-batches] Those of an update differ in the rows of the last alone, and memory rises or falls by the same
-# bytes from one to the next. So the first (there are no gradients yet), the second, the last two and those between make the
-# highest peaks, and the second stands for those between: of a forward pass, which takes more with each, the last but one
-# is looked at, and of a backward pass, which takes less with each, the second before those that it stands for have gone.
-
-_ALONE = 4
-"""Micro-batches of an update that are walked through."""
-
-
-def _with_few_micro_batches(phase: Phase) -> tuple[Phase, dict[int, int]]:
-    """`phase` with at most so many micro-batches in an update, and {micro-batch: how many it stands for}."""
-    size, batch = phase.micro_batch, min(phase.batch, phase.rows)
-    count, updates = -(-batch // size), phase.updates
-    if phase.kind is not PhaseKind.TRAIN or count <= _ALONE:
-        return phase, {}
-    short = (_ALONE - 1) * size + (batch % size or size)
-    stands_for = {update * _ALONE + 1: count - _ALONE + 1 for update in range(updates)}
-    last = phase.rows - (updates - 1) * batch
-    if last < batch:  # one fewer, so that it stays the shortest
-        count = -(-last // size)
-        stands_for[(updates - 1) * _ALONE + 1] = max(1, count - _ALONE + 2)
-        last = (_ALONE - 2) * size + (last % size or size) if count >= _ALONE else last
-    else:
-        last = short
-    return replace(phase, rows=(updates - 1) * short + last, batch=short), stands_for

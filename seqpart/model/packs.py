@@ -4,14 +4,31 @@ A value is given by one block and taken by any later ones: in a chain by the nex
 Value 0 is the model's input rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from seqpart.files.direct import round_up
+
 Pack = dict[int, torch.Tensor]
 ROWS = 0
 """The value that nobody gives: the model's input."""
+
+
+DEVICE = "device"
+Tiers = tuple[str, ...]
+"""Of each partition, where what it is the first to take waits within an update, and its gradient: device, host or disk. Empty:
+all of it on the device."""
+
+
+def tiers_of(tiers: Iterable[str]) -> Tiers:
+    found = tuple(tiers)
+    return found if set(found) - {DEVICE} else ()
+
+
+def tiers_in_words(tiers: Tiers) -> str:
+    return " and ".join(sorted(set(tiers))) or DEVICE
 
 
 _GRADIENTS = 1 << 32
@@ -71,6 +88,29 @@ class Handing:
             for value in values:
                 self.users.setdefault(value.number, []).append(p)
         self.giver = {value.number: p for p, values in enumerate(leaving) for value in values}
+
+    @property
+    def is_one_value(self) -> bool:
+        """Whether each partition hands one value of rows to the next, and nothing passes over it."""
+        pairs = zip(self.leaving, self.entering[1:], strict=False)
+        return all(given == taken and len(given) == 1 and given[0].shape[:1] == (given[0].rows,) for given, taken in pairs)
+
+    def tier_of(self, number: int, tiers: Tiers) -> str:
+        """Where value `number` waits, or its gradient. Below 0: the gradient of a shared weight, which goes where any boundary
+        goes that leaves the device."""
+        if number < 0:
+            return next((tier for tier in tiers if tier != DEVICE), DEVICE)
+        return tiers[self.users[number % _GRADIENTS][0]] if tiers else DEVICE
+
+    def places(self, micro_batch: int) -> dict[int, int]:
+        """Bytes of the place of each value that partitions hand to each other with one micro-batch, by its number; and of its
+        gradient, where that has one of its own."""
+        found = {}
+        for value in {value.number: value for values in self.entering for value in values}.values():
+            found[value.number] = round_up(value.nbytes_at(micro_batch))
+            if self.is_shared(value) and value.learns:
+                found[gradient_of(value.number)] = found[value.number]
+        return found
 
     def wants_gradient(self, value: Value, lowest: int) -> bool:
         """Whether whoever gave it learns; `lowest`: the first partition that does."""

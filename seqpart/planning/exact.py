@@ -12,6 +12,7 @@ from seqpart.costs.simulator import Resources
 from seqpart.errors import DoesNotFit
 from seqpart.memory.limit import RUNTIME_VARIES, left_of, margin_of, refused
 from seqpart.methods.method import Method
+from seqpart.model.packs import DEVICE, tiers_in_words, tiers_of
 from seqpart.planning.dynamic import Piece, best_cut
 from seqpart.planning.plan import Plan
 from seqpart.planning.prediction import Kind, Option, Prediction, options_of, predict
@@ -20,7 +21,6 @@ from seqpart.planning.problem import (
     Candidate,
     Parts,
     Problem,
-    boundary_bytes,
     cost_of,
     costs_from,
     fewest_rows,
@@ -30,6 +30,7 @@ from seqpart.planning.problem import (
     refuse_given,
     sharing,
     starts_of,
+    tiers_by_room,
     too_many,
 )
 from seqpart.planning.search import fastest, smallest_of
@@ -77,17 +78,16 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
     if saved is None or saved.method != method.name or saved.starts != problem.starts:
         return None
     parts = parts_of(problem, micro_batch, saved.starts)
-    heap = problem.may_keep_heap and saved.heap > 0 and saved.boundary_tier == "device"
+    heap = problem.may_keep_heap and saved.heap > 0 and not saved.tiers
     stays = frozenset() if method.stays or not problem.auto else saved.stays - sharing(problem, parts)
     tiers, host = problem.graph_tiers, saved.graphs_at_host
     offloads = (host if "host" in tiers else frozenset()) | (saved.offloads - host if "disk" in tiers else frozenset())
     offloads -= {len(parts) - 1}
     streaming = len(parts) - len(stays)
     slots = len(parts) if method.stays else max(min(1, streaming), min(saved.slots, streaming))
-    resources = Resources(slots=slots, stays=stays, boundary_tier=saved.boundary_tier, keeps_heap=heap, graphs_at_host=host)
-    # Where boundaries wait elsewhere, a graph on the device would hold them a second time: no plan of ours does that.
-    keeps = saved.keeps - saved.offloads if saved.boundary_tier == "device" else frozenset()
-    return predict(problem, method, micro_batch, parts, resources, keeps | offloads, offloads)
+    places = tiers_of(tier if tier in problem.boundary_tiers else "disk" for tier in saved.tiers)
+    resources = Resources(slots=slots, stays=stays, tiers=places, keeps_heap=heap, graphs_at_host=host)
+    return predict(problem, method, micro_batch, parts, resources, (saved.keeps - saved.offloads) | offloads, offloads)
 
 
 def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[tuple[Parts, Resources]]:
@@ -95,13 +95,12 @@ def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[t
     for starts in cuts_of(problem, method, micro_batch):
         parts = parts_of(problem, micro_batch, starts)
         tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
-        if boundary_bytes([cost for _, _, cost in parts], problem.batch_size, micro_batch) > problem.host_room:
-            tiers = tuple(dict.fromkeys("disk" if tier == "host" else tier for tier in tiers))
+        places = [tiers_by_room(problem, [cost for _, _, cost in parts], micro_batch, tier) for tier in tiers]
         # A third slot lets what comes and what goes pass each other, where each has a link of its own.
         in_turn = (2, 1) if problem.host_counts else (3, 2, 1)
-        for slots, tier in itertools.product((len(parts),) if method.stays else in_turn, tiers):
+        for slots, place in itertools.product((len(parts),) if method.stays else in_turn, places):
             if slots <= len(parts):
-                yield parts, Resources(slots=slots, boundary_tier=tier)
+                yield parts, Resources(slots=slots, tiers=place)
 
 
 _MANY = 40
@@ -207,7 +206,7 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
                 "not fit, or cannot be, is chosen anew"
             )
         yield from _in_runs(candidate.why)
-        yield f"boundaries wait on {candidate.resources.boundary_tier}"
+        yield f"boundaries wait on {tiers_in_words(candidate.resources.tiers)}"
         yield from _bound(best)
     yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
@@ -233,7 +232,11 @@ def _as_saved(saved: Plan, best: Prediction) -> bool:
     now = best.candidate
     stays = saved.stays if best.method.stays else now.resources.stays
     graphs = now.keeps, now.offloads, now.resources.graphs_at_host
-    return (saved.stays, saved.keeps, saved.offloads, saved.graphs_at_host) == (stays, *graphs)
+    return (saved.stays, saved.keeps, saved.offloads, saved.graphs_at_host, saved.tiers) == (
+        stays,
+        *graphs,
+        now.resources.tiers,
+    )
 
 
 def _shared(best: Prediction) -> str:
@@ -252,9 +255,15 @@ def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]
     }
     left = f"{format_size(max(0, available - best.peak))} are left"
     return tuple(
-        "; ".join(filter(None, (_why_there(best, p, options, left), _why_graph(best, p, options, left, problem.host_tier))))
+        "; ".join(filter(None, said))
         for p in range(len(best.candidate.parts))
-    )
+        for said in [
+            (
+                _why_there(best, p, options, left), _why_graph(best, p, options, left, problem.host_tier),
+                _why_boundary(best, p, options, left),
+            )
+        ]
+    )  # fmt: skip
 
 
 _Options = dict[tuple[int, Kind], Option]
@@ -283,11 +292,18 @@ def _why_graph(best: Prediction, p: int, options: _Options, left: str, tier: str
         return f"graph {where} ({moved} a micro-batch, {_milliseconds(away.compute)} less of computing)"
     if p in candidate.keeps and kept is not None:
         return f"graph kept ({format_size(kept.nbytes)}, {_milliseconds(kept.compute)} less of computing)"
-    if kept is None and candidate.resources.boundary_tier == "device":
-        return "no backward: nothing up to it learns"
     if kept is None:
-        return f"graph computed again (boundaries wait on {candidate.resources.boundary_tier})"
+        return "no backward: nothing up to it learns"
     return f"graph computed again (it takes {format_size(kept.nbytes)}, {left})"
+
+
+def _why_boundary(best: Prediction, p: int, options: _Options, left: str) -> str:
+    option, tiers = options.get((p, Kind.NEAR)), best.candidate.resources.tiers
+    if option is None:
+        return ""
+    if tiers[p] == DEVICE:
+        return f"its boundary on the device ({format_size(option.nbytes)}, {_milliseconds(option.compute)} less of waiting)"
+    return f"its boundary on {tiers[p]} (on the device it takes {format_size(option.nbytes)}, {left})"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -10,17 +10,19 @@ from typing import Any, Self, TypeVar
 from seqpart.errors import OptionError
 from seqpart.files.text import parsed
 from seqpart.methods.method import Method
+from seqpart.model.packs import DEVICE, Tiers, tiers_of
 from seqpart.units import format_size
 
 T = TypeVar("T")
 
-FORMAT = 4
+FORMAT = 5
 _RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
 """Fields of format 2, which checkpoints of 0.2.0 hold. It had kept graphs from one partition on, and none that stayed."""
 AGAIN, KEPT = "again", "kept"
 GRAPHS = (AGAIN, KEPT, "pinned", "ram", "disk")
 """What FORWARD leaves of a graph: nothing, so that BACKWARD computes it again; all of it, on the device; or its saved tensors,
 which wait in a tier."""
+BOUNDARY_TIERS = (DEVICE, "host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,8 @@ class PartitionPlan:
     """On the device from the beginning of a phase to its end, while others come and go."""
     graph: str = AGAIN
     """What FORWARD leaves of it for BACKWARD: one of GRAPHS."""
+    boundary_tier: str = DEVICE
+    """Where what it is the first to take from others waits within an update, and its gradient: one of BOUNDARY_TIERS."""
     why: str = ""
     """Why it stays or comes in turn, and why its graph waits where it does."""
 
@@ -72,8 +76,6 @@ class Plan:
     fingerprint: str
     slots: int
     """Partitions that may be on the device at once."""
-    boundary_tier: str
-    """Where boundaries wait within an update: device, host or disk."""
     update_seconds: float = 0.0
     """Of one update of an exact method, once it has begun."""
     heap: int = 0
@@ -106,6 +108,11 @@ class Plan:
         return frozenset(p for p in self.offloads if self.partitions[p].graph != "disk")
 
     @property
+    def tiers(self) -> Tiers:
+        """Of the partitions' boundaries."""
+        return tiers_of(part.boundary_tier for part in self.partitions)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         return tuple(part.first for part in self.partitions)
 
@@ -129,13 +136,18 @@ class Plan:
                 kept = [since is not None and since <= p for p in range(len(parts))]
                 parts = tuple(replace(part, graph=KEPT if keeps else AGAIN) for part, keeps in zip(parts, kept, strict=True))
                 found = {_RENAMED.get(name, name): value for name, value in found.items()}
-            elif version not in (3, FORMAT):
+            elif version not in (3, 4, FORMAT):
                 raise ValueError(f"format {version}")
+            if version < 5:
+                tier = found.pop("boundary_tier")  # one for all
+                parts = tuple(replace(part, boundary_tier=tier) for part in parts)
             edges = [0, *(part.last for part in parts)]
             if not parts or [part.first for part in parts] != edges[:-1] or edges != sorted(set(edges)):
                 raise ValueError("its partitions do not follow each other")
             if unknown := [part.graph for part in parts if part.graph not in GRAPHS]:
                 raise ValueError(f"graph {unknown[0]}")
+            if unknown := [part.boundary_tier for part in parts if part.boundary_tier not in BOUNDARY_TIERS]:
+                raise ValueError(f"boundary_tier {unknown[0]}")
             if min(part.micro_batch for part in parts) < 1:
                 raise ValueError("micro_batch 0")
             return _typed(cls, {**found, "partitions": parts})
@@ -187,7 +199,7 @@ def _typed(kind: type[T], values: dict[str, Any]) -> T:
 
 def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
     """One dict of printable cells for each partition."""
-    choices = bool(plan.stays or plan.keeps) and len(plan.partitions) > 1
+    choices = bool(plan.stays or plan.keeps or plan.tiers) and len(plan.partitions) > 1
     return [
         {
             "partition": str(number),
@@ -210,4 +222,5 @@ def _choices(plan: Plan, number: int) -> dict[str, str]:
     """The last partition runs forward in its backward: its graph is there."""
     part, last = plan.partitions[number], len(plan.partitions) - 1
     graph = KEPT if part.graph == AGAIN and number == last else part.graph
-    return {"device": "stays" if part.stays else "in turn", "graph": graph}
+    where = {"boundary": part.boundary_tier} if plan.tiers else {}
+    return {"device": "stays" if part.stays else "in turn", "graph": graph, **where}

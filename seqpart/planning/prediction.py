@@ -1,7 +1,7 @@
 """What a cut costs in memory and time, by the simulator, and what its partitions might do."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
@@ -9,6 +9,7 @@ from seqpart.memory.heap import heap_for
 from seqpart.memory.limit import limit_for
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
+from seqpart.model.packs import DEVICE, tiers_of
 from seqpart.planning.problem import (
     Candidate,
     Parts,
@@ -18,11 +19,12 @@ from seqpart.planning.problem import (
     graph_buffer_bytes,
     graph_rooms,
     graphs_at_once,
-    hands_one_value,
+    handing_of,
     host_boundaries,
     host_places,
     largest_boundary,
     sharing,
+    tiers_by_room,
 )
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind, Verb
@@ -80,7 +82,7 @@ def predict(
     """keeps: partitions that keep their graphs. offloads: those of them whose graphs do not wait on the device, but where
     `resources` say; what has no place in host memory is computed again."""
     costs = [part[2] for part in parts]
-    boundaries = host_boundaries(problem, parts, micro_batch, resources.boundary_tier)
+    boundaries = host_boundaries(problem, parts, micro_batch, resources.tiers)
     wanted, at_once = offloads & resources.graphs_at_host, graphs_at_once(method, problem.batch_size, micro_batch)
     places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     while places.graphs < wanted:  # then the others are computed again
@@ -127,7 +129,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     work = Workload(
         train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps, offloads=candidate.offloads,
-        one_value=hands_one_value([cost for _, _, cost in candidate.parts]),
+        one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
     )  # fmt: skip
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
     return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
@@ -168,8 +170,8 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     reading, writing = buffers_of(problem, first, last, phase.micro_batch)
     if phase.through is None:
         return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
-    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch)
-    return reading + (exchange_bytes(largest) if candidate.resources.boundary_tier == "disk" else 0)
+    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch, candidate.resources.tiers)
+    return reading + (exchange_bytes(largest) if largest else 0)
 
 
 # --- what partitions might do -----------------------------------------------------------------------------------------
@@ -184,6 +186,8 @@ class Kind(enum.Enum):
     """Keep the graph in host memory; where it is kept on the device too, that comes before."""
     DISK = enum.auto()
     """Keep it on the disk; where it is kept elsewhere too, that comes before."""
+    NEAR = enum.auto()
+    """Let its boundary wait on the device, where boundaries wait elsewhere."""
 
     @property
     def away(self) -> bool:
@@ -225,8 +229,8 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
         if lowest <= p < len(costs) - 1:
             seconds = micro_batches * speeds.computing(cost, candidate.micro_batch, forward=1, backward=0)
             at_once = 1 if plain.method.stays else micro_batches
-            if candidate.resources.boundary_tier == "device":
-                found.append(Option(p, Kind.KEEP, cost.kept * at_once, seconds, 0.0))
+            beside = sum(value.nbytes for value in (*cost.entering, *cost.leaving)) if candidate.resources.tiers else 0
+            found.append(Option(p, Kind.KEEP, (cost.kept + beside) * at_once, seconds, 0.0))
             for tier in problem.graph_tiers if offload else ():
                 kind, up, down = (
                     (Kind.HOST, speeds.up, speeds.down) if tier == "host" else (Kind.DISK, speeds.read, speeds.write)
@@ -241,15 +245,32 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
             near = p in candidate.resources.at_host
             transfer = read / (speeds.up if near else speeds.read) + written / (speeds.down if near else speeds.write)
             found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))
-    return found
+    return [*found, *_near(problem, plain, micro_batches)]
+
+
+def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[Option]:
+    """Boundaries that may wait on the device, where others do not."""
+    candidate, speeds = plain.candidate, problem.speeds
+    handing, tiers = handing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
+    for p, tier in enumerate(tiers):
+        nbytes = sum(value.nbytes for value in handing.entering[p] if handing.users[value.number][0] == p)
+        read, write = (speeds.up, speeds.down) if tier == "host" else (speeds.read, speeds.write)
+        at_once = 1 if plain.method.stays else micro_batches
+        if nbytes:  # the activation and its gradient leave, and nothing goes on while they come
+            yield Option(p, Kind.NEAR, nbytes * at_once, micro_batches * nbytes / read, 2 * micro_batches * nbytes / write)
 
 
 def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:
     """`plain` with these options and no others."""
     candidate = plain.candidate
-    stays, keeps, host, disk = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
+    stays, keeps, host, disk, near = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
     away = (host | disk) - keeps
     streaming = len(candidate.parts) - len(stays)
     slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots or 1, streaming)
-    resources = replace(candidate.resources, stays=stays, slots=slots, graphs_at_host=host & away)
+    tiers = candidate.resources.tiers
+    if tiers:
+        costs, tier = [cost for _, _, cost in candidate.parts], "host" if "host" in tiers else "disk"
+        waiting = enumerate(tiers_by_room(problem, costs, candidate.micro_batch, tier))
+        tiers = tiers_of(DEVICE if p in near else tier for p, tier in waiting)
+    resources = replace(candidate.resources, stays=stays, slots=slots, graphs_at_host=host & away, tiers=tiers)
     return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps | away, away)

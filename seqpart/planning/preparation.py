@@ -20,6 +20,7 @@ from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Rec
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import label_dtype
 from seqpart.model.optimizers import Optimizer
+from seqpart.model.packs import DEVICE
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
 from seqpart.planning.plan import AGAIN, KEPT, PartitionPlan, Plan, PlanRequest
@@ -203,7 +204,7 @@ class Preparation(Inputs):
         streamed = recovery.candidate if recovery is not None else candidate
         exchange_bytes = planning.host_boundaries(
             replace(problem, batch_size=max(problem.batch_size, self.recovery_batch)), streamed.parts, streamed.micro_batch,
-            streamed.resources.boundary_tier,
+            streamed.resources.tiers,
         )  # fmt: skip
         rooms = planning.graph_rooms(
             costs, candidate.resources.graphs_at_host,
@@ -295,7 +296,7 @@ class Preparation(Inputs):
             clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
             offloads=kept.offloads, recovery=stage, test_every=self.settings.test_every,
             synthetic_inputs=self.settings.sil_inputs == "synthetic",
-            one_value=planning.hands_one_value([cost for _, _, cost in candidate.parts]),
+            one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
         )  # fmt: skip
 
     def _partition_costs(
@@ -368,6 +369,7 @@ class Preparation(Inputs):
                     boundary_row=cost.output_row if self.exact else row_packs[p].layout.nbytes,
                     tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
+                    boundary_tier=used.resources.tiers[p] if used.resources.tiers else DEVICE,
                     why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
                 )
@@ -381,8 +383,7 @@ class Preparation(Inputs):
             disk_bytes=self._disk_bytes(candidate, costs, row_packs), seconds=round(seconds, 1), reasons=reasons,
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
-            boundary_tier=used.resources.boundary_tier, heap=used.heap,
-            tile=self.chain.tile, live_bytes=self.live_bytes,
+            heap=used.heap, tile=self.chain.tile, live_bytes=self.live_bytes,
         )  # fmt: skip
 
     def _disk_bytes(self, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack]) -> int:

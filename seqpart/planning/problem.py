@@ -1,7 +1,6 @@
 """What a plan is asked to fit: the chain and its costs, the machine and the limit; and what follows from these alone."""
 
 import hashlib
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
 from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
-from seqpart.model.packs import ROWS, Handing, gradient_of
+from seqpart.model.packs import DEVICE, ROWS, Handing, Tiers
 from seqpart.offload.graph_ranges import GRAPH_BUFFERS
 from seqpart.offload.host_pool import first_piece, pieces_for
 from seqpart.offload.layout import Layout
@@ -277,36 +276,32 @@ def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int
     return digest.hexdigest()
 
 
-def hands_one_value(parts: Sequence[PartitionCost]) -> bool:
-    """Whether each partition hands one value of rows to the next, and nothing passes over it."""
-    pairs = ((one.leaving, other.entering) for one, other in itertools.pairwise(parts))
-    return all(given == taken and len(given) == 1 and given[0].shape[:1] == (given[0].rows,) for given, taken in pairs)
+def handing_of(parts: Sequence[PartitionCost]) -> Handing:
+    return Handing([cost.entering for cost in parts], [cost.leaving for cost in parts])
 
 
-def boundary_places(parts: Sequence[PartitionCost], micro_batch: int) -> dict[int, int]:
-    """Bytes of the place of each value that partitions hand to each other with one micro-batch, by its number; and of its
-    gradient, where that has one of its own."""
-    handing = Handing([cost.entering for cost in parts], [cost.leaving for cost in parts])
-    places = {}
-    for value in {value.number: value for cost in parts for value in cost.entering}.values():
-        places[value.number] = round_up(value.nbytes_at(micro_batch))
-        if handing.is_shared(value) and value.learns:
-            places[gradient_of(value.number)] = places[value.number]
-    return places
+def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int, tiers: Tiers, tier: str) -> int:
+    """Bytes of what partitions hand to each other in one update and waits in `tier`, each tensor's rounded up to pages."""
+    handing = handing_of(parts)
+    nbytes = sum(size for number, size in handing.places(micro_batch).items() if handing.tier_of(number, tiers) == tier)
+    if handing.tier_of(-1, tiers) == tier:
+        nbytes += sum(round_up(cost.tied) + _TIED_PAGES * PAGE for cost in parts if cost.tied)
+    return -(-batch // micro_batch) * nbytes
 
 
-def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int) -> int:
-    """Bytes of all that partitions hand to each other in one update, each tensor's rounded up to pages."""
-    tied = sum(round_up(cost.tied) + _TIED_PAGES * PAGE for cost in parts if cost.tied)
-    return -(-batch // micro_batch) * (sum(boundary_places(parts, micro_batch).values()) + tied)
+def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch: int, tier: str) -> Tiers:
+    """All boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
+    tiers = (tier,) * len(parts) if tier != DEVICE else ()
+    for p in reversed(range(len(tiers))):
+        if tier == "host" and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.host_room:
+            tiers = (*tiers[:p], "disk", *tiers[p + 1 :])
+    return tiers
 
 
-def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tier: str) -> int:
-    """Bytes of the piece of host memory that they take there, where they wait there."""
-    if tier != "host":
-        return 0
-    nbytes = boundary_bytes([cost for _, _, cost in parts], problem.batch_size, micro_batch)
-    return first_piece(nbytes, powers_of_two=not problem.host_counts)
+def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tiers: Tiers) -> int:
+    """Bytes of the piece of host memory for those that wait there."""
+    nbytes = boundary_bytes([cost for _, _, cost in parts], problem.batch_size, micro_batch, tiers, "host")
+    return first_piece(nbytes, powers_of_two=not problem.host_counts) if nbytes else 0
 
 
 _TIED_PAGES = 16
@@ -369,10 +364,12 @@ def graphs_at_once(method: Method, batch: int, micro_batch: int) -> int:
     return 1 if method.stays else -(-batch // micro_batch)
 
 
-def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int) -> int:
-    """Bytes of the largest tensor that one partition hands to another."""
-    values = max((value.nbytes_at(micro_batch) for cost in parts for value in cost.entering), default=0)
-    return max(values, *(cost.tied for cost in parts))
+def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int, tiers: Tiers) -> int:
+    """Bytes of the largest tensor that one partition hands to another by way of the disk; 0: none goes there."""
+    handing = handing_of(parts)
+    values = {value.number: value.nbytes_at(micro_batch) for cost in parts for value in cost.entering}
+    sizes = [nbytes for number, nbytes in values.items() if handing.tier_of(number, tiers) == "disk"]
+    return max(sizes + [cost.tied for cost in parts if handing.tier_of(-1, tiers) == "disk"], default=0)
 
 
 BUFFERS = 6

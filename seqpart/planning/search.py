@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from seqpart.costs.simulator import Resources
 from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.methods.method import Method
+from seqpart.model.packs import DEVICE, Tiers
 from seqpart.planning.dynamic import best_use
 from seqpart.planning.prediction import (
     Kind,
@@ -151,16 +152,16 @@ def _roughly(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
 ) -> Iterator[_Rough]:
     """Candidates that may fit, with a kept heap and without: one is simulated for all that differ in slots and heap alone."""
-    simulated: dict[tuple[tuple[int, ...], str], Prediction] = {}
+    simulated: dict[tuple[tuple[int, ...], Tiers], Prediction] = {}
     for parts, resources in candidates:
         if least_peak(problem, method, parts, resources.slots) > available:
             continue
-        key = tuple(first for first, _, _ in parts), resources.boundary_tier
+        key = tuple(first for first, _, _ in parts), resources.tiers
         if key not in simulated:
             simulated[key] = predict(problem, method, micro_batch, parts, resources)
         plain = simulated[key]
         peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
-        may_keep = problem.may_keep_heap and resources.boundary_tier == "device"
+        may_keep = problem.may_keep_heap and not resources.tiers
         for heap in (True, False) if may_keep else (False,):
             kept = heap_of(problem, plain.working, len(parts)) - problem.growth - plain.working if heap else 0
             if peak + kept <= available * _ROUGHLY:
@@ -180,7 +181,7 @@ def _least(problem: Problem, plain: Prediction, resources: Resources, left: int)
         return plain.moving * (1 + problem.contention) + share * plain.computing
     # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
     last = parts[-1][2].train_peak
-    if resources.boundary_tier == "device":
+    if not resources.tiers:
         own = {value.number for value in parts[-1][2].entering}
         others = {value.number: value.row for _, _, cost in parts[1:-1] for value in cost.entering}
         last += problem.batch_size * sum(row for number, row in others.items() if number not in own)
@@ -263,7 +264,7 @@ def _packed(problem: Problem, now: Prediction, options: Sequence[Option], availa
     packed = []
     for option in options:
         nbytes = option.takes(now.candidate.resources)
-        first = option.partition + behind if option.kind is Kind.KEEP else 0
+        first = option.partition + behind if option.kind in (Kind.KEEP, Kind.NEAR) else 0
         if min(left[first:], default=0) >= nbytes:
             packed.append(option)
             left[first:] = (room - nbytes for room in left[first:])
@@ -285,7 +286,7 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
         host = now.resources.graphs_at_host
         answers = {
             Kind.STAY: now.resources.stays, Kind.KEEP: now.keeps - now.offloads, Kind.HOST: host,
-            Kind.DISK: now.offloads - host,
+            Kind.DISK: now.offloads - host, Kind.NEAR: {p for p, tier in enumerate(now.resources.tiers) if tier == DEVICE},
         }  # fmt: skip
         chosen = [option for option in options if option.partition in answers[option.kind]]
         others = [option for option in options if option not in chosen]

@@ -165,7 +165,7 @@ class Session:
     def _exchange(self, stage: Stage) -> BoundaryExchange:
         rows = max(phase.batch for phase, _ in counted(self.prepared.phases))
         return open_exchange(
-            stage.resources.boundary_tier, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
+            stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
             self.places.scratch.rows / "relay.part", self._device,
         )  # fmt: skip
 

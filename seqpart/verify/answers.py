@@ -5,6 +5,7 @@ from dataclasses import astuple, dataclass, replace
 from random import Random
 from typing import Self
 
+from seqpart.model.packs import DEVICE, Tiers, tiers_of
 from seqpart.planning.plan import AGAIN, KEPT, Plan
 
 _LOOKED_AT = 30
@@ -21,14 +22,14 @@ class Answers:
     keeps: frozenset[int]
     offloads: frozenset[int]
     graphs_at_host: frozenset[int]
-    boundary_tier: str
+    tiers: Tiers
     keeps_heap: bool
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         return cls(
             starts=plan.starts, slots=plan.slots, stays=plan.stays, keeps=plan.keeps, offloads=plan.offloads,
-            graphs_at_host=plan.graphs_at_host, boundary_tier=plan.boundary_tier, keeps_heap=plan.heap > 0,
+            graphs_at_host=plan.graphs_at_host, tiers=plan.tiers, keeps_heap=plan.heap > 0,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -36,7 +37,7 @@ class Answers:
         return (
             f"cut at {_named(self.starts)}, {self.slots} slot(s), staying: {_named(self.stays)}, keeping graphs: "
             f"{_named(self.keeps)}, of them to host memory: {_named(self.graphs_at_host)}, to the disk: "
-            f"{_named(self.offloads - self.graphs_at_host)}, boundaries on {self.boundary_tier}, {heap}"
+            f"{_named(self.offloads - self.graphs_at_host)}, boundaries on {', '.join(self.tiers) or DEVICE}, {heap}"
         )
 
     def different(self, other: Self) -> int:
@@ -47,12 +48,13 @@ class Answers:
         """`like` with these answers, to be planned again: what they take is not known."""
         ends, part, tier = (*self.starts[1:], blocks), like.partitions[0], "ram" if like.device.startswith("CPU") else "pinned"
         parts = tuple(
-            replace(part, first=first, last=last, stays=p in self.stays, graph=self._graph(p, tier))
+            replace(
+                part, first=first, last=last, stays=p in self.stays, graph=self._graph(p, tier),
+                boundary_tier=self.tiers[p] if self.tiers else DEVICE,
+            )
             for p, (first, last) in enumerate(zip(self.starts, ends, strict=True))
-        )
-        return replace(
-            like, partitions=parts, slots=self.slots, boundary_tier=self.boundary_tier, heap=int(self.keeps_heap)
         )  # fmt: skip
+        return replace(like, partitions=parts, slots=self.slots, heap=int(self.keeps_heap))
 
     def _graph(self, p: int, tier: str) -> str:
         if p not in self.offloads:
@@ -88,16 +90,21 @@ class Space:
 
     def _one(self, random: Random) -> Answers:
         count = random.randint(2, len(self.starts))
-        tier = random.choice(self.tiers)
+        tiers = tiers_of(self._boundaries(random, count))
         every = range(count)
         stays = frozenset(p for p in every if not self.streams or random.random() < 0.5)
-        # On the device a graph is kept with the boundary that it begins with; the last partition's is always there.
-        ways = ("again", *(("kept",) if tier == "device" else ()), *self.graph_tiers)
+        # The last partition's graph is always there.
+        ways = (AGAIN, KEPT, *self.graph_tiers)
         graphs = [random.choice(ways) for _ in every[:-1]]
-        kept, host, disk = (frozenset(p for p, way in enumerate(graphs) if way == at) for at in ("kept", "host", "disk"))
+        kept, host, disk = (frozenset(p for p, way in enumerate(graphs) if way == at) for at in (KEPT, "host", "disk"))
         return Answers(
-            starts=(0, *sorted(random.sample(self.starts[1:], count - 1))), boundary_tier=tier, stays=stays,
+            starts=(0, *sorted(random.sample(self.starts[1:], count - 1))), tiers=tiers, stays=stays,
             keeps=kept | host | disk, offloads=host | disk, graphs_at_host=host,
             slots=min(count - len(stays), random.randint(1, 2)) if self.streams else count,
-            keeps_heap=self.heap and tier == "device" and random.random() < 0.5,
+            keeps_heap=self.heap and not tiers and random.random() < 0.5,
         )  # fmt: skip
+
+    def _boundaries(self, random: Random, count: int) -> list[str]:
+        """All in one place, or each in a place of its own."""
+        one = random.choice(self.tiers)
+        return [random.choice(self.tiers) for _ in range(count)] if random.random() < 0.5 else [one] * count

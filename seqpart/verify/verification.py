@@ -29,6 +29,7 @@ from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
 from seqpart.model.losses import LossChoice
 from seqpart.model.optimizers import Build
+from seqpart.model.packs import tiers_in_words
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phases import counted
@@ -310,8 +311,8 @@ def _announced(limited: Variant, other: Variant, steps: int) -> str:
     kept, stays = len(plan.keeps), f", of which {len(plan.stays)} stay" if plan.stays else ""
     return (
         f"verify: {steps} update(s) of {limited.method} under {format_size(limited.limit)} ({count} partitions{stays}, "
-        f"micro-batch {micro_batch}, {plan.slots} slot(s), boundaries on {plan.boundary_tier}, {kept + 1} graphs kept), then "
-        f"with a wrong replay, then of {other.method} under {format_size(other.limit)}"
+        f"micro-batch {micro_batch}, {plan.slots} slot(s), boundaries on {tiers_in_words(plan.tiers)}, {kept + 1} graphs "
+        f"kept), then with a wrong replay, then of {other.method} under {format_size(other.limit)}"
     )
 
 
