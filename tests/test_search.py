@@ -12,6 +12,7 @@ from seqpart.costs.hardware import Speeds
 from seqpart.costs.simulator import Resources
 from seqpart.memory.limit import margin_of
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
+from seqpart.model.packs import tiers_of
 from seqpart.planning.exact import candidates, fastest_of
 from seqpart.planning.prediction import predict
 from seqpart.planning.problem import cost_of, parts_of
@@ -23,17 +24,19 @@ SLOWER = 1.02
 
 
 def every_plan(problem, method, available):
-    """Seconds of the fastest plan with each block its own partition, of all ways to stay, to keep and to use slots."""
+    """Seconds of the fastest plan with each block its own partition, of all ways to stay, to keep, to use slots and to place
+    boundaries."""
     count = len(problem.chain)
     parts = tuple((first, first + 1, cost_of(problem, 8, first, first + 1)) for first in range(count))
     found = []
     answers = itertools.product(("again", "kept", "offloaded"), repeat=count - 1)
-    for stays, graphs in itertools.product(subsets(count if not method.stays else 0), answers):
+    places = [tiers_of(places) for places in itertools.product(problem.boundary_tiers, repeat=count)]
+    for stays, graphs, tiers in itertools.product(subsets(count if not method.stays else 0), answers, places):
         keeps, offloads = (frozenset(p for p, graph in enumerate(graphs) if graph != no) for no in ("again", "kept"))
         offloads = offloads & keeps
         streaming = count - len(stays)
         for slots in (count,) if method.stays else range(min(1, streaming), min(2, streaming) + 1):
-            prediction = predict(problem, method, 8, parts, Resources(slots=slots, stays=stays), keeps, offloads)
+            prediction = predict(problem, method, 8, parts, Resources(slots=slots, stays=stays, tiers=tiers), keeps, offloads)
             if prediction.peak <= available:
                 found.append(prediction)
     return min((prediction.seconds for prediction in found), default=None)
@@ -43,14 +46,22 @@ def subsets(count):
     return [frozenset(chosen) for size in range(count + 1) for chosen in itertools.combinations(range(count), size)]
 
 
+wide = st.builds(
+    block, weights=st.integers(1, 20).map(lambda n: n * KB), saved=st.integers(0, 40).map(lambda n: n * KB),
+    output=st.integers(1, 60).map(lambda n: n * KB), flops=st.integers(1, 100).map(lambda n: n * 10**6),
+)  # fmt: skip
+"""Blocks whose boundaries are as large as their weights."""
+
+
 SLOW_DISK = Speeds(flops=1e10, optimizer=1e9, read=2e7, write=2e7)
 
 
-def law(chain, speeds, share, method):
+def law(chain, speeds, share, method, boundary_tiers=("device",)):
     least, most = 40 * KB, 12 * sum(cost.weights + cost.saved + cost.output for cost in chain)
     problem = problem_of(
         chain, int(least + share * (most - least)) + (17 << 20), micro_batch=8, starts=tuple(range(len(chain))), speeds=speeds
     )
+    problem = replace(problem, boundary_tiers=boundary_tiers)
     available = problem.limit - margin_of(problem.limit)
     best = every_plan(problem, method, available)
     found = fastest_of(problem, method, available)
@@ -64,6 +75,12 @@ def law(chain, speeds, share, method):
 @given(st.lists(blocks, min_size=2, max_size=3), speeds, st.floats(0, 1))
 def test_the_search_finds_nearly_the_fastest_plan_of_a_small_chain(chain, speeds, share):
     law(chain, speeds, share, STREAMED)
+
+
+@settings(max_examples=15)
+@given(st.lists(wide, min_size=2, max_size=3), speeds, st.floats(0, 1), st.sampled_from([STREAMED, CHECKPOINTED]))
+def test_it_finds_nearly_the_best_place_for_every_boundary(chain, speeds, share, method):
+    law(chain, speeds, share, method, boundary_tiers=("device", "disk"))
 
 
 @settings(max_examples=50)
