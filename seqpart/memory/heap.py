@@ -9,8 +9,9 @@
 was seen where a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in
 each update, and 7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. See
 benchmarks/LOG.md. So the heap is made larger than that from the beginning, where the limit has room for it: then the
-prediction holds whatever the holes are. Should it grow beyond that until memory runs out, the run goes on without it. Tensors
-aligned for huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in seqpart/__init__.py.
+prediction holds whatever the holes are. For one partition a heap of 1.5 times what is alive is tried too, and of all the room
+that the limit has. Should it grow beyond that until memory runs out, the run goes on without it. Tensors aligned for huge pages
+would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in seqpart/__init__.py.
 """
 
 import ctypes
@@ -23,6 +24,7 @@ RETURNED_FROM = _MMAP_THRESHOLD - 112
 """Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
 _MOST_MAPPINGS = 1 << 30
 _FOR_ONE, _FOR_SEVERAL, _STREAMED = 2, 3, 5
+_LEAST_FOR_ONE = 1.5
 _PIECE = 64 << 10
 COMPUTING_SHARE = 0.7
 """Of the seconds that computing takes where memory is returned: 0.55 to 0.8 on networks of several kinds."""
@@ -34,6 +36,11 @@ def heap_for(alive: int, *, several: bool, streamed: bool = False) -> int:
     streamed: they come and go in each update, or may.
     """
     return alive * (_STREAMED if streamed else _FOR_SEVERAL if several else _FOR_ONE)
+
+
+def least_heap_for(alive: int, *, several: bool, streamed: bool = False) -> int:
+    """The same where the limit has no room for so much."""
+    return heap_for(alive, several=several, streamed=streamed) if several or streamed else int(alive * _LEAST_FOR_ONE)
 
 
 def _glibc() -> ctypes.CDLL | None:

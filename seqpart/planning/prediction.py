@@ -1,12 +1,12 @@
 """What a cut costs in memory and time, by the simulator, and what its partitions might do."""
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
-from seqpart.memory.heap import heap_for
-from seqpart.memory.limit import limit_for
+from seqpart.memory.heap import heap_for, least_heap_for
+from seqpart.memory.limit import limit_for, margin_of
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.model.packs import DEVICE, tiers_of
@@ -98,8 +98,8 @@ def predict(
     walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
     works = works_of(predicted_steps, len(parts))
     if resources.keeps_heap:
-        heap = heap_of(problem, max(works), len(parts), streamed=not method.stays and len(parts) > 1)
-        candidate = replace(candidate, heap=heap)
+        sizes = heaps_of(problem, max(works), len(parts), streamed=not method.stays and len(parts) > 1)
+        candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
     seconds, computing, moving = _seconds(predicted_steps, len(parts), problem.contention)
     return Prediction(
@@ -144,9 +144,21 @@ def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple
     return tuple(works)
 
 
-def heap_of(problem: Problem, working: int, partitions: int, *, streamed: bool = False) -> int:
-    """Bytes of a heap that has room for the work of all steps. partitions: that share it."""
-    return heap_for(working, several=partitions > 1, streamed=streamed) + problem.growth
+def heaps_of(problem: Problem, working: int, partitions: int, *, streamed: bool = False) -> tuple[int, int]:
+    """(least, enough) bytes of a heap that has room for the work of all steps. partitions: that share it."""
+    several = partitions > 1
+    sizes = (size(working, several=several, streamed=streamed) for size in (least_heap_for, heap_for))
+    least, enough = (size + problem.growth for size in sizes)
+    return least, enough
+
+
+def with_heap(
+    problem: Problem, candidate: Candidate, sizes: tuple[int, int], peaks: Callable[[Candidate], Sequence[int]]
+) -> Candidate:
+    """`candidate` with a heap of what is enough, or of all that the limit has room for, but of no less than the least."""
+    least, enough = sizes
+    over = max(peaks(replace(candidate, heap=enough))) - (problem.limit - margin_of(problem.limit))
+    return replace(candidate, heap=max(least, enough - max(0, over)))
 
 
 def peaks_by_partition(

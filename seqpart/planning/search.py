@@ -17,7 +17,7 @@ from seqpart.planning.prediction import (
     carried_out,
     first_that_learns,
     heap_bytes,
-    heap_of,
+    heaps_of,
     least_peak,
     options_of,
     predict,
@@ -163,7 +163,7 @@ def _roughly(
         peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
         may_keep = problem.may_keep_heap and not resources.tiers
         for heap in (True, False) if may_keep else (False,):
-            kept = heap_of(problem, plain.working, len(parts)) - problem.growth - plain.working if heap else 0
+            kept = heaps_of(problem, plain.working, len(parts))[0] - problem.growth - plain.working if heap else 0
             if peak + kept <= available * _ROUGHLY:
                 way = replace(resources, keeps_heap=heap)
                 yield _Rough(parts, way, _least(problem, plain, way, max(0, available - peak - kept)))

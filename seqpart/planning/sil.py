@@ -11,7 +11,7 @@ from seqpart.memory.limit import left_of, limit_for, margin_of, refused
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.sil import sil_phases
 from seqpart.planning.dynamic import Piece, best_cut
-from seqpart.planning.prediction import WALKED_UPDATES, heap_of, peaks_by_partition, works_of
+from seqpart.planning.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
 from seqpart.planning.problem import (
     Candidate,
     Part,
@@ -126,10 +126,14 @@ def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candid
         return candidate
     simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
     working = max(works_of(predicted_steps, 1)[0] for _, _, predicted_steps in simulated)
-    heap = heap_of(problem, working, len(candidate.parts))
-    kept = replace(candidate, heap=heap, resources=replace(candidate.resources, keeps_heap=True))
-    alone = [peaks_by_partition(problem, replace(one, heap=heap), walked, steps) for one, walked, steps in simulated]
-    return kept if max(peak for (peak,) in alone) <= available else candidate
+
+    def peaks(kept: Candidate) -> list[int]:
+        alone = (peaks_by_partition(problem, replace(one, heap=kept.heap), walked, steps) for one, walked, steps in simulated)
+        return [peak for (peak,) in alone]
+
+    kept = replace(candidate, resources=replace(candidate.resources, keeps_heap=True))
+    kept = with_heap(problem, kept, heaps_of(problem, working, len(candidate.parts)), peaks)
+    return kept if max(peaks(kept)) <= available else candidate
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFit:
