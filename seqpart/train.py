@@ -1,6 +1,7 @@
 """The command: `python -m seqpart.train --mem-limit 2GB`."""
 
 import atexit
+import gc
 import itertools
 import sys
 import traceback
@@ -12,6 +13,7 @@ from seqpart.cli.job import Job, opened, saved_plan
 from seqpart.errors import Interrupted, OptionError, SeqpartError
 from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
+from seqpart.memory.compiler import without_distributed_tensors
 from seqpart.memory.device import Device
 from seqpart.memory.limit import told
 from seqpart.report.output import lasting_output
@@ -108,6 +110,9 @@ def _train(arguments: list[str], *, alone: bool) -> None:
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)
     with told(Device(), "the data and the model were read"):
+        if alone:
+            gc.freeze()  # what libraries have made stays: collections need not look at it
+            without_distributed_tensors()
         job, trainer, train, test = opened(job, reporter, alone=alone)
     if job.print_schedule or job.plan_out or job.dry_run:
         with trainer.planned(train, test, reuse=reuse, dry=job.dry_run) as (_, prepared):

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from seqpart.data import reader as reading
 from seqpart.data import row_file
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.data.reader import RING, WINDOW, Reader, ReaderThread, reader_bytes, windows
+from seqpart.data.reader import RING, WINDOW, MemoryReader, Reader, ReaderThread, reader_bytes, windows
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile
 from seqpart.files.direct import PAGE
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import HostPool
+from seqpart.offload.host_pool import HostPool, OwnMemory
 from seqpart.schedule.steps import Phase, PhaseKind
 
 KEY = (3, "order", 1, 2)
@@ -136,6 +136,21 @@ def test_micro_batches_need_not_divide_anything(tmp_path, pool, batch, micro_bat
     phase = phase_of(count, batch, micro_batch)
     reader = Reader(rows, labels, phase, Device(), pool, seed=3)
     assert_read(reader, rows, data, labels, phase)
+    reader.close()
+    rows.discard()
+
+
+@layouts
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("batch", "micro_batch", "first_update"), [(100, 30, 0), (400, 400, 1), (64, 7, 3), (5000, 999, 0)])
+def test_rows_in_memory_are_read_in_the_order_of_those_on_the_disk(tmp_path, layout, shuffle, batch, micro_batch, first_update):
+    rows, data, labels = made(tmp_path, layout, host_pool=OwnMemory())
+    assert not rows.path.exists()
+    phase = phase_of(COUNT, batch, micro_batch, shuffle=shuffle)
+    reader = MemoryReader(rows, labels, phase, seed=3, first_update=first_update)
+    assert_read(reader, rows, data, labels, phase, first_update)
+    taken = reader._batch.untyped_storage().nbytes()
+    assert taken == reader_bytes(layout, COUNT, micro_batch, in_memory=True)
     reader.close()
     rows.discard()
 

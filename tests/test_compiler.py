@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.command import ENVIRONMENT, SECONDS
+from tests.command import ENVIRONMENT, SECONDS, SMALL
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy", "triton")
 RUNS = """
@@ -143,3 +143,13 @@ assert sys.meta_path == before[0] and not set(HEAVY) & set(sys.modules) and "_dy
 assert "__dynamo_disable" not in vars(torch.optim.Optimizer.add_param_group.__wrapped__)
 """
     assert said(tmp_path, code)[0] == "[]"
+
+
+def test_the_command_s_own_process_loads_no_distributed_tensors_and_others_may_use_them(tmp_path):
+    code = "import sys; from seqpart.train import main; main({}); print('torch.distributed.tensor' in sys.modules)"
+    for alone, told in (("", "False"), ("sys.argv[1:]", "True")):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(alone), *SMALL, "--dry-run"], cwd=tmp_path, env=ENVIRONMENT,
+            capture_output=True, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+        assert done.stdout.splitlines()[-1] == told, done.stderr

@@ -16,7 +16,7 @@ from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DiskFull
 from seqpart.files.direct import PAGE, aligned
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import HostPool
+from seqpart.offload.host_pool import HostPool, OwnMemory
 
 LAYOUTS = {
     "fp32, padded": RowLayout((3, 5), torch.float32),
@@ -221,6 +221,19 @@ def test_another_process_adopts_rows_in_any_tier(tmp_path, layout, tiers):
     rows.verify()
     assert torch.equal(read(rows), data)
     assert rows.persist() == described, "nothing is written again"
+    rows.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@layouts
+def test_rows_that_leave_memory_are_read_from_the_disk(tmp_path, layout):
+    data = values(layout, 2 * layout.chunk_rows + 1)
+    rows = written(tmp_path, layout, data, host_pool=OwnMemory())
+    assert list(tmp_path.iterdir()) == []
+    rows.leave_memory()
+    assert (rows.tier, rows.in_memory) == ("disk", None)
+    rows.verify()
+    assert torch.equal(read(rows), data)
     rows.discard()
     assert list(tmp_path.iterdir()) == []
 

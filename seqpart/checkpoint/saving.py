@@ -34,7 +34,8 @@ class Saving:
         self, settings: Settings, state: Callable[[Position, Metrics], dict[str, Any]],
         *, root: Path, scratch: Path, store: Store, boundaries: Boundaries, reporter: Reporter, interrupts: Interrupts,
     ) -> None:  # fmt: skip
-        self._settings, self._state, self._root, self._scratch = settings, state, root, scratch
+        self._saves, self._every = settings.saves, settings.saving
+        self._state, self._root, self._scratch = state, root, scratch
         self._store, self._boundaries, self._reporter, self._interrupts = store, boundaries, reporter, interrupts
         self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False
         self._executor: Executor | None = None
@@ -51,15 +52,15 @@ class Saving:
         Raises Diverged before anything is saved that is not finite.
         """
         self._updates_since += 1
-        updates, seconds = self._settings.saving
-        due = self._settings.saves and (
+        updates, seconds = self._every
+        due = self._saves and (
             (updates is not None and self._updates_since >= updates)
             or (seconds is not None and time.monotonic() - self._saved_at >= seconds)
             or self._changed
             or _begins_training(phases, executor.position)
         )
         self._look_for_proof(executor)
-        if not self._settings.saves and time.monotonic() - self._saved_at >= _HOME_EVERY:
+        if not self._saves and time.monotonic() - self._saved_at >= _HOME_EVERY:
             executor.settle()
             self._saved_at = time.monotonic()
         if due or self._interrupts.waiting:
@@ -79,9 +80,9 @@ class Saving:
     def obey(self, position: Position, metrics: Metrics, *, due: bool = False) -> None:
         """The homes are what `position` says: save if it is `due`, end if a signal waits. Raises Interrupted."""
         waiting = self._interrupts.waiting  # once: what comes from here on is not saved
-        if due or (waiting and self._settings.saves):
+        if due or (waiting and self._saves):
             self._save(position, metrics)
-        if waiting and self._settings.saves:
+        if waiting and self._saves:
             raise Interrupted(self._root)
         if waiting:
             self._interrupts.check()

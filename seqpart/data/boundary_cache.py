@@ -1,6 +1,6 @@
 """The boundary cache: the rows of every boundary that a run still needs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ from seqpart.files.direct import aligned_bytes
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import ROW_FILES
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import HostPool
+from seqpart.offload.host_pool import HostPool, OwnMemory
 
 
-def writer_bytes(layout: RowLayout, micro_batch: int) -> int:
-    """Host memory that writing takes: one chunk, and a batch on its way into it."""
-    return aligned_bytes(layout.chunk_bytes) + micro_batch * layout.nbytes
+def writer_bytes(layout: RowLayout, micro_batch: int, *, in_memory: bool = False) -> int:
+    """Host memory that writing takes: one chunk, and a batch on its way into it. in_memory: the chunk is where it belongs."""
+    return (0 if in_memory else aligned_bytes(layout.chunk_bytes)) + micro_batch * layout.nbytes
 
 
 def once_of(split: str) -> str:
@@ -27,11 +27,14 @@ def once_of(split: str) -> str:
 class Boundaries:
     """The rows of every boundary that is alive: `(split, p)` are the inputs of partition p. Homes go under `folder`.
 
-    Each creation has a file name of its own, so that what a checkpoint names is never written over.
+    Each creation has a file name of its own, so that what a checkpoint names is never written over. in_memory: partitions whose
+    rows lie in memory instead.
     """
 
-    def __init__(self, folder: Path, device: Device, host_pool: HostPool | None) -> None:
-        self._folder, self._device, self._host_pool = folder, device, host_pool
+    def __init__(
+        self, folder: Path, device: Device, host_pool: HostPool | None, in_memory: Collection[int] = frozenset()
+    ) -> None:
+        self._folder, self._device, self._host_pool, self._in_memory = folder, device, host_pool, in_memory
         self._rows: dict[tuple[str, int], Rows] = {}
         self._retained, self._created = RetainedFiles(folder), 0
         self.labels: dict[str, torch.Tensor] = {}
@@ -41,8 +44,18 @@ class Boundaries:
         self.discard(split, partition)
         path = self._folder / f"{split}-{partition:05d}.{self._created}.safetensors"
         self._created += 1
-        rows = self._rows[split, partition] = Rows(layout, count, path, self._device, self._host_pool)
+        rows = self._rows[split, partition] = Rows(layout, count, path, self._device, self._room(partition))
         return rows
+
+    def _room(self, partition: int) -> HostPool | OwnMemory | None:
+        return OwnMemory() if partition in self._in_memory else self._host_pool
+
+    def keep_in_memory(self, partitions: Collection[int]) -> None:
+        """From now on rows of these alone: those of others leave it, and none comes back."""
+        self._in_memory = partitions
+        for (_, p), rows in self._rows.items():
+            if p not in partitions:
+                rows.leave_memory()
 
     def __contains__(self, place: tuple[str, int]) -> bool:
         return place in self._rows
@@ -77,7 +90,7 @@ class Boundaries:
         """
         for place, entry in described.items():
             split, _, partition = place.rpartition("-")
-            self._rows[split, int(partition)] = Rows.adopt(entry, self._folder, self._device, self._host_pool)
+            self._rows[split, int(partition)] = Rows.adopt(entry, self._folder, self._device, self._room(int(partition)))
         self._created = 1 + max((_number(path) for path in self._folder.glob("*.safetensors")), default=-1)
         self._retained.sweep(ROW_FILES, [file for rows in self._rows.values() for file in rows.files])
 

@@ -1,4 +1,4 @@
-"""Rows of a boundary, read ahead in the order of a phase by one thread.
+"""Rows of a boundary in the order of a phase: read ahead by one thread, or picked out of memory when they are asked for.
 
     disk --chunks--> window --gather--> ring of host batches --upload--> device
          (random order when shuffled)  (rows permuted inside)
@@ -33,8 +33,10 @@ RING = 3
 """Batches on the way between the reader and the device."""
 
 
-def reader_bytes(layout: RowLayout, count: int, micro_batch: int) -> int:
-    """Host memory that reading takes: one window and the ring."""
+def reader_bytes(layout: RowLayout, count: int, micro_batch: int, *, in_memory: bool = False) -> int:
+    """Host memory that reading takes: one window and the ring; one batch where the rows lie in memory."""
+    if in_memory:
+        return aligned_bytes(min(micro_batch, count) * layout.nbytes)
     window = min(WINDOW, -(-count // layout.chunk_rows)) * layout.chunk_bytes
     # Pages of the ring that no row ever reaches are never touched.
     return aligned_bytes(window) + RING * 2 * PAGE + min(RING * micro_batch, count) * layout.nbytes
@@ -69,6 +71,27 @@ def windows(count: int, chunk_rows: int, shuffle_key: tuple[int | str, ...] | No
             permutation = random.permutation(len(local))
             local, rows = local[permutation], rows[permutation]
         yield Window(chunks, rows, local)
+
+
+Pick = tuple[Window, int, int]
+"""(window, first and last of its order; the last is not included)."""
+
+
+def picks(rows: Rows, phase: Phase, seed: int, first_update: int) -> Iterator[tuple[int, Span, list[Pick]]]:
+    """Of every micro-batch from update `first_update` on, the rows that it consists of."""
+    key = (seed, "order", phase.partition, phase.epoch) if phase.shuffle else None
+    passing = windows(rows.count, rows.layout.chunk_rows, key)
+    window, start = next(passing), 0
+    for m, span in phase.spans(first_update):
+        found, at = [], span.start
+        while at < span.stop:
+            while at >= start + len(window.order):
+                start += len(window.order)
+                window = next(passing)
+            last = min(span.stop - start, len(window.order))
+            found.append((window, at - start, last))
+            at = start + last
+        yield m, span, found
 
 
 @dataclass(slots=True)
@@ -112,8 +135,7 @@ class Reader:
         *, seed: int, first_update: int = 0,
     ) -> None:  # fmt: skip
         self._rows, self._labels, self._phase, self._device = rows, labels.numpy(), phase, device
-        self._key = (seed, "order", phase.partition, phase.epoch) if phase.shuffle else None
-        self._first_update = first_update
+        self._picks = picks(rows, phase, seed, first_update)
         layout = rows.layout
         self._window = aligned(min(WINDOW, rows.chunks) * layout.chunk_bytes)
         micro_batch = min(phase.micro_batch, phase.rows)
@@ -154,29 +176,20 @@ class Reader:
             self._ready.put(error)
 
     def _batches(self) -> Iterator[Batch]:
-        layout = self._rows.layout
-        passing = windows(self._rows.count, layout.chunk_rows, self._key)
-        window, window_start = next(passing), 0
-        loaded = False
-        for m, span in self._phase.spans(self._first_update):
+        loaded: Window | None = None
+        for m, span, picked in self._picks:
             slot = self._take_slot()
             if slot is None:
                 return
-            labels = []
-            at = span.start
-            while at < span.stop:
-                while at >= window_start + len(window.order):
-                    window_start += len(window.order)
-                    window, loaded = next(passing), False
-                if not loaded:
+            at = 0
+            for window, first, last in picked:
+                if window is not loaded:
                     self._load(window)
-                    loaded = True
-                first = at - window_start
-                last = min(span.stop - window_start, len(window.order))
-                self._gather(window.order[first:last], slot, at - span.start)
-                labels.append(self._labels[window.rows[first:last]])
-                at = window_start + last
-            yield Batch(m, span, self._view(slot, span.stop - span.start), torch.from_numpy(np.concatenate(labels)), slot)
+                    loaded = window
+                self._gather(window.order[first:last], slot, at)
+                at += last - first
+            labels = np.concatenate([self._labels[window.rows[first:last]] for window, first, last in picked])
+            yield Batch(m, span, _as_rows(self._ring[slot], self._rows.layout, at), torch.from_numpy(labels), slot)
 
     def _take_slot(self) -> int | None:
         free = None
@@ -214,7 +227,31 @@ class Reader:
             for first in range(0, len(order), some):
                 places[first : first + some] = rows[order[first : first + some]]
 
-    def _view(self, slot: int, rows: int) -> torch.Tensor:
-        layout = self._rows.layout
-        flat = self._ring[slot][: rows * layout.nbytes]
-        return flat.view(layout.dtype).view(rows, *layout.shape)
+
+class MemoryReader:
+    """Batches of one phase in order, of rows that lie in memory: what a thread would read ahead is there."""
+
+    def __init__(self, rows: Rows, labels: torch.Tensor, phase: Phase, *, seed: int, first_update: int = 0) -> None:
+        assert rows.in_memory is not None
+        self._source, self._layout, self._labels = rows.in_memory, rows.layout, labels
+        self._picks = picks(rows, phase, seed, first_update)
+        self._batch = aligned(min(phase.micro_batch, phase.rows) * self._layout.nbytes)
+
+    def take(self) -> Batch:
+        """The next batch. Its memory is that of the one before."""
+        m, span, picked = next(self._picks)
+        order = torch.from_numpy(np.concatenate([window.rows[first:last] for window, first, last in picked]))
+        x = _as_rows(self._batch, self._layout, len(order))
+        torch.index_select(self._source, 0, order, out=x.view(len(order), -1).view(torch.uint8))
+        return Batch(m, span, x, self._labels[order], 0)
+
+    def done(self, batch: Batch) -> None:
+        """The device shares this memory, and is through with it."""
+
+    def close(self) -> None:
+        self._batch = self._batch[:0].clone()
+
+
+def _as_rows(flat: torch.Tensor, layout: RowLayout, rows: int) -> torch.Tensor:
+    """The first `rows` rows in `flat`, (rows, *shape)."""
+    return flat[: rows * layout.nbytes].view(layout.dtype).view(rows, *layout.shape)

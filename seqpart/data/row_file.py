@@ -20,7 +20,7 @@ from seqpart.files.direct import PAGE, DirectFile, aligned, bytes_of, explained,
 from seqpart.files.owned import PRIVATE, opened, remove
 from seqpart.files.text import parsed
 from seqpart.memory.device import Device
-from seqpart.offload.host_pool import HostPool
+from seqpart.offload.host_pool import HostPool, OwnMemory
 from seqpart.offload.layout import TensorSpec, encode_header
 
 CHUNK = 1 << 20
@@ -60,7 +60,7 @@ class Rows:
     """Written once from the first row to the last, then read by chunks, any chunk at any time, by one thread."""
 
     def __init__(
-        self, layout: RowLayout, count: int, path: Path, device: Device, host_pool: HostPool | None,
+        self, layout: RowLayout, count: int, path: Path, device: Device, host_pool: HostPool | OwnMemory | None,
         checksums: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Empty rows to be appended to; with `checksums`, of its chunks, what another process wrote at `path`."""
@@ -92,6 +92,22 @@ class Rows:
     def files(self) -> tuple[str, str]:
         """Names of the rows' file and of their checksums' file, whether or not they are there."""
         return self.path.name, self.path.with_suffix(".sums.json").name
+
+    @property
+    def in_memory(self) -> torch.Tensor | None:
+        """All rows, (count, row bytes) of uint8, where they lie in this process's own memory and are not to be copied first."""
+        if self._host is None or not isinstance(self._host_pool, OwnMemory):
+            return None
+        rows = self._host[: self.count * self.layout.stride].view(self.count, self.layout.stride)
+        return rows[:, : self.layout.nbytes]
+
+    def leave_memory(self) -> None:
+        """From now on they lie on the disk, if they are all in."""
+        if self.in_memory is not None and self.finished:
+            self.persist()
+            self._host = self._host_pool = None
+            self.tier = "disk"
+            self._reopen()
 
     @property
     def chunks(self) -> int:
@@ -201,7 +217,7 @@ class Rows:
             raise
 
     @classmethod
-    def adopt(cls, described: Mapping[str, Any], folder: Path, device: Device, host_pool: HostPool | None) -> Self:
+    def adopt(cls, described: Mapping[str, Any], folder: Path, device: Device, host_pool: HostPool | OwnMemory | None) -> Self:
         """Rows that another process persisted in `folder`; in host memory again where there is room.
 
         Raises CorruptFile, naming a file that is missing, or damaged in its checksums, header or length; on the disk

@@ -17,7 +17,7 @@ import torch
 from seqpart.boundaries.exchange import BoundaryExchange
 from seqpart.boundaries.handover import Handover
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.data.reader import Batch, Reader, ReaderThread
+from seqpart.data.reader import Batch, MemoryReader, Reader, ReaderThread
 from seqpart.data.row_packs import PackReader, PackWriter, RowPack
 from seqpart.errors import Diverged, ModelError, OptionError
 from seqpart.execution.events import PhaseBegun, PhaseDone
@@ -55,7 +55,7 @@ class Compute:
         self._start, self._resumes = start, start.updates > 0
         self._own_loss: dict[int, PartitionLoss | None] = {}
         self._labels: dict[int, torch.Tensor] = {}
-        self._reader: Reader | None = None
+        self._reader: Reader | MemoryReader | None = None
         self._unpacked: PackReader | None = None
         """Of what the reader reads."""
         self._sink: PackWriter | None = None
@@ -241,8 +241,10 @@ class Compute:
 
     def scale(self, step: Step) -> float | None:
         """What gradients are yet to be multiplied by behind an update's last micro-batch; None: nothing."""
+        if not self._counted:
+            return None
         share = self.span(step)
-        return share.update_rows / self._counted if share.ends_update and self._counted else None
+        return share.update_rows / self._counted if share.ends_update else None
 
     def _entering(self, step: Step, taken: Pack) -> tuple[Pack, dict[int, Arrival]]:
         """What enters a partition as the beginning of its graph; with gradients where a partition below is to learn."""
@@ -280,7 +282,7 @@ class Compute:
         return self._phases[step.phase].span(_micro_batch(step))
 
     def _starts_update(self, step: Step) -> bool:
-        return self.span(step).start % self._phases[step.phase].batch == 0
+        return self._part(step) == 0
 
     def _input(self, step: Step) -> tuple[Batch | None, Pack, torch.Tensor]:
         """(batch, values, labels): of the phase's first partition from the reader, of the others from those before."""
@@ -321,9 +323,11 @@ class Compute:
         rows, entering = self._boundaries.rows(split, phase.partition), self._partitions[phase.partition].entering
         pack = self._row_packs[phase.partition - 1] if phase.partition else RowPack.of_one(entering[0].number, rows.layout)
         self._unpacked = PackReader(pack, self._boundaries, split, phase.partition, entering, self._device)
-        self._reader = Reader(
-            rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
-        )
+        labels = self._boundaries.labels[split]
+        if rows.in_memory is not None:
+            self._reader = MemoryReader(rows, labels, phase, seed=self._seed, first_update=first_update)
+        else:
+            self._reader = Reader(rows, labels, phase, self._device, self._thread, seed=self._seed, first_update=first_update)
         self._listen(PhaseBegun(phase=phase, number=number))
 
     def _done_with(self, batch: Batch) -> None:

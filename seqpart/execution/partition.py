@@ -55,6 +55,8 @@ class Partition:
         """Parameters that learn in this visit, in the model's order."""
         self._modules: list[list[nn.Module]] = []
         """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
+        self._buffered: list[Block] = []
+        """Blocks that have buffers."""
         self._slot: Slot | None = None
         self._regions: list[list[torch.Tensor]] = []
         self.transfer = self._weights = self._state = Transfer(device)
@@ -67,11 +69,6 @@ class Partition:
         """(block, name, copy): buffers as they were when the update began, and before a forward pass that will be redone."""
         self._graphs: dict[int, Graph] = {}
         self._evolved: list[torch.Tensor] = []
-
-    @property
-    def _buffered(self) -> list[Block]:
-        """Blocks that have buffers."""
-        return [block for block, modules in zip(self.blocks, self._modules, strict=True) if any(m._buffers for m in modules)]
 
     def needs(self, *, to_update: bool, gradients: bool) -> int:
         """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
@@ -130,6 +127,8 @@ class Partition:
             parameter = block.module.get_parameter(tie.name)
             parameter.requires_grad_(learns and tie.owner_name in self._borrowed[tie.owner].trainable)
         self._modules = [list(block.module.modules()) for block in self.blocks]
+        pairs = zip(self.blocks, self._modules, strict=True)
+        self._buffered = [block for block, modules in pairs if any(module._buffers for module in modules)]
         self.trainable = [
             parameter
             for block, cost in zip(self.blocks, self._costs, strict=True)
@@ -254,6 +253,7 @@ class Partition:
     def finish_state(self) -> None:
         """What the optimizer step needs is there, for what is issued from now on."""
         self._state.follow()
+        self._state = Transfer(self._device)  # there, for all further steps of this visit
 
     def update(self, rate: float = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
         """Optimizer step at `rate` times the learning rate, gradients scaled by `clip` (limit, total norm) and then freed."""
@@ -378,7 +378,7 @@ class Partition:
             detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
         self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
-        self.trainable, self._modules, self.changed = [], [], False
+        self.trainable, self._modules, self._buffered, self.changed = [], [], [], False
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from seqpart.files.direct import PAGE, round_up
+from seqpart.files.direct import PAGE, aligned, round_up
 
 _LARGEST_PIECE = 2 << 30
 _SMALLEST_PIECE = 1 << 20
@@ -130,6 +130,16 @@ class HostPool:
         with self._lock:
             index, start, nbytes = self._taken.pop(flat.data_ptr())
             self._extents[index].give(start, nbytes)
+
+
+class OwnMemory:
+    """Memory under the limit, a mapping of its own for each buffer, for who has planned it."""
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        return aligned(nbytes)
+
+    def give(self, flat: torch.Tensor) -> None:
+        """It goes with its last user."""
 
 
 def _shared(size: int) -> torch.Tensor:

@@ -72,6 +72,8 @@ class Transfer:
         """What is issued to the current stream from now on begins when every part is over; raise the first error of any.
 
         Returns when every part was issued: on the CPU it is over then, and so is what goes by way of the disk."""
+        if not self._parts:
+            return
         wait(self._parts)
         for part in self._parts:
             self._device.after(part.result())

@@ -51,6 +51,8 @@ class PartitionPlan:
     """Where what it is the first to take from others waits within an update, and its gradient: one of BOUNDARY_TIERS."""
     why: str = ""
     """Why it stays or comes in turn, and why its graph waits where it does."""
+    rows_in_memory: bool = False
+    """Whether the rows that enter it lie in memory under the limit, and are not read from the disk in every epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,10 @@ class Plan:
     def offloads(self) -> frozenset[int]:
         """Those of them whose graphs do not wait on the device."""
         return frozenset(p for p, part in enumerate(self.partitions) if part.graph not in (AGAIN, KEPT))
+
+    @property
+    def rows_in_memory(self) -> frozenset[int]:
+        return frozenset(p for p, part in enumerate(self.partitions) if part.rows_in_memory)
 
     @property
     def graphs_at_host(self) -> frozenset[int]:

@@ -1,12 +1,15 @@
 """What a cut costs in memory and time, by the simulator, and what its partitions might do."""
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
+from seqpart.data.row_packs import RowPack
+from seqpart.files.direct import round_up
 from seqpart.memory.heap import heap_for, least_heap_for
-from seqpart.memory.limit import limit_for, margin_of
+from seqpart.memory.limit import RUNTIME_VARIES, limit_for, margin_of
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.model.packs import DEVICE, tiers_of
@@ -28,6 +31,7 @@ from seqpart.planning.problem import (
 )
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.units import format_size
 
 WALKED_UPDATES = 2
 """The second is one of many: its beginning waits for what the first has left."""
@@ -166,7 +170,7 @@ def peaks_by_partition(
 ) -> list[int]:
     """Of the whole process or device, while each partition works. A heap that is kept is there from the first step on."""
     peaks = [0] * len(candidate.parts)
-    buffers = [_buffers(problem, candidate, phase) for phase in phases]
+    buffers = [_buffers(problem, candidate, phase) + rows_held(candidate.rows, phases, n) for n, phase in enumerate(phases)]
     for predicted in predicted_steps:
         p = predicted.step.partition
         work = predicted.slots + candidate.heap - problem.growth if candidate.heap else predicted.peak
@@ -179,11 +183,71 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     if not problem.host_counts:
         return 0
     first, last, _ = candidate.parts[phase.partition]
-    reading, writing = buffers_of(problem, first, last, phase.micro_batch)
+    reading, writing = buffers_of(
+        problem, first, last, phase.micro_batch, reads_memory=phase.partition in candidate.rows,
+        writes_memory=phase.last + 1 in candidate.rows,
+    )  # fmt: skip
     if phase.through is None:
         return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
     largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch, candidate.resources.tiers)
     return reading + (exchange_bytes(largest) if largest else 0)
+
+
+def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> int:
+    """Bytes of `rows`, by partition, that lie in memory in a phase: from the one that writes them to the last that reads."""
+    read = {phase.partition for phase in phases[number:]}
+    written = {0, *(phase.last + 1 for phase in phases[: number + 1] if phase.kind is not PhaseKind.TRAIN)}
+    return sum(nbytes for p, nbytes in rows.items() if p in read and p in written)
+
+
+def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], *, recovers: bool) -> dict[int, int]:
+    """Bytes of the rows that enter each partition, of those that may lie in memory under the limit; `boundaries`: of those that
+    wait between two partitions. The data's own wait for a recovery on the disk."""
+    if not problem.host_counts or problem.host_budget:
+        return {}
+    splits = problem.train_rows, problem.test_rows
+    rows = {} if recovers else {0: sum(problem.input_row.home_bytes(count) for count in splits)}
+    return rows | {p: sum(pack.home_bytes(count) for count in splits) for p, pack in enumerate(boundaries, 1)}
+
+
+def with_rows(
+    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep],
+    rows: Mapping[int, int],
+) -> Candidate:  # fmt: skip
+    """`candidate` with those of `rows`, bytes by partition, in memory for which the limit has room; of a plan that is to be
+    used again those that it had there."""
+    saved, available = problem.saved, problem.limit - margin_of(problem.limit)
+    for p, nbytes in rows.items() if saved is None else [(p, rows[p]) for p in sorted(saved.rows_in_memory & rows.keys())]:
+        held = replace(candidate, rows={**candidate.rows, p: nbytes})
+        peak = max(peaks_by_partition(problem, held, phases, predicted_steps))
+        if peak <= available + (0 if saved is None else RUNTIME_VARIES):  # it filled the limit beside another runtime
+            candidate = held
+    return candidate
+
+
+def rows_reason(rows: Mapping[int, int]) -> list[str]:
+    size, of = format_size(sum(rows.values())), ", ".join(map(str, rows))
+    return [f"rows that enter partition(s) {of} lie in memory: there is room for their {size}"] if rows else []
+
+
+def disk_bytes(
+    problem: Problem, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack],
+    *, all_states: bool, saves: bool,
+) -> int:  # fmt: skip
+    """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result.
+
+    all_states: whether the optimizer state of all partitions is kept at once.
+    """
+    count = problem.train_rows + problem.test_rows
+    weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
+    state = sum(states) if all_states else max(states)
+    # Where partitions stay, homes are kept as they all were when the last of them was up to date.
+    versions = 4 if saves else 3 if candidate.resources.stays else 2
+    rows = problem.input_row.home_bytes(count)
+    rows += 2 * max((pack.home_bytes(count) for pack in row_packs[:-1]), default=0)
+    batches = -(-problem.batch_size // candidate.micro_batch)
+    graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
+    return versions * (weights + state) + weights + rows + graphs + problem.live_bytes
 
 
 # --- what partitions might do -----------------------------------------------------------------------------------------

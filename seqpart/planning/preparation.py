@@ -12,7 +12,6 @@ from seqpart.costs.simulator import Resources, simulate
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.errors import DoesNotFit, OptionError
-from seqpart.files.direct import round_up
 from seqpart.memory.limit import margin_of, refused
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
@@ -20,11 +19,17 @@ from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Rec
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import label_dtype
 from seqpart.model.optimizers import Optimizer
-from seqpart.model.packs import DEVICE
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
 from seqpart.planning.plan import AGAIN, KEPT, PartitionPlan, Plan, PlanRequest
-from seqpart.planning.prediction import Prediction, peaks_by_partition
+from seqpart.planning.prediction import (
+    Prediction,
+    disk_bytes,
+    peaks_by_partition,
+    rows_for_memory,
+    rows_reason,
+    with_rows,
+)
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
 from seqpart.schedule.phases import Phases, counted
@@ -357,10 +362,14 @@ class Preparation(Inputs):
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=at_host)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
+        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovers=recovery is not None)
+        candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
         peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
         used, parts = recovery.candidate if recovery is not None else candidate, []
         for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
-            reading, writing = planning.buffers_of(replace(problem, batch_size=part.batch_size), first, last, part.micro_batch)
+            reading, writing = planning.buffers_of(
+                problem, first, last, part.micro_batch, reads_memory=p in candidate.rows, writes_memory=p + 1 in candidate.rows
+            )
             parts.append(
                 PartitionPlan(
                     first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
@@ -369,7 +378,7 @@ class Preparation(Inputs):
                     boundary_row=cost.output_row if self.exact else row_packs[p].layout.nbytes,
                     tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
-                    boundary_tier=used.resources.tiers[p] if used.resources.tiers else DEVICE,
+                    boundary_tier=used.resources.boundary(p), rows_in_memory=p in candidate.rows,
                     why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
                 )
@@ -380,21 +389,12 @@ class Preparation(Inputs):
             method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
-            disk_bytes=self._disk_bytes(candidate, costs, row_packs), seconds=round(seconds, 1), reasons=reasons,
+            disk_bytes=disk_bytes(
+                problem, candidate, costs, row_packs, all_states=self.exact or bool(self.settings.recovery_epochs),
+                saves=self.settings.saves,
+            ),
+            seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
             heap=used.heap, tile=self.chain.tile, live_bytes=self.live_bytes,
         )  # fmt: skip
-
-    def _disk_bytes(self, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack]) -> int:
-        """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result."""
-        count = self.train.count + self.test.count
-        weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
-        state = sum(states) if self.exact or self.settings.recovery_epochs else max(states)
-        # Where partitions stay, homes are kept as they all were when the last of them was up to date.
-        versions = 4 if self.settings.saves else 3 if candidate.resources.stays else 2
-        rows = self.input_layout.home_bytes(count)
-        rows += 2 * max((pack.home_bytes(count) for pack in row_packs[:-1]), default=0)
-        batches = -(-self.full_batch // candidate.micro_batch)
-        graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
-        return versions * (weights + state) + weights + rows + graphs + self.live_bytes

@@ -119,6 +119,8 @@ class Candidate:
     """Those of them whose graphs wait elsewhere than on the device."""
     heap: int = 0
     """Bytes of a heap that is kept; 0: memory leaves the process when it is free."""
+    rows: Mapping[int, int] = field(default_factory=dict, hash=False)
+    """Bytes of the rows that enter a partition, of those whose rows lie in memory."""
     why: tuple[str, ...] = ()
     """Of each partition, why it does what it does."""
     seconds: float = 0.0
@@ -233,19 +235,21 @@ def parts_of(problem: Problem, micro_batch: int, starts: Sequence[int]) -> Parts
     return tuple((first, last, cost_of(problem, micro_batch, first, last)) for first, last in zip(starts, ends, strict=True))
 
 
-def buffers_of(problem: Problem, first: int, last: int, micro_batch: int) -> tuple[int, int]:
-    """(reading, writing) bytes of the boundary cache's buffers that count against the limit."""
+def buffers_of(
+    problem: Problem, first: int, last: int, micro_batch: int, *, reads_memory: bool = False, writes_memory: bool = False
+) -> tuple[int, int]:
+    """(reading, writing) bytes of the boundary cache's buffers that count against the limit; less where rows lie in memory."""
     if not problem.host_counts:
         return 0, 0
     costs = problem.costs_at(micro_batch)
     read = RowPack.of_one(ROWS, problem.input_row) if first == 0 else problem.row_pack(costs[first - 1])
-    reading = reader_bytes(read.layout, max(problem.train_rows, problem.test_rows), micro_batch) + read.working_bytes(
-        micro_batch
-    )
+    count = max(problem.train_rows, problem.test_rows)
+    reading = reader_bytes(read.layout, count, micro_batch, in_memory=reads_memory) + read.working_bytes(micro_batch)
     if last == len(problem.chain):
         return reading, 0
     written = problem.row_pack(costs[last - 1])
-    return reading, writer_bytes(written.layout, micro_batch) + written.working_bytes(micro_batch)
+    writing = writer_bytes(written.layout, micro_batch, in_memory=writes_memory) + written.working_bytes(micro_batch)
+    return reading, writing
 
 
 def too_many(problem: Problem, count: int) -> OptionError:

@@ -1,5 +1,6 @@
 """The plan of `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few; or why none does."""
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,7 +53,7 @@ def _fewest(problem: Problem) -> Candidate | None:
     """The best of those that fit."""
     found: list[Candidate] = []
     for micro_batch in micro_batches(problem):
-        if found and micro_batch < SMALLEST_EASY_MICRO_BATCH:
+        if found and (micro_batch < SMALLEST_EASY_MICRO_BATCH or len(found[-1].parts) <= _least_count(problem, micro_batch)):
             break
         if not measurable(problem, micro_batch):
             break
@@ -62,13 +63,36 @@ def _fewest(problem: Problem) -> Candidate | None:
     return min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch), default=None)
 
 
+def _least_count(problem: Problem, micro_batch: int) -> int:
+    """Partitions that there must be at any micro-batch: what each holds when it is updated does not hang on that."""
+    if problem.count is not None or problem.starts is not None:
+        return problem.count or len(problem.starts or ())
+    whole = cost_of(problem, micro_batch, 0, len(problem.chain))
+    return -(-_held(whole) // max(1, _room(problem, problem.limit - margin_of(problem.limit))))
+
+
+def _held(cost: PartitionCost) -> int:
+    """Bytes of a partition that is updated: the least that it takes."""
+    return cost.slot + cost.gradients
+
+
+def _room(problem: Problem, available: int) -> int:
+    return available - problem.runtime - problem.growth
+
+
 def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
     available = (problem.limit - margin_of(problem.limit)) if limit is None else limit
     chain = len(problem.chain)
     if problem.count is None and problem.starts is None and _fits_whole(problem, micro_batch, available):
         pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
     else:
-        pieces = [piece for first in starts_of(problem) for piece in _pieces(problem, micro_batch, first, available)]
+        starts = starts_of(problem)
+        ends = [*starts[1:], chain]
+        pieces = [
+            piece
+            for number, first in enumerate(starts)
+            for piece in _pieces(problem, micro_batch, first, ends[number:], available)
+        ]
     count = len(problem.starts) if problem.starts is not None else problem.count
     while (chosen := best_cut(pieces, chain, count)) is not None:
         parts = {p: (p.first, p.last, cost_of(problem, micro_batch, p.first, p.last)) for p in chosen}
@@ -80,21 +104,24 @@ def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Can
 
 
 def _fits_whole(problem: Problem, micro_batch: int, available: int) -> bool:
-    *_, (last, cost) = costs_from(problem, micro_batch, 0).items()
-    return _peak_alone(problem, (0, last, cost), micro_batch) <= available
+    chain = len(problem.chain)
+    return _peak_alone(problem, (0, chain, cost_of(problem, micro_batch, 0, chain)), micro_batch) <= available
 
 
-def _pieces(problem: Problem, micro_batch: int, first: int, available: int) -> Iterator[Piece]:
-    """Those that fit, as far as a longer one needs more: found by bisection, so that few are simulated.
+def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int], available: int) -> Iterator[Piece]:
+    """Those that fit, as far as a longer one needs more: found by bisection, so that few are simulated, and far fewer are
+    looked at than there are. ends: where one may end.
 
     Balanced by what is counted: the cut decides what is learned, and must not hang on what a real run happened to take.
     """
-    counted = costs_from(problem, micro_batch, first, counted=True)
-    longer = list(costs_from(problem, micro_batch, first).items())
+    room = _room(problem, available)
+    costs = ((last, cost_of(problem, micro_batch, first, last)) for last in ends)
+    longer = list(itertools.takewhile(lambda part: _held(part[1]) <= room, costs))
     fitting = bisect_right(longer, available, key=lambda part: _peak_alone(problem, (first, *part), micro_batch))
     for last, cost in longer[:fitting]:
         if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
-            yield Piece(first, last, _row_behind(problem, last), counted[last].slot + counted[last].train_peak)
+            counted = cost_of(problem, micro_batch, first, last, counted=True)
+            yield Piece(first, last, _row_behind(problem, last), counted.slot + counted.train_peak)
 
 
 def _row_behind(problem: Problem, last: int) -> int:

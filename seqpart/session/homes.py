@@ -48,7 +48,7 @@ class Homes:
         stack.callback(self.store.close)
         if prepared.method.exact:
             self.store.reserve(prepared.hosted())
-        self.boundaries = Boundaries(scratch.rows, device, pool)
+        self.boundaries = Boundaries(scratch.rows, device, pool, prepared.plan.rows_in_memory)
         stack.callback(self.boundaries.close)
 
     def graph_rooms(self, sizes: GraphRooms) -> dict[int, list[torch.Tensor]]:

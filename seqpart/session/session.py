@@ -278,6 +278,7 @@ class Session:
 
     def _go_on(self, failure: Failure, planned: Prepared, how: str) -> None:
         micro_batch, self.prepared = planned.request.micro_batch, planned
+        self.homes.boundaries.keep_in_memory(planned.plan.rows_in_memory)
         self.reporter.record("allocation failed", step=str(failure.step), micro_batch=micro_batch, text=failure.text)
         self.reporter.say(
             f"an allocation failed in {failure.step} inside the limit; going on with update {failure.at.updates + 1} of "
