@@ -14,6 +14,7 @@ from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
+from seqpart.model.losses import LossName
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
@@ -42,6 +43,7 @@ EXPECTED = {
     "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
     "save_every": "updates (500), a time (30s, 10min, 2h) or never",
     "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
+    "loss": "cross-entropy, psl or mse, or from Python a function or 'model'",
     "shuffle": "True, False or auto",
     "tile": "a size such as 16MB, never or auto",
 }
@@ -49,7 +51,7 @@ EXPECTED = {
 
 
 class Options(TypedDict, total=False):
-    """Fields of Settings as Python callers give them, but for `optimizer`, which may be a function too."""
+    """Fields of Settings as Python callers give them, but for `optimizer` and `loss`, which may be functions too."""
 
     mem_limit: str | int | float
     method: Method
@@ -126,6 +128,10 @@ class Settings:
     """Rows on the device at once. Default: the plan takes the largest that fits."""
     lr: float | tuple[float, ...] = 1e-4
     """Learning rate, per partition."""
+    loss: LossName | None = None
+    """What the network's end learns: cross-entropy, psl (for classes: the partially-separable loss, the mean over rows of the
+    sum of exp(score - the label's score) over all other classes, from a difference of 10 on its tangent; with the label's own
+    class it would be exp(cross-entropy)), or mse (for floats). Default: cross-entropy for classes, mse for floats."""
     optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
     """adam, adamw or sgd, per partition."""
     weight_decay: float = 0.0

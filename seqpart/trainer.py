@@ -45,9 +45,10 @@ class Trainer:
     model: any nn.Module, which is cut at its layers; an nn.Sequential or a list of modules, whose entries are the blocks; or a
         list of factories that each return a module (then the model never exists whole). Modules given alive are emptied into
         a file while the run lasts, and get their trained weights at the end; a run that ends early leaves them as they came.
-    loss: (output, labels) -> loss, for the end of the network; default cross-entropy (for each position where rows
-        have several labels; labels of -100 do not count), or mean squared error for float labels. An update is that of the
-        whole batch, whatever micro-batches it is divided into; so what the loss divides by must be known. It may be
+    loss: (output, labels) -> loss, for the end of the network, or the name of one: "cross-entropy", the default for classes
+        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels,
+        or "psl", `seqpart.model.losses.partially_separable`. An update is that of the whole batch, whatever micro-batches it
+        is divided into; so what a function divides by must be known. It may be
         - a mean over rows, or over equally many numbers of each row: micro-batches count by their rows;
         - torch's cross_entropy or nll_loss with ignore_index or weights of classes, as a module, a function or a
           functools.partial: micro-batches count by the labels, or the weights, that they are a mean of;
@@ -79,9 +80,13 @@ class Trainer:
             self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)
         elif optimizer is not None:
             given["optimizer"] = optimizer
+        if isinstance(loss, str) and loss != "model":
+            given["loss"], loss = loss, None
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = settings or Settings.of(**given)
+        if loss is not None and settings.loss is not None:
+            raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
         self.model, self._loss, self._quiet = model, loss, quiet
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time

@@ -180,7 +180,7 @@ def test_no_method_is_taken_silently():
 
 def test_what_an_editor_completes_are_the_settings():
     """Trainer took **options: Any, so that no editor and no type checker knew a name or a type of them."""
-    assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer"}
+    assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer", "loss"}
     for name in ("method", "lr_schedule", "objective", "sil_inputs"):
         for value in _choices(Options.__annotations__[name]):
             Settings(mem_limit="2GB", **({"method": "sil"} | {name: value}))

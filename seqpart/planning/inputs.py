@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
@@ -28,7 +27,7 @@ from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import LossChoice, LossFunction, default_loss, label_dtype, regression, token_cross_entropy
+from seqpart.model.losses import OF_CLASSES, LossFunction, LossSource, label_dtype, loss_named, regression
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
@@ -51,7 +50,7 @@ class Inputs:
 
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
-        *, final_loss: LossChoice = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
+        *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
         reuse: Plan | None = None, learns: bool = True, resumes: bool = False, trained: Path | None = None,
     ) -> None:  # fmt: skip
         """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
@@ -86,7 +85,7 @@ class Inputs:
         if not self.exact:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
-        self._final_loss = final_loss or default_loss(train.labels, self.classes)
+        self._final_loss = final_loss or loss_named(settings.loss, train.labels, self.classes)
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
         self.counted_at = cache(self._measure)
@@ -391,8 +390,7 @@ class Inputs:
     def _refuse_few_outputs(self, last: BlockCost) -> None:
         if self._final_loss is regression and torch.Size(last.output_shape).numel() != 1:
             raise DataError(f"a regression needs one output per row; the network ends with shape {last.output_shape}.")
-        by_us = self._final_loss in (F.cross_entropy, token_cross_entropy)
-        if self.classes and by_us and (*last.output_shape, 0)[-2 if last.output_shape else 0] < self.classes:
+        if self._final_loss in OF_CLASSES and (last.output_shape or (0,))[-1] < self.classes:
             raise DataError(
                 f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
                 f"Let the last block have {self.classes} outputs."
