@@ -27,7 +27,7 @@ OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Method = Literal["auto", "sil", "streamed", "checkpointed", "full"]
+Method = Literal["auto", "sil", "streamed", "checkpointed", "full", "psl"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
@@ -36,7 +36,7 @@ Precision = Literal["fp32", "bf16"]
 NO_METHOD = (
     "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
     "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), sil (approximate, partitions trained one after the other)."
+    "whole), sil (approximate, partitions trained one after the other), psl (pairs of scores of separable layers)."
 )
 EXPECTED = {
     "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
@@ -102,8 +102,8 @@ class Settings:
     On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
     method: Method = None  # type: ignore[assignment]
     """Exact training: streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit
-    whole), auto (the fastest of the three that fits); or sil (partitions one after the other, approximate). Required: None
-    is refused."""
+    whole), auto (the fastest of the three that fits); sil (partitions one after the other, approximate); or psl (one pair of
+    scores of the partially-separable loss at a time; a model that ends in separable layers). Required: None is refused."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda, cuda:N, sim, or sim:CARD: a card that need not be there, simulated."""
     ram_limit: str | int | float | None = None
@@ -246,6 +246,15 @@ class Settings:
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
             _positive("--test-every", self.test_every),
+            *(
+                f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
+                "Leave it out"
+                for name in ("clip_grad_norm", "partitions", "tile")
+                if method.in_pairs and getattr(self, name) not in (None, "auto", "never")
+            ),
+            f"--method psl trains by --loss psl; found --loss {self.loss}. Leave it out"
+            if method.in_pairs and self.loss not in (None, "psl")
+            else "",
             ""
             if method.cuts or self.partitions in ("auto", 1)
             else f"--partitions: method {self.method} has one partition; found {as_text(self.partitions)!r}",
@@ -265,6 +274,10 @@ class Settings:
     def texts(self) -> dict[str, str]:
         """Every setting as the command line would have it: what logs and checkpoints say."""
         return {field.name: as_text(getattr(self, field.name)) for field in fields(Settings)}
+
+    @property
+    def loss_name(self) -> LossName | None:
+        return "psl" if self.method == "psl" and self.loss is None else self.loss
 
     @property
     def objective_name(self) -> str:

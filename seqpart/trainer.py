@@ -33,6 +33,7 @@ from seqpart.session.fitting import carry_out
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
 from seqpart.settings import Options, Settings, values_of
+from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
 from seqpart.units import format_size
 
@@ -113,7 +114,7 @@ class Trainer:
         """
         with self.device.at_work(), ExitStack() as stack:
             prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
-            yield self._fitting(stack, prepare, Preparation.planned, reuse)
+            yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
         self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
@@ -132,18 +133,21 @@ class Trainer:
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
-        again: Plan | None = None,
+        again: Plan | None = None, *, in_pairs: bool = False,
     ) -> tuple[Preparation, Prepared]:  # fmt: skip
         """What `prepare(model=...)` makes of the model, and the plan: with large layers in tiles where nothing fits without.
 
-        stack: closes it. again: see `tiles`.
+        stack: closes it. again: see `tiles`. in_pairs: whether it is separated into scores.
         """
 
         def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
             preparation = attempt.enter_context(closing(prepare(model=model)))
             return preparation, plan(preparation)
 
-        return first_that_fits(stack, self.model, self.tiles(again), work)
+        model = self.model
+        if in_pairs:
+            model = stack.enter_context(Separation(model, self.device, self.settings.seed))
+        return first_that_fits(stack, model, self.tiles(again), work)
 
     def tiles(self, again: Plan | None = None) -> tuple[int, ...]:
         """Bytes of the tiles of large layers, one after the other until a plan fits; 0: none.
@@ -156,7 +160,10 @@ class Trainer:
             raise OptionError(f"--tile: the plan to be carried out again has {had}. Leave it out.")
         if again is not None or asked is not None:
             return (again.tile if again is not None else asked or 0,)
-        streams = any(method.exact and method.cuts and not method.stays for method in methods_named(self.settings.method))
+        streams = any(
+            method.exact and method.cuts and not (method.stays or method.in_pairs)
+            for method in methods_named(self.settings.method)
+        )
         # A function may return an optimizer that looks at a weight as a whole.
         return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
 
@@ -167,6 +174,10 @@ class Trainer:
         if self.device.shares_memory:
             self._sampler.heed(self._held, "the import of libraries")
         self._sampler.start()
+
+    @property
+    def _in_pairs(self) -> bool:
+        return methods_named(self.settings.method)[0].in_pairs
 
     @property
     def scratch_parent(self) -> Path:
@@ -201,7 +212,7 @@ class Trainer:
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
-            preparation, prepared = self._fitting(stack, prepare, plan, earlier)
+            preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None))

@@ -98,7 +98,7 @@ def test_python_values_of_another_type_are_refused(name, value, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "boosting"}, "method: expected one of auto, sil, streamed, checkpointed, full; found 'boosting'"),
+        ({"method": "boosting"}, "method: expected one of auto, sil, streamed, checkpointed, full, psl; found 'boosting'"),
         ({"objective": "hinge"}, "objective: expected one of orthogonal, prototype, mse; found 'hinge'"),
         ({"sil_inputs": "none"}, "sil_inputs: expected cached or synthetic; found 'none'"),
         ({"sil_inputs": "synthetic", "method": "full"}, 'sil_inputs goes with method="sil" only'),

@@ -119,6 +119,16 @@ OF_CLASSES: tuple[LossFunction, ...] = (F.cross_entropy, token_cross_entropy, pa
 """Those of ours that take one score for each class."""
 
 
+def element_pair(first: torch.Tensor, second: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
+    """Sum over rows, labelled with either of two classes, of their elements of the partially-separable loss with the other one.
+
+    first, second: scores (rows, 1); is_first (rows,): whether the label is the first class.
+    """
+    with torch.autocast(first.device.type, enabled=False):
+        apart = (second - first).flatten().to(torch.promote_types(first.dtype, torch.float32))
+        return separable_elements(apart.where(is_first, -apart)).sum()
+
+
 def separable_elements(beyond: torch.Tensor) -> torch.Tensor:
     """exp of differences of scores, and its tangent from LINEAR_FROM on."""
     return beyond.clamp(max=LINEAR_FROM).exp() * (1 + F.relu(beyond - LINEAR_FROM))

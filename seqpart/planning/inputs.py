@@ -25,6 +25,7 @@ from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime,
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
+from seqpart.methods.separable import refuse_inseparable
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import OF_CLASSES, LossFunction, LossSource, label_dtype, loss_named, regression
@@ -32,6 +33,7 @@ from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.settings import Settings, per_partition, values_of
+from seqpart.tiling.separation import starts_of
 from seqpart.tracing.tracing import chain_and_loss, chain_of
 from seqpart.units import format_limit, format_size
 from seqpart.values import as_text
@@ -65,6 +67,7 @@ class Inputs:
                 self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.labels)
             else:
                 self.chain = chain_of(model, train.shape, train.dtype, train.form)
+            self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, learns)
             costs = self.costs_at(self.full_batch)
@@ -85,7 +88,8 @@ class Inputs:
         if not self.exact:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
-        self._final_loss = final_loss or loss_named(settings.loss, train.labels, self.classes)
+        self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
+        refuse_inseparable(self.methods[0], self._final_loss, (train, test))
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
         self.counted_at = cache(self._measure)
@@ -93,8 +97,7 @@ class Inputs:
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
         self.row_pack = RowPacks(self.counted_at, self.full_batch, None if self.exact else settings.cache_type)
-        micro = settings.micro_batch_size
-        if micro is not None and micro > self.largest_batch:
+        if (micro := settings.micro_batch_size) is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
         with self.under_limit():
