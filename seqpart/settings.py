@@ -14,6 +14,7 @@ from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
+from seqpart.model.losses import LossName
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
@@ -26,7 +27,7 @@ OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Method = Literal["auto", "sil", "streamed", "checkpointed", "full"]
+Method = Literal["auto", "sil", "streamed", "checkpointed", "full", "psl"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
@@ -35,13 +36,14 @@ Precision = Literal["fp32", "bf16"]
 NO_METHOD = (
     "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
     "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), sil (approximate, partitions trained one after the other)."
+    "whole), sil (approximate, partitions trained one after the other), psl (pairs of scores of separable layers)."
 )
 EXPECTED = {
     "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
     "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
     "save_every": "updates (500), a time (30s, 10min, 2h) or never",
     "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
+    "loss": "cross-entropy, psl or mse, or from Python a function or 'model'",
     "shuffle": "True, False or auto",
     "tile": "a size such as 16MB, never or auto",
 }
@@ -49,7 +51,7 @@ EXPECTED = {
 
 
 class Options(TypedDict, total=False):
-    """Fields of Settings as Python callers give them, but for `optimizer`, which may be a function too."""
+    """Fields of Settings as Python callers give them, but for `optimizer` and `loss`, which may be functions too."""
 
     mem_limit: str | int | float
     method: Method
@@ -100,8 +102,8 @@ class Settings:
     On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
     method: Method = None  # type: ignore[assignment]
     """Exact training: streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit
-    whole), auto (the fastest of the three that fits); or sil (partitions one after the other, approximate). Required: None
-    is refused."""
+    whole), auto (the fastest of the three that fits); sil (partitions one after the other, approximate); or psl (one pair of
+    scores of the partially-separable loss at a time; a model that ends in separable layers). Required: None is refused."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda, cuda:N, sim, or sim:CARD: a card that need not be there, simulated."""
     ram_limit: str | int | float | None = None
@@ -126,6 +128,10 @@ class Settings:
     """Rows on the device at once. Default: the plan takes the largest that fits."""
     lr: float | tuple[float, ...] = 1e-4
     """Learning rate, per partition."""
+    loss: LossName | None = None
+    """What the network's end learns: cross-entropy, psl (for classes: the partially-separable loss, the mean over rows of the
+    sum of exp(score - the label's score) over all other classes, from a difference of 10 on its tangent; with the label's own
+    class it would be exp(cross-entropy)), or mse (for floats). Default: cross-entropy for classes, mse for floats."""
     optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
     """adam, adamw or sgd, per partition."""
     weight_decay: float = 0.0
@@ -240,6 +246,15 @@ class Settings:
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
             _positive("--test-every", self.test_every),
+            *(
+                f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
+                "Leave it out"
+                for name in ("clip_grad_norm", "partitions", "tile")
+                if method.in_pairs and getattr(self, name) not in (None, "auto", "never")
+            ),
+            f"--method psl trains by --loss psl; found --loss {self.loss}. Leave it out"
+            if method.in_pairs and self.loss not in (None, "psl")
+            else "",
             ""
             if method.cuts or self.partitions in ("auto", 1)
             else f"--partitions: method {self.method} has one partition; found {as_text(self.partitions)!r}",
@@ -259,6 +274,10 @@ class Settings:
     def texts(self) -> dict[str, str]:
         """Every setting as the command line would have it: what logs and checkpoints say."""
         return {field.name: as_text(getattr(self, field.name)) for field in fields(Settings)}
+
+    @property
+    def loss_name(self) -> LossName | None:
+        return "psl" if self.method == "psl" and self.loss is None else self.loss
 
     @property
     def objective_name(self) -> str:

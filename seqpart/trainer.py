@@ -33,6 +33,7 @@ from seqpart.session.fitting import carry_out
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
 from seqpart.settings import Options, Settings, values_of
+from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
 from seqpart.units import format_size
 
@@ -45,9 +46,10 @@ class Trainer:
     model: any nn.Module, which is cut at its layers; an nn.Sequential or a list of modules, whose entries are the blocks; or a
         list of factories that each return a module (then the model never exists whole). Modules given alive are emptied into
         a file while the run lasts, and get their trained weights at the end; a run that ends early leaves them as they came.
-    loss: (output, labels) -> loss, for the end of the network; default cross-entropy (for each position where rows
-        have several labels; labels of -100 do not count), or mean squared error for float labels. An update is that of the
-        whole batch, whatever micro-batches it is divided into; so what the loss divides by must be known. It may be
+    loss: (output, labels) -> loss, for the end of the network, or the name of one: "cross-entropy", the default for classes
+        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels,
+        or "psl", `seqpart.model.losses.partially_separable`. An update is that of the whole batch, whatever micro-batches it
+        is divided into; so what a function divides by must be known. It may be
         - a mean over rows, or over equally many numbers of each row: micro-batches count by their rows;
         - torch's cross_entropy or nll_loss with ignore_index or weights of classes, as a module, a function or a
           functools.partial: micro-batches count by the labels, or the weights, that they are a mean of;
@@ -79,9 +81,13 @@ class Trainer:
             self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)
         elif optimizer is not None:
             given["optimizer"] = optimizer
+        if isinstance(loss, str) and loss != "model":
+            given["loss"], loss = loss, None
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = settings or Settings.of(**given)
+        if loss is not None and settings.loss is not None:
+            raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
         self.model, self._loss, self._quiet = model, loss, quiet
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
@@ -108,7 +114,7 @@ class Trainer:
         """
         with self.device.at_work(), ExitStack() as stack:
             prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
-            yield self._fitting(stack, prepare, Preparation.planned, reuse)
+            yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
         self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
@@ -127,18 +133,21 @@ class Trainer:
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
-        again: Plan | None = None,
+        again: Plan | None = None, *, in_pairs: bool = False,
     ) -> tuple[Preparation, Prepared]:  # fmt: skip
         """What `prepare(model=...)` makes of the model, and the plan: with large layers in tiles where nothing fits without.
 
-        stack: closes it. again: see `tiles`.
+        stack: closes it. again: see `tiles`. in_pairs: whether it is separated into scores.
         """
 
         def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
             preparation = attempt.enter_context(closing(prepare(model=model)))
             return preparation, plan(preparation)
 
-        return first_that_fits(stack, self.model, self.tiles(again), work)
+        model = self.model
+        if in_pairs:
+            model = stack.enter_context(Separation(model, self.device, self.settings.seed))
+        return first_that_fits(stack, model, self.tiles(again), work)
 
     def tiles(self, again: Plan | None = None) -> tuple[int, ...]:
         """Bytes of the tiles of large layers, one after the other until a plan fits; 0: none.
@@ -151,7 +160,10 @@ class Trainer:
             raise OptionError(f"--tile: the plan to be carried out again has {had}. Leave it out.")
         if again is not None or asked is not None:
             return (again.tile if again is not None else asked or 0,)
-        streams = any(method.exact and method.cuts and not method.stays for method in methods_named(self.settings.method))
+        streams = any(
+            method.exact and method.cuts and not (method.stays or method.in_pairs)
+            for method in methods_named(self.settings.method)
+        )
         # A function may return an optimizer that looks at a weight as a whole.
         return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
 
@@ -162,6 +174,10 @@ class Trainer:
         if self.device.shares_memory:
             self._sampler.heed(self._held, "the import of libraries")
         self._sampler.start()
+
+    @property
+    def _in_pairs(self) -> bool:
+        return methods_named(self.settings.method)[0].in_pairs
 
     @property
     def scratch_parent(self) -> Path:
@@ -196,7 +212,7 @@ class Trainer:
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
-            preparation, prepared = self._fitting(stack, prepare, plan, earlier)
+            preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None))

@@ -9,7 +9,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.costs.blocks import measure_loss
-from seqpart.model.losses import IGNORED, cross_entropy_in_chunks, default_loss, regression, scores_of, token_cross_entropy
+from seqpart.model.losses import IGNORED, cross_entropy_in_chunks, loss_named, regression, scores_of, token_cross_entropy
 from tests.given import classified
 
 sizes = st.integers(1, 4)
@@ -75,7 +75,7 @@ def test_scores_of_a_large_vocabulary_are_judged_by_the_same_bits_in_a_third_of_
     ],
 )
 def test_the_kind_of_the_labels_chooses_the_loss(labels, classes, loss):
-    assert default_loss(labels, classes) is loss
+    assert loss_named(None, labels, classes) is loss
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1)])

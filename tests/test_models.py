@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from seqpart.data.splits import as_split
-from seqpart.model.losses import default_loss
+from seqpart.model.losses import loss_named
 from seqpart.zoo import models, text
 
 CONTEXT, VOCABULARY = 12, 20
@@ -78,7 +78,7 @@ def test_tied_weights_are_one_parameter_in_two_blocks():
 def test_a_gpt_learns_a_text(tmp_path):
     (tmp_path / "a.txt").write_text("to be, or not to be: that is the question. " * 40)
     train, test = (as_split(part, "some") for part in text.load(tmp_path / "a.txt", CONTEXT))
-    model, loss = built(depth=1), default_loss(train.labels, VOCABULARY)
+    model, loss = built(depth=1), loss_named(None, train.labels, VOCABULARY)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     x, y = torch.cat(list(train.open())).long(), train.labels.long()
     for _ in range(40):

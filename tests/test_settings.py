@@ -98,7 +98,7 @@ def test_python_values_of_another_type_are_refused(name, value, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "boosting"}, "method: expected one of auto, sil, streamed, checkpointed, full; found 'boosting'"),
+        ({"method": "boosting"}, "method: expected one of auto, sil, streamed, checkpointed, full, psl; found 'boosting'"),
         ({"objective": "hinge"}, "objective: expected one of orthogonal, prototype, mse; found 'hinge'"),
         ({"sil_inputs": "none"}, "sil_inputs: expected cached or synthetic; found 'none'"),
         ({"sil_inputs": "synthetic", "method": "full"}, 'sil_inputs goes with method="sil" only'),
@@ -180,7 +180,7 @@ def test_no_method_is_taken_silently():
 
 def test_what_an_editor_completes_are_the_settings():
     """Trainer took **options: Any, so that no editor and no type checker knew a name or a type of them."""
-    assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer"}
+    assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer", "loss"}
     for name in ("method", "lr_schedule", "objective", "sil_inputs"):
         for value in _choices(Options.__annotations__[name]):
             Settings(mem_limit="2GB", **({"method": "sil"} | {name: value}))

@@ -86,3 +86,11 @@ class Handover:
     def _gradient_key(self, value: Value, m: int) -> Key:
         """Of one that several partitions take it has a place of its own: the value itself is still needed."""
         return (gradient_of(value.number) if self._handing.is_shared(value) else value.number), m
+
+
+def falsified(handed: torch.Tensor) -> torch.Tensor:
+    """Slightly wrong, as no normalization takes back."""
+    if not handed.is_floating_point():
+        return handed.flip(*range(handed.ndim))
+    growing = torch.linspace(2**-7, 2**-5, handed.numel(), device=handed.device).view(handed.shape)
+    return handed + (handed * growing).to(handed.dtype)

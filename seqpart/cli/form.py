@@ -25,7 +25,7 @@ GROUPS = {
         "plan",
     ),
     "training": (
-        "epochs", "batch_size", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "lr_schedule",
+        "epochs", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "lr_schedule",
         "warmup_updates", "dtype", "shuffle", "test_every", "seed",
     ),
     "sil": (

@@ -18,7 +18,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.settings import CACHE_DTYPES, MOST, Method, Precision, Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.zoo import datasets, libraries, models
+from seqpart.zoo import convolutional, datasets, libraries, models
 from seqpart.zoo.loading import called
 
 
@@ -32,10 +32,11 @@ class Job(Settings):
 
     method: Method = "sil"
     """sil (the default: partitions one after the other, approximate), or exact training: streamed (one partition at a time),
-    checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits)."""
+    checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits), psl (one pair
+    of scores of the partially-separable loss at a time; a model that ends in separable layers, such as --model psnet)."""
     model: str = "mlp"
-    """mlp, gpt (for tokens), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and perhaps safetensors),
-    or package.module:function that returns any nn.Module, a list of blocks or a list of block factories."""
+    """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
+    perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
     data: str = "digits"
     """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
     CLASS), text:FILE (its characters, to predict the next one), or package.module:function that returns a training and a
@@ -132,10 +133,12 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
     if job.model.partition(":")[0] in libraries.LIBRARIES:
         return _library_model(dataclasses.replace(job, weights=None), train, test, whole=True).model, None
     _refuse_misplaced(job)
+    if job.model in ("lenet", "psnet"):
+        return getattr(convolutional, job.model)(train.shape, max(classes, 1)), None
     if job.model not in ("mlp", "gpt"):
         if ":" not in job.model:
             raise OptionError(
-                "--model: expected mlp, gpt, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; "
+                "--model: expected mlp, gpt, lenet, psnet, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; "
                 f"found {job.model!r}."
             )
         return called(job.model, "--model"), None

@@ -217,6 +217,9 @@ class Simulator:
         if learns:
             peak += part.update_peak - self._held.get(("gradients", p, 0), 0)
         self._free("gradients", p, 0)
+        if phase.in_pairs and p == phase.partition:  # the rows that waited for the next pair
+            for m, _ in phase.spans_of(self.progress.position.updates):
+                self._free_values(part.entering, m)
         if learns or part.buffers:
             self._changed.add(p)
         return peak, 0, 0, part.parameters / self._speeds.optimizer if learns else 0.0
@@ -281,7 +284,11 @@ class Simulator:
             self._hold("tied", p, m, part.tied, -1)
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
-        self._pass_down(p, phase.lowest, m)
+        if phase.in_pairs and p == phase.partition:
+            for value in part.leaving:
+                self._free("gradient", value.number, m)
+        else:
+            self._pass_down(p, phase.lowest, m)
         if p == phase.lowest:
             for borrower in range(p, len(self._partitions)):
                 self._free("tied", borrower, m)

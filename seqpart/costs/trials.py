@@ -23,7 +23,7 @@ from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.memory.usage import HighWater
 from seqpart.model.blocks import Block, run_fake, with_tensors
-from seqpart.model.structure import Kind, structure_of
+from seqpart.model.inspection import Kind, structure_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,12 @@ from typing import Any, cast
 import torch
 
 from seqpart.boundaries.exchange import BoundaryExchange
-from seqpart.boundaries.handover import Handover
+from seqpart.boundaries.handover import Handover, falsified
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, MemoryReader, Reader, ReaderThread
 from seqpart.data.row_packs import PackReader, PackWriter, RowPack
 from seqpart.errors import Diverged, ModelError, OptionError
+from seqpart.execution.elements import Elements
 from seqpart.execution.events import PhaseBegun, PhaseDone
 from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.metrics import Metrics
@@ -64,9 +65,15 @@ class Compute:
         """(partition, weight that it uses and another owns), in the model's order."""
         self._counted: float | None = None
         """Of the unfinished update, what its loss counted so far; None where micro-batches count by their rows."""
+        self._elements = Elements(
+            loaded=self.loaded, read=self._read, done=self._done_with, run=partial(self._output, training=True),
+            tell=lambda total, rows: self.metrics.add(total, rows, None, weight=rows),
+        )  # fmt: skip
 
     def forward(self, step: Step) -> tuple[int, int]:
         phase = self._phases[step.phase]
+        if phase.in_pairs:
+            return self._elements.forward(step, phase), 0
         batch, taken, labels = self._input(step)
         read, written = (batch.x.nbytes if batch else 0), 0
         if phase.kind is PhaseKind.TRAIN:
@@ -134,6 +141,9 @@ class Compute:
 
     def backward(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self.loaded[step.partition]
+        if phase.in_pairs:
+            self._elements.backward(step, phase, self.span(step).update_rows)
+            return 0, 0
         if phase.partition == phase.last:
             batch, taken, labels = self._input(step)
             assert batch is not None
@@ -290,10 +300,7 @@ class Compute:
         if p != phase.partition:
             keeps = phase.kind is PhaseKind.TRAIN and phase.keeps_graph(p)
             return None, self._handover.take_up(p, m, to_keep=keeps), torch.empty(0)
-        batch = self._next_batch(step)
-        assert self._unpacked is not None
-        taken, labels = self._unpacked.take(batch.x), self._device.upload(batch.labels)
-        labels = labels.to(label_dtype(labels))
+        batch, taken, labels = self._read(step)
         if phase.partition != phase.last:
             for number, x in taken.items():
                 if x.data_ptr() == batch.x.data_ptr():  # the reader's memory is about to be filled again
@@ -301,6 +308,12 @@ class Compute:
             self._labels[m] = labels
             self._handover.give_up(m, taken)
         return batch, taken, labels
+
+    def _read(self, step: Step) -> tuple[Batch, Pack, torch.Tensor]:
+        batch = self._next_batch(step)
+        assert self._unpacked is not None
+        labels = self._device.upload(batch.labels)
+        return batch, self._unpacked.take(batch.x), labels.to(label_dtype(labels))
 
     def _next_batch(self, step: Step) -> Batch:
         if self._reader is None:
@@ -313,7 +326,7 @@ class Compute:
     def _enter(self, number: int) -> None:
         """Open a phase: its reader, and the rows that it writes."""
         phase = self._phases[number]
-        split, _ = reads(phase)
+        split, _ = phase.reads
         first_update = self._start.updates if self._resumes else 0
         self.metrics = replace(self.rested) if self._resumes else Metrics()
         self._resumes, self._began = False, time.perf_counter()
@@ -337,6 +350,7 @@ class Compute:
     def rest(self) -> None:
         """An update is finished: what was summed up so far is what a later run goes on with."""
         self._counted = None
+        self._elements.rest()
         self.rested = replace(self.metrics)
 
     def refuse_divergence(self, number: int, update: int | None = None) -> None:
@@ -375,21 +389,10 @@ class Compute:
         self._labels.clear()
         self._handover.abandon()
         self._counted = None
+        self._elements.rest()
         self._own_loss.clear()  # the executor that goes on has fixed targets of its own
-
-
-def falsified(handed: torch.Tensor) -> torch.Tensor:
-    if not handed.is_floating_point():
-        return handed.flip(*range(handed.ndim))
-    growing = torch.linspace(2**-7, 2**-5, handed.numel(), device=handed.device).view(handed.shape)
-    return handed + (handed * growing).to(handed.dtype)
 
 
 def _micro_batch(step: Step) -> int:
     assert step.micro_batch is not None
     return step.micro_batch
-
-
-def reads(phase: Phase) -> tuple[str, int]:
-    """(split, partition) of the rows that a phase begins with."""
-    return "test" if phase.kind is PhaseKind.TEST else "train", phase.partition

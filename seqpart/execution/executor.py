@@ -15,7 +15,7 @@ import torch
 
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import Diverged, OutOfMemory
-from seqpart.execution.compute import Compute, reads
+from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, StepDone
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
@@ -207,7 +207,7 @@ class Executor:
         del self._loaded[p]
         self.compute.forget_loss(p)
         self._device.release_cached()
-        needed = {reads(phase) for phase, _ in counted(self._phases[self.position.phase :])}
+        needed = {phase.reads for phase, _ in counted(self._phases[self.position.phase :])}
         for split in ("train", "test"):
             if (split, p) not in needed:
                 self._boundaries.discard(split, p)

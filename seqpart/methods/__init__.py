@@ -3,9 +3,10 @@
 from seqpart.errors import OptionError
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
 from seqpart.methods.method import Method
+from seqpart.methods.separable import PSL
 from seqpart.methods.sil import SIL
 
-METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, CHECKPOINTED, FULL)}
+METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, CHECKPOINTED, FULL, PSL)}
 
 
 EXACT = (FULL, CHECKPOINTED, STREAMED)

@@ -111,6 +111,8 @@ class Method:
     loss: Callable[[Targets], PartitionLoss | None]
     stays: bool = False
     """Whether all partitions are on the device at once."""
+    in_pairs: bool = False
+    """Whether partitions are given by the model, and all but the first and the last meet in pairs."""
 
 
 def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:

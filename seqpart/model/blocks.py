@@ -19,9 +19,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
-from seqpart.model.restoring import left_as_they_are
+from seqpart.model.inspection import left_as_they_are, structure_of
 from seqpart.model.sharing import refuse_sharing, tensors_in_attributes
-from seqpart.model.structure import structure_of
 from seqpart.offload.layout import Layout, spec_of, stride_of
 from seqpart.units import format_size
 

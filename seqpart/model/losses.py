@@ -1,4 +1,5 @@
-"""The loss that a run takes where the user gives none, and the scores that its accuracy is counted from.
+"""The losses that have names, which of them a run takes where the user gives none, and the scores that its accuracy is
+counted from.
 
 Classes stand in the last dimension of an output: (rows, classes), or (rows, T, classes) where every position has a
 label of its own. torch's own cross-entropy expects them in dimension 1, which a language model's output has not.
@@ -10,10 +11,15 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from seqpart.errors import DataError
+
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(output (rows, ...), labels (rows, ...)) -> mean loss over the rows, a scalar. What else it may be: see `Trainer`."""
-LossChoice = LossFunction | Literal["model"] | None
-"""A function; the one that the model computes itself; None: what suits the labels."""
+LossName = Literal["cross-entropy", "psl", "mse"]
+LossSource = LossFunction | Literal["model"] | None
+"""A function; the one that the model computes itself; None: the one that the settings name."""
+LossChoice = LossSource | LossName
+"""The same, or one by its name; None: what suits the labels."""
 IGNORED = -100
 """The label that torch's cross-entropy leaves out: its own default for `ignore_index`."""
 
@@ -23,10 +29,18 @@ def label_dtype(labels: torch.Tensor) -> torch.dtype:
     return labels.dtype if labels.is_floating_point() else torch.int64
 
 
-def default_loss(labels: torch.Tensor, classes: int) -> LossFunction:
-    """The loss for labels of this kind: floats, classes of rows (rows,), or classes of positions (rows, T, ...)."""
+def loss_named(name: LossName | None, labels: torch.Tensor, classes: int) -> LossFunction:
+    """The loss of that name for labels of this kind: floats, classes of rows (rows,), or classes of positions (rows, T, ...).
+
+    None: mse for floats, cross-entropy for classes. Raises DataError where the labels are of the other kind.
+    """
+    if name is not None and (name == "mse") == bool(classes):
+        expected, found = ("floats", "classes (integers)") if classes else ("classes (integers)", "floats")
+        raise DataError(f"--loss {name} needs {expected} as labels; found {found}. Leave --loss out, or give another.")
     if not classes:
         return regression
+    if name == "psl":
+        return partially_separable
     return token_cross_entropy if labels.ndim > 1 else F.cross_entropy
 
 
@@ -74,6 +88,50 @@ class _InChunks(torch.autograd.Function):
             chosen = torch.zeros_like(part).scatter_(1, own.clamp(min=0).unsqueeze(1), gradient.unsqueeze(1))
             into.copy_(torch._log_softmax_backward_data(chosen, F.log_softmax(part, -1), -1, part.dtype))
         return found, None, None
+
+
+LINEAR_FROM = 10.0
+"""The difference of two scores from which on an element of the partially-separable loss grows as its tangent does. There it is
+22,026, and one row's gradient as large: without it a single row that is far off would be an update of its own."""
+
+
+def partially_separable(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean over rows of sum_{j != y} exp(c_j - c_y): P. Raynaud, D. Orban, J. Bigeon, "Partially-separable loss to parallelize
+    partitioned neural network training" (2023), equation 6b. output (rows, ..., classes), labels (rows, ...).
+
+    With j = y in the sum, as in their equation 6a, it would be larger by 1: exp(cross-entropy), with the same gradient. That of
+    each element is as large as the element, so from a difference of LINEAR_FROM on it is continued by its tangent: it stays
+    finite, convex and a function of two scores alone, and its gradient at most exp(LINEAR_FROM). Computed in float32 at
+    least. Labels of -100 do not count.
+    """
+    scores, own = output.flatten(0, -2), labels.flatten()
+    with torch.autocast(output.device.type, enabled=False):
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        counted = own.ne(IGNORED)
+        place = own.clamp(min=0).unsqueeze(1)
+        # Of a label's own score minus infinity, not a 1 that is taken away again: that would swallow small elements.
+        beyond = (scores - scores.gather(1, place)).scatter(1, place, -torch.inf)
+        rows = separable_elements(beyond).sum(1)
+        return rows.where(counted, 0.0).sum() / counted.sum()
+
+
+OF_CLASSES: tuple[LossFunction, ...] = (F.cross_entropy, token_cross_entropy, partially_separable)
+"""Those of ours that take one score for each class."""
+
+
+def element_pair(first: torch.Tensor, second: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
+    """Sum over rows, labelled with either of two classes, of their elements of the partially-separable loss with the other one.
+
+    first, second: scores (rows, 1); is_first (rows,): whether the label is the first class.
+    """
+    with torch.autocast(first.device.type, enabled=False):
+        apart = (second - first).flatten().to(torch.promote_types(first.dtype, torch.float32))
+        return separable_elements(apart.where(is_first, -apart)).sum()
+
+
+def separable_elements(beyond: torch.Tensor) -> torch.Tensor:
+    """exp of differences of scores, and its tangent from LINEAR_FROM on."""
+    return beyond.clamp(max=LINEAR_FROM).exp() * (1 + F.relu(beyond - LINEAR_FROM))
 
 
 def regression(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import DataError, OptionError
-from seqpart.model.losses import IGNORED, LossFunction, label_dtype, regression, token_cross_entropy
+from seqpart.model.losses import IGNORED, LossFunction, label_dtype, partially_separable, regression, token_cross_entropy
 
 Counts = Callable[[torch.Tensor], Any]
 """labels (rows, ...) -> what a mean over them is divided by: a number, or a tensor of one."""
@@ -151,8 +151,8 @@ def ignored_label(loss: LossFunction | None) -> int | None:
 
 
 def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
-    """(weights of classes, ignored label, reduction) of torch's cross-entropy and its kin."""
-    if loss is token_cross_entropy:
+    """(weights of classes, ignored label, reduction) of torch's cross-entropy and its kin, and of ours."""
+    if loss in (token_cross_entropy, partially_separable):
         return None, IGNORED, "mean"
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         own = type(loss).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)

@@ -48,7 +48,8 @@ def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, C
     if not found:
         raise _does_not_fit(problem, methods)
     best = _simplest(found)
-    best = replace(best, candidate=replace(best.candidate, why=_whys(problem, best, available), seconds=best.seconds))
+    why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best, available)
+    best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
     return best.method, best.candidate, tuple(_reasons(problem, best, tried))
 
 
@@ -66,10 +67,23 @@ def fastest_of(problem: Problem, method: Method, available: int) -> Prediction |
         again = _saved_answers(problem, method, micro_batch)
         if again is not None and again.peak <= available + RUNTIME_VARIES:  # it filled the limit beside another runtime
             return again
-        best = fastest(problem, method, micro_batch, candidates(problem, method, micro_batch), available)
+        if method.in_pairs:
+            best = next((one for one in _paired(problem, method, micro_batch) if one.peak <= available), None)
+        else:
+            best = fastest(problem, method, micro_batch, candidates(problem, method, micro_batch), available)
         if best is not None:
             return best
     return None
+
+
+def _paired(problem: Problem, method: Method, micro_batch: int) -> Iterator[Prediction]:
+    """With a third slot, in which the next score comes, and without."""
+    assert problem.starts is not None
+    parts = parts_of(problem, micro_batch, problem.starts)
+    for slots in (3, 2):
+        resources = Resources(slots=slots, stays=frozenset({0}))
+        if slots <= len(parts) - 2:
+            yield predict(problem, method, micro_batch, parts, resources, keeps=frozenset(range(len(parts) - 2)))
 
 
 def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Prediction | None:
@@ -160,7 +174,10 @@ def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]
 
 def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
     rows = fewest_rows(problem)
-    found = (smallest_of(problem, method, rows, candidates(problem, method, rows)) for method in methods)
+    found = (
+        min(_paired(problem, method, rows), key=lambda one: one.peak) if method.in_pairs
+        else smallest_of(problem, method, rows, candidates(problem, method, rows)) for method in methods
+    )  # fmt: skip
     smallest = min(found, key=lambda prediction: prediction.peak)
     refuse_given(problem, smallest.peak)
     first, last, cost = max(smallest.candidate.parts, key=lambda part: part[2].slot + part[2].train_peak)
@@ -197,8 +214,10 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
         yield f"method {best.method.name}, {why}: " + "; ".join(parts)
     candidate = best.candidate
     count = len(candidate.parts)
+    if best.method.in_pairs:
+        yield _element(best)
     if count > 1:
-        asked = " as asked" if problem.count or problem.starts else ""
+        asked = " as asked" if (problem.count or problem.starts) and not best.method.in_pairs else ""
         yield f"{count} partitions{asked}{_shared(best)}"
         if problem.saved is not None and not _as_saved(problem.saved, best):
             yield (
@@ -264,6 +283,22 @@ def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]
             )
         ]
     )  # fmt: skip
+
+
+def _whys_of_pairs(best: Prediction) -> tuple[str, ...]:
+    scores = len(best.candidate.parts) - 2
+    return ("common to all pairs: on the device throughout", *["in turn"] * scores, "scores side by side: for tests alone")
+
+
+def _element(best: Prediction) -> str:
+    """What is on the device for a pair of scores, beside the whole."""
+    (_, _, common), *scores, _ = best.candidate.parts
+    pair = sorted((cost.parameters for _, _, cost in scores), reverse=True)[:2]
+    whole = common.parameters + sum(cost.parameters for _, _, cost in scores)
+    return (
+        f"{len(scores)} scores meet in {len(scores) * (len(scores) - 1) // 2} pairs: a pair has "
+        f"{common.parameters + sum(pair):,} of {whole:,} weights on the device, {common.parameters:,} of them common"
+    )
 
 
 _Options = dict[tuple[int, Kind], Option]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
@@ -26,13 +25,15 @@ from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime,
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
+from seqpart.methods.separable import refuse_inseparable
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import LossChoice, LossFunction, default_loss, label_dtype, regression, token_cross_entropy
+from seqpart.model.losses import OF_CLASSES, LossFunction, LossSource, label_dtype, loss_named, regression
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.settings import Settings, per_partition, values_of
+from seqpart.tiling.separation import starts_of
 from seqpart.tracing.tracing import chain_and_loss, chain_of
 from seqpart.units import format_limit, format_size
 from seqpart.values import as_text
@@ -51,7 +52,7 @@ class Inputs:
 
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
-        *, final_loss: LossChoice = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
+        *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
         reuse: Plan | None = None, learns: bool = True, resumes: bool = False, trained: Path | None = None,
     ) -> None:  # fmt: skip
         """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
@@ -66,6 +67,7 @@ class Inputs:
                 self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.labels)
             else:
                 self.chain = chain_of(model, train.shape, train.dtype, train.form)
+            self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, learns)
             costs = self.costs_at(self.full_batch)
@@ -86,7 +88,8 @@ class Inputs:
         if not self.exact:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
-        self._final_loss = final_loss or default_loss(train.labels, self.classes)
+        self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
+        refuse_inseparable(self.methods[0], self._final_loss, (train, test))
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
         self.counted_at = cache(self._measure)
@@ -94,8 +97,7 @@ class Inputs:
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
         self.row_pack = RowPacks(self.counted_at, self.full_batch, None if self.exact else settings.cache_type)
-        micro = settings.micro_batch_size
-        if micro is not None and micro > self.largest_batch:
+        if (micro := settings.micro_batch_size) is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
         with self.under_limit():
@@ -391,8 +393,7 @@ class Inputs:
     def _refuse_few_outputs(self, last: BlockCost) -> None:
         if self._final_loss is regression and torch.Size(last.output_shape).numel() != 1:
             raise DataError(f"a regression needs one output per row; the network ends with shape {last.output_shape}.")
-        by_us = self._final_loss in (F.cross_entropy, token_cross_entropy)
-        if self.classes and by_us and (*last.output_shape, 0)[-2 if last.output_shape else 0] < self.classes:
+        if self._final_loss in OF_CLASSES and (last.output_shape or (0,))[-1] < self.classes:
             raise DataError(
                 f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
                 f"Let the last block have {self.classes} outputs."

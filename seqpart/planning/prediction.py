@@ -105,7 +105,7 @@ def predict(
         sizes = heaps_of(problem, max(works), len(parts), streamed=not method.stays and len(parts) > 1)
         candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    seconds, computing, moving = _seconds(predicted_steps, len(parts), problem.contention)
+    seconds, computing, moving = _seconds(predicted_steps, len(walked[0].partitions), problem.contention)
     return Prediction(
         method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, works=works
     )  # fmt: skip
@@ -135,6 +135,8 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
         clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps, offloads=candidate.offloads,
         one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
     )  # fmt: skip
+    if method.in_pairs:
+        return method.phases(work)
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
     return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
 

@@ -40,7 +40,7 @@ def _with_few_micro_batches(phase: Phase) -> tuple[Phase, dict[int, int]]:
     """`phase` with at most so many micro-batches in an update, and {micro-batch: how many it stands for}."""
     size, batch = phase.micro_batch, min(phase.batch, phase.rows)
     count, updates = -(-batch // size), phase.updates
-    if phase.kind is not PhaseKind.TRAIN or count <= _ALONE:
+    if phase.kind is not PhaseKind.TRAIN or count <= _ALONE or phase.in_pairs:
         return phase, {}
     short = (_ALONE - 1) * size + (batch % size or size)
     stands_for = {update * _ALONE + 1: count - _ALONE + 1 for update in range(updates)}

@@ -94,7 +94,9 @@ class Phase:
     streams: frozenset[int] = frozenset()
     """Partitions that come to the device one after the other, twice in each update; the others stay there."""
     clips: bool = False
-    """Whether updates wait for the gradients' norm over all partitions."""
+    """Whether gradients wait at home: updates for the norm over all partitions, or a score's for its other pairs."""
+    in_pairs: bool = False
+    """The partitions behind the first are scores that meet in pairs, each beside the first one (method psl)."""
     keeps: frozenset[int] = frozenset()
     """Partitions that keep the graph of FORWARD for BACKWARD, instead of running forward again."""
     offloads: frozenset[int] = frozenset()
@@ -113,6 +115,11 @@ class Phase:
     @property
     def partitions(self) -> range:
         return range(self.partition, self.last + 1)
+
+    @property
+    def reads(self) -> tuple[str, int]:
+        """(split, partition) of the rows that it begins with."""
+        return "test" if self.kind is PhaseKind.TEST else "train", self.partition
 
     @property
     def lowest(self) -> int:
@@ -196,8 +203,9 @@ def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]
         phase = phases[index]
         first_update = start.updates if index == start.phase else 0
         if phase.breadth_first:
+            one_update = _in_pairs if phase.in_pairs else _breadth_first
             for update in range(first_update, phase.updates):
-                yield from _breadth_first(phase, index, loaded, update)
+                yield from one_update(phase, index, loaded, update)
         else:
             yield from _depth_first(phase, index, loaded, first_update)
     for p in list(loaded):
@@ -262,6 +270,33 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
         yield Step(Verb.UPDATE, p, phase=index)
         if streams:
             yield from loaded.send(p, index)
+
+
+def _in_pairs(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
+    """One update, one pair of scores j < k after the other: L1+ L2+ F0.0 F1.0 B2.0 B1.0 B0.0 D2+ L3+ ... U1 D1 ... U0.
+
+    The first partition is common to all scores, and stays. A pair's rows pass with graphs, one micro-batch after the other;
+    who comes later owns the loss. Gradients of a score wait at home for its next pair, and behind its last it is updated.
+    """
+    common, scores = phase.partition, phase.partitions[1:]
+    micro_batches = [m for m, _ in phase.spans_of(update)]
+    for p in [p for p in loaded if p != common]:
+        yield from loaded.send(p, max(index - 1, 0))
+    yield from loaded.bring(common, phase, index, to_update=True)
+    for place, j in enumerate(scores[:-1], start=1):
+        yield from loaded.bring(j, phase, index, to_update=True)
+        for k in scores[place:]:
+            yield from loaded.bring(k, phase, index, to_update=True)
+            for m in micro_batches:
+                yield from (Step(Verb.FORWARD, p, m, index) for p in (common, j))
+                yield from (Step(Verb.BACKWARD, p, m, index) for p in (k, j, common))
+            is_last = place == len(scores) - 1
+            if is_last:
+                yield Step(Verb.UPDATE, k, phase=index)
+            yield from loaded.send(k, index, gradients=not is_last)
+        yield Step(Verb.UPDATE, j, phase=index)
+        yield from loaded.send(j, index)
+    yield Step(Verb.UPDATE, common, phase=index)
 
 
 def refuse_misspelt(step: Step) -> None:

@@ -13,7 +13,6 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile, ModelError
-from seqpart.execution.compute import reads
 from seqpart.files.direct import aligned
 from seqpart.model.blocks import attach, detach, layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool
@@ -94,7 +93,7 @@ class Homes:
 
     def _write_missing_rows(self, at: Position) -> None:
         """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
-        ahead = {reads(phase) for phase, _ in counted(self._prepared.phases[at.phase :])}
+        ahead = {phase.reads for phase, _ in counted(self._prepared.phases[at.phase :])}
         for name in ("train", "test"):
             if (name, 0) in ahead and (name, 0) not in self.boundaries:
                 self._write_rows(name)

@@ -31,7 +31,7 @@ def sizes_to_try(model: object) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class _Split:
+class Split:
     """A parameter, and the tiles of it."""
 
     whole: nn.Parameter
@@ -64,7 +64,7 @@ class Tiling:
 
     def __init__(self, model: object, nbytes: int) -> None:
         self._model, self._nbytes = model, nbytes
-        self._splits: dict[int, _Split] = {}
+        self._splits: dict[int, Split] = {}
         """By the identity of the parameter: two layers may share one."""
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
 
@@ -111,7 +111,7 @@ class Tiling:
     def _split(self, whole: nn.Parameter, rows: int) -> list[nn.Parameter]:
         if id(whole) not in self._splits:
             tiles = [nn.Parameter(part, whole.requires_grad) for part in torch.split(whole.data, rows)]
-            self._splits[id(whole)] = _Split(whole, whole.shape, whole.stride(), tiles)
+            self._splits[id(whole)] = Split(whole, whole.shape, whole.stride(), tiles)
         return self._splits[id(whole)].tiles
 
 
@@ -142,6 +142,8 @@ def first_that_fits(stack: ExitStack, model: object, sizes: Sequence[int], work:
 
 def whole_names(model: nn.Module) -> dict[str, str]:
     """{name of a tile's parameter in the state_dict: that of the layer's}, of all tiles of a model in their order."""
+    if (said := getattr(model, "wholes", None)) is not None:
+        return dict(said)
     return {
         f"{path}.{number}.{leaf}": f"{path}.{leaf}"
         for path, module in model.named_modules(remove_duplicate=False)

@@ -251,6 +251,11 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
         raise OptionError(
             "--method sil is approximate: its bits are not those of full training. Verify streamed or checkpointed."
         )
+    if options.get("method") == "psl":
+        raise OptionError(
+            "--method psl adds up gradients pair by pair, which rounds otherwise than full training does: no bits are to be "
+            "compared. Verify streamed or checkpointed with --loss psl."
+        )
     if options.get("method") == "full":
         raise OptionError("--method full is what the others are compared with. Verify streamed or checkpointed.")
     if options.get("output_dir") or options.get("overwrite"):

@@ -33,7 +33,7 @@ from seqpart.memory.usage import read_process
 from seqpart.data.classes import count_classes
 from seqpart.data.splits import Split, write_rows
 from seqpart.cli.job import Job, data_of, model_of
-from seqpart.model.losses import default_loss, label_dtype
+from seqpart.model.losses import label_dtype, loss_named
 from seqpart.model.optimizers import choose
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.planning.inputs import limit_of
@@ -69,7 +69,7 @@ class Program:
         train, test = data_of(job)
         self._train = Rows(train, place / "train.rows", self.device)
         self._test = Rows(test, place / "test.rows", self.device)
-        self._loss = default_loss(train.labels, count_classes(train, test))
+        self._loss = loss_named(job.loss, train.labels, count_classes(train, test))
         model, _ = model_of(job, limit_of(job.mem_limit, device), train, test, Reporter(quiet=True))
         self.blocks = nn.ModuleList(block.build(Device(), job.seed) for block in as_chain(model)).to(self.device)
         (rate,), (name,) = values_of(job.lr), values_of(job.optimizer)  # one of each: the question refuses others

@@ -1,0 +1,69 @@
+"""Figures 6 and 7 of the PSL paper (Raynaud, Orban and Bigeon 2023) again, by the public Trainer: PNG and JSON.
+
+    python -m benchmarks.psl_paper --data-dir DIR              five seeds: half an hour on one core
+    python -m benchmarks.psl_paper --data-dir DIR --quick      two seeds, few rows: does it run?
+    python -m benchmarks.psl_paper --table                     what was found, as docs/psl.md has it
+
+DIR holds torchvision's MNIST, and cifar10-subset/train.npz and test.npz with `images` and `labels`. Networks, losses, batch
+sizes and Adam are the paper's; of the training rows the first ones. What is in the JSON already is not run again, but with
+--again.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import children, psl_figures, record
+
+ROWS = {"mnist": (6000, 8), "cifar": (8000, 8)}
+"""Training rows and epochs, of which a run of all has half an hour on one core. The paper takes all 60,000 and 50,000."""
+TEST_ROWS, SEEDS = 2000, 5
+BATCHES = (20, 100)
+GROUP = "curves"
+
+
+def wanted(quick: bool) -> dict[str, list[str]]:
+    """The runs: a name, and the options of benchmarks/psl_arm.py."""
+    runs = {}
+    for data, (rows, epochs) in ROWS.items():
+        size = ["--rows", "400", "--epochs", "2", "--test-rows", "200", "--seeds", "2"]
+        if not quick:
+            size = ["--rows", str(rows), "--epochs", str(epochs), "--test-rows", str(TEST_ROWS), "--seeds", str(SEEDS)]
+        for batch in BATCHES:
+            for network in ("lenet", "psnet"):
+                for loss in ("nll", "psl"):
+                    runs[f"{data} batch {batch} {network} {loss}"] = [data, network, loss, "--batch", str(batch), *size]
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--table", action="store_true", help="print what was found in Markdown")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--figures", type=Path, default=Path("docs/psl"), help="folder of the pictures")
+    options = parser.parse_args()
+    name = "psl_paper-quick" if options.quick else "psl_paper"
+    if options.table:
+        print(psl_figures.markdown(record.load(name)[GROUP]))
+        return
+    if options.data_dir is None:
+        parser.error("give --data-dir")
+    found: dict[str, dict[str, Any]] = {} if options.again else record.load(name)
+    places = ["--data-dir", str(options.data_dir), "--folder", tempfile.gettempdir()]
+    for run, words in wanted(options.quick).items():
+        if run in found.get(GROUP, {}):
+            continue
+        told = children.printed("benchmarks.psl_arm", *words, *places, name=run, environment=children.one_thread())
+        record.note(name, found, GROUP, {run: told})
+        ends = ", ".join(f"{100 * one['curve'][-1]:.1f}" for one in told.values())
+        print(f"{run}: {ends} %; {sum(one['seconds'] for one in told.values()):.0f} s", flush=True)
+    pictures = psl_figures.draw(found[GROUP], options.figures)
+    print(psl_figures.markdown(found[GROUP]))
+    print(f"{record.path_of(name)}; {', '.join(map(str, pictures))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Modules that are looked at: what tells their kinds apart without running them, and running them so that they are afterwards
+what they were: modes, caches, hooks."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+Kind = tuple[object, ...]
+_NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"})
+"""Settings that tell layers which are alike apart: their own numbers."""
+
+
+def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Kind:
+    """Types, plain settings, and the tensors' names and shapes; and what a module says of itself as its `structure`."""
+    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
+    said = getattr(module, "structure", None)
+    return tuple((type(part), _settings(part)) for part in module.modules()), shapes, said if isinstance(said, tuple) else ()
+
+
+def _settings(module: nn.Module) -> Kind:
+    return tuple((name, repr(value)) for name, value in sorted(vars(module).items()) if name not in _NUMBERS and _plain(value))
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_plain(part) for part in value)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType)
+
+
+def _shallow(value: object) -> object:
+    """A copy of a container, in which a module may keep what it has made; anything else as it is."""
+    return copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
+
+
+def _put_back(value: Any, content: Any) -> object:
+    """The container itself, since the handle of a hook knows it, with the content that `_shallow` kept."""
+    if type(value) is list:
+        value[:] = content
+    elif value is not content:
+        value.clear()
+        value.update(content)
+    return value
+
+
+@contextmanager
+def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What the body makes modules remember is forgotten."""
+    before = [(module, {name: (value, _shallow(value)) for name, value in vars(module).items()}) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update({name: _put_back(*both) for name, both in attributes.items()})
