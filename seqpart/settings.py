@@ -23,10 +23,11 @@ T = TypeVar("T", int, float, str)
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
+OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Method = Literal["auto", "sil", "streamed", "checkpointed", "full"]
+Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
@@ -35,7 +36,7 @@ Precision = Literal["fp32", "bf16"]
 NO_METHOD = (
     "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
     "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), sil (approximate, partitions trained one after the other)."
+    "whole), sil (approximate, partitions trained one after the other), ist (approximate, subnets trained in turn)."
 )
 EXPECTED = {
     "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
@@ -82,6 +83,11 @@ class Options(TypedDict, total=False):
     kappa: float | None
     prototype_scale: float | Sequence[float] | None
     sil_inputs: Literal["cached", "synthetic"] | None
+    subnets: int | None
+    local_steps: int | None
+    subnet_groups: int | None
+    subnet_rows: Literal["shard", "all"] | None
+    subnet_moments: Literal["keep", "zero"] | None
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
     seed: int
@@ -100,8 +106,8 @@ class Settings:
     On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
     method: Method = None  # type: ignore[assignment]
     """Exact training: streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit
-    whole), auto (the fastest of the three that fits); or sil (partitions one after the other, approximate). Required: None
-    is refused."""
+    whole), auto (the fastest of the three that fits); or approximate: sil (partitions one after the other), ist (subnets in
+    turn). Required: None is refused."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda, cuda:N, sim, or sim:CARD: a card that need not be there, simulated."""
     ram_limit: str | int | float | None = None
@@ -170,6 +176,18 @@ class Settings:
     sil_inputs: Literal["cached", "synthetic"] | None = None
     """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
     that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
+    subnets: int | None = None
+    """Parts that the neurons of hidden layers are divided among, anew in every round (ist only, and required there)."""
+    local_steps: int | None = None
+    """Updates of each subnet in a round (ist only); the last round of an epoch has those that are left. Default: 20."""
+    subnet_groups: int | None = None
+    """Neurons that stay together when they are divided (ist only), where a layer's width is a multiple of it and enough for all
+    subnets; elsewhere one by one, as 1 does everywhere (the paper's way). Default: 64."""
+    subnet_rows: Literal["shard", "all"] | None = None
+    """Training rows of a subnet in an epoch (ist only): shard (its own share of them) or all. Default: shard."""
+    subnet_moments: Literal["keep", "zero"] | None = None
+    """The optimizer's moments when a round begins (ist only): keep (cut out of the whole network's, and put back) or zero.
+    Default: keep, so that one subnet is the whole network to the bit."""
     shuffle: bool | Literal["auto"] = "auto"
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
@@ -210,14 +228,19 @@ class Settings:
         method = methods_named(self.method)[-1]
         sil = method.name == "sil"
         kind = self.objective_name
-        asked = [(name, getattr(self, name) is not None) for name in OF_SIL]
+        owners = {**dict.fromkeys(OF_SIL, "sil"), **dict.fromkeys(OF_IST, "ist")}
         return [
             "--weights-partial goes with --weights. Leave it out" if self.weights_partial and self.weights is None else "",
             *(
-                f"{flag_of(name)} goes with --method sil only; found --method {self.method}. Leave it out"
-                for name, given in asked
-                if given and not sil
+                f"{flag_of(name)} goes with --method {owner} only; found --method {self.method}. Leave it out"
+                for name, owner in owners.items()
+                if getattr(self, name) is not None and method.name != owner
             ),
+            "--method ist needs --subnets: how many parts the network is divided into" if self.lacks_subnets else "",
+            "--tile goes with exact methods; method ist divides large layers itself"
+            if method.name == "ist" and self.tile_bytes
+            else "",
+            *(_positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
             f"--kappa goes with --objective mse; found --objective {kind}"
             if sil and self.kappa is not None and kind != "mse"
             else "",
@@ -259,6 +282,10 @@ class Settings:
     def texts(self) -> dict[str, str]:
         """Every setting as the command line would have it: what logs and checkpoints say."""
         return {field.name: as_text(getattr(self, field.name)) for field in fields(Settings)}
+
+    @property
+    def lacks_subnets(self) -> bool:
+        return self.method == "ist" and self.subnets is None
 
     @property
     def objective_name(self) -> str:

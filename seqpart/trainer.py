@@ -33,6 +33,7 @@ from seqpart.session.fitting import carry_out
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
 from seqpart.settings import Options, Settings, values_of
+from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
 from seqpart.units import format_size
 
@@ -119,7 +120,7 @@ class Trainer:
         resumes: weights come from a checkpoint. model: in the place of the trainer's own.
         """
         with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
-            return Preparation(
+            return preparation_of(self.settings)(
                 self.model if model is None else model, self.settings, as_split(train, "training"), as_split(test, "test"),
                 self.device, final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes,

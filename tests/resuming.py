@@ -20,6 +20,7 @@ from seqpart import Trainer  # before torch: seqpart sets what torch reads when 
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import Interrupted
 from seqpart.execution.events import StepDone
+from seqpart.execution.parting import Parting
 from seqpart.execution.partition import Partition
 from seqpart.files.direct import DirectFile
 from seqpart.planning.preparation import Preparation
@@ -119,6 +120,8 @@ PLACES = {
     "save": (os, "fsync"),
     "rename": (os, "replace"),
     "update": (Partition, "update"),
+    "split": (Parting, "split"),
+    "merge": (Parting, "merge"),
     "export": (homes, "export_weights"),
     "publish": (RunDirectory, "publish"),
     "close": (RunDirectory, "close"),

@@ -31,8 +31,9 @@ class Job(Settings):
     """
 
     method: Method = "sil"
-    """sil (the default: partitions one after the other, approximate), or exact training: streamed (one partition at a time),
-    checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits)."""
+    """sil (the default: partitions one after the other, approximate), ist (subnets in turn, approximate), or exact training:
+    streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of
+    the three that fits)."""
     model: str = "mlp"
     """mlp, gpt (for tokens), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and perhaps safetensors),
     or package.module:function that returns any nn.Module, a list of blocks or a list of block factories."""

@@ -5,7 +5,7 @@ step by step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from seqpart.costs.clock import Clock
@@ -14,7 +14,8 @@ from seqpart.costs.partition import PartitionCost
 from seqpart.model.packs import Handing, Value
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import START, Phase, PhaseKind, Position, Step, Verb, steps_of
+from seqpart.schedule.shortened import shortened
+from seqpart.schedule.steps import AT_HOME, START, Phase, PhaseKind, Position, Step, Verb, steps_of
 
 REQUEST_SECONDS = 3e-4
 """Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""
@@ -59,6 +60,8 @@ class Resources:
     """Partitions whose graphs wait in host memory, where they do not wait on the device: those of others are on the disk."""
     graph_buffers: int = 0
     """Bytes of the buffers through which graphs go there; saved tensors are used where they lie in them."""
+    parting: "Parting | None" = None
+    """Of homes that are cut into those of parts, and put back."""
     keeps_heap: bool = False
     """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in memory/heap.py."""
 
@@ -66,6 +69,15 @@ class Resources:
     def at_once(self) -> int:
         """Partitions that may be on the device at the same time."""
         return self.slots + len(self.stays)
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """What it takes to cut homes, and to put them back: `buffers` bytes of memory, and of each partition of the whole network
+    the bytes of its homes and of those of its parts."""
+
+    buffers: int
+    homes: tuple[tuple[int, int], ...]
 
 
 class Simulator:
@@ -107,6 +119,8 @@ class Simulator:
             Verb.BACKWARD: self._backward,
             Verb.UPDATE: self._update,
             Verb.DROP: self._drop,
+            Verb.SPLIT: self._part,
+            Verb.MERGE: self._part,
         }
 
     def run(self, steps: Iterable[Step]) -> Iterator[PredictedStep]:
@@ -122,7 +136,7 @@ class Simulator:
         self.progress.begin(step)
         self.progress.finish(step)
         graph, boundary = self._graph_seconds(step), self._boundary_seconds(step)
-        moving = seconds if step.verb in (Verb.LOAD, Verb.DROP) else graph + boundary
+        moving = seconds if step.verb in (Verb.LOAD, Verb.DROP, *AT_HOME) else graph + boundary
         ends = self._clock.take(step, seconds, graph, boundary, times, first=self._first)
         slots, after = self._own + self._shared, self._now
         return PredictedStep(
@@ -198,6 +212,16 @@ class Simulator:
             return 0, 0, 0, written / self._speeds.down
         return 0, 0, written, written / self._speeds.write
 
+    def _part(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        """SPLIT reads the whole's homes and writes those of its parts; MERGE reads both, and writes the whole's."""
+        assert self._resources.parting is not None
+        whole, parts = self._resources.parting.homes[step.partition]
+        if self._resources.slots == 1:
+            self._shared = 0  # its buffer goes
+        read, written = (whole, parts) if step.verb is Verb.SPLIT else (whole + parts, whole)
+        seconds = read / self._speeds.read + written / self._speeds.write
+        return self._now + self._resources.parting.buffers, read, written, seconds
+
     def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, phase = step.partition, self._phases[step.phase]
         learns = phase.trains(p) and part.trainable
@@ -214,7 +238,7 @@ class Simulator:
         assert step.micro_batch is not None
         read = rows * part.input_row if p == phase.partition else 0
         if phase.kind is not PhaseKind.TRAIN:
-            written = rows * part.output_row if p == phase.last < len(self._partitions) - 1 else 0
+            written = rows * part.output_row if p == phase.last and phase.hands_on(len(self._partitions)) else 0
             if p == phase.partition and phase.breadth_first:
                 self._hold_values(part.entering, step.micro_batch)
             own = self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0
@@ -322,7 +346,7 @@ def simulate(
 
     Passes that differ in nothing but the epoch are walked through twice and counted.
     """
-    short, more, stands_for = _shortened(phases)
+    short, more, stands_for = shortened(phases)
     simulator = Simulator(short, partitions, speeds, resources, stands_for=stands_for)
     predicted_steps = list(simulator.run(steps_of(short)))
     ends: dict[int, list[float]] = {}
@@ -335,55 +359,8 @@ def simulate(
         marks = ends[number]
         per_update = len(marks) // short[number].updates
         first, last = marks[per_update - 1], marks[-1]
+        if short[number].updates == 1:
+            first = ends[number - 1][-1] if number else 0.0
         steady = (last - first) / max(1, short[number].updates - 1)
         seconds += steady * (updates * (1 + repeats) - short[number].updates)
     return short, predicted_steps, seconds
-
-
-_WALKED = 4
-"""Updates of a pass that are walked through."""
-
-
-def _shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], dict[tuple[int, int | None], int]]:
-    """Phases with few updates, epochs and micro-batches, and what these stand for.
-
-    {number of a phase: (updates it stands for, passes left out)}, {(phase, micro-batch): micro-batches it stands for}.
-    """
-    short: list[Phase] = []
-    more: dict[int, tuple[int, int]] = {}
-    stands_for: dict[tuple[int, int | None], int] = {}
-    for phase, times in (pair for stretch in phases.stretches for pair in stretch.walked()):
-        more[len(short)] = phase.updates, times - 1
-        ragged = phase.rows % phase.batch or phase.batch
-        rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged
-        shorter, counts = _with_few_micro_batches(replace(phase, rows=rows))
-        stands_for |= {(len(short), m): count for m, count in counts.items()}
-        short.append(shorter)
-    return short, more, stands_for
-
-
-# [Note: equal micro-batches] Those of an update differ in the rows of the last alone, and memory rises or falls by the same
-# bytes from one to the next. So the first (there are no gradients yet), the second, the last two and those between make the
-# highest peaks, and the second stands for those between: of a forward pass, which takes more with each, the last but one
-# is looked at, and of a backward pass, which takes less with each, the second before those that it stands for have gone.
-
-_ALONE = 4
-"""Micro-batches of an update that are walked through."""
-
-
-def _with_few_micro_batches(phase: Phase) -> tuple[Phase, dict[int, int]]:
-    """`phase` with at most so many micro-batches in an update, and {micro-batch: how many it stands for}."""
-    size, batch = phase.micro_batch, min(phase.batch, phase.rows)
-    count, updates = -(-batch // size), phase.updates
-    if phase.kind is not PhaseKind.TRAIN or count <= _ALONE:
-        return phase, {}
-    short = (_ALONE - 1) * size + (batch % size or size)
-    stands_for = {update * _ALONE + 1: count - _ALONE + 1 for update in range(updates)}
-    last = phase.rows - (updates - 1) * batch
-    if last < batch:  # one fewer, so that it stays the shortest
-        count = -(-last // size)
-        stands_for[(updates - 1) * _ALONE + 1] = max(1, count - _ALONE + 2)
-        last = (_ALONE - 2) * size + (last % size or size) if count >= _ALONE else last
-    else:
-        last = short
-    return replace(phase, rows=(updates - 1) * short + last, batch=short), stands_for

@@ -112,7 +112,7 @@ class Reader:
         *, seed: int, first_update: int = 0,
     ) -> None:  # fmt: skip
         self._rows, self._labels, self._phase, self._device = rows, labels.numpy(), phase, device
-        self._key = (seed, "order", phase.partition, phase.epoch) if phase.shuffle else None
+        self._key = (seed, "order", phase.source, phase.epoch) if phase.shuffle else None
         self._first_update = first_update
         layout = rows.layout
         self._window = aligned(min(WINDOW, rows.chunks) * layout.chunk_bytes)
@@ -163,8 +163,8 @@ class Reader:
             if slot is None:
                 return
             labels = []
-            at = span.start
-            while at < span.stop:
+            at, stop = self._phase.skips + span.start, self._phase.skips + span.stop
+            while at < stop:
                 while at >= window_start + len(window.order):
                     window_start += len(window.order)
                     window, loaded = next(passing), False
@@ -172,8 +172,8 @@ class Reader:
                     self._load(window)
                     loaded = True
                 first = at - window_start
-                last = min(span.stop - window_start, len(window.order))
-                self._gather(window.order[first:last], slot, at - span.start)
+                last = min(stop - window_start, len(window.order))
+                self._gather(window.order[first:last], slot, at - self._phase.skips - span.start)
                 labels.append(self._labels[window.rows[first:last]])
                 at = window_start + last
             yield Batch(m, span, self._view(slot, span.stop - span.start), torch.from_numpy(np.concatenate(labels)), slot)

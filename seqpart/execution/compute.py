@@ -31,6 +31,7 @@ from seqpart.methods.method import PartitionLoss, SyntheticLoss
 from seqpart.model.losses import label_dtype
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
+from seqpart.parts.statistics import as_it_is, observed
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
 
 
@@ -90,7 +91,8 @@ class Compute:
                     self._handover.give_up(m, given)
                     return 0
                 labels = self._labels.pop(m)
-            if not phase.stage or p == len(self._partitions) - 1:  # recovery looks at the end alone, and is planned so
+            # Recovery looks at the end alone, and is planned so; where statistics are made nothing is judged.
+            if phase.kind is not PhaseKind.STATISTICS and (not phase.stage or p == len(self._partitions) - 1):
                 self._judge(step, self._judged(p, given), labels)
             return self._write(given, batch)
 
@@ -269,8 +271,11 @@ class Compute:
 
     def _output(self, step: Step, taken: Pack, *, training: bool) -> Pack:
         phase = self._phases[step.phase]
-        place = (phase.epoch, *divmod(_micro_batch(step), phase.micro_batches_per_update))
-        return self.loaded[step.partition].forward(taken, training=training, key=place)
+        update, part = divmod(_micro_batch(step), phase.micro_batches_per_update)
+        observes = phase.kind is PhaseKind.STATISTICS
+        around = partial(observed, anew=self.span(step).start == 0) if observes else as_it_is
+        key = phase.epoch, phase.done + update, part
+        return self.loaded[step.partition].forward(taken, training=training, key=key, around=around)
 
     def _part(self, step: Step) -> int:
         """The micro-batch's number within its update: what it leaves has a place that every update uses again."""
@@ -311,16 +316,16 @@ class Compute:
     def _enter(self, number: int) -> None:
         """Open a phase: its reader, and the rows that it writes."""
         phase = self._phases[number]
-        split, _ = reads(phase)
+        split, source = reads(phase)
         first_update = self._start.updates if self._resumes else 0
         self.metrics = replace(self.rested) if self._resumes else Metrics()
         self._resumes, self._began = False, time.perf_counter()
-        if phase.kind is not PhaseKind.TRAIN and phase.last < len(self._partitions) - 1:
+        if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
             self._sink = PackWriter(pack, self._boundaries, split, p, phase.rows, self._device)
-        rows, entering = self._boundaries.rows(split, phase.partition), self._partitions[phase.partition].entering
-        pack = self._row_packs[phase.partition - 1] if phase.partition else RowPack.of_one(entering[0].number, rows.layout)
-        self._unpacked = PackReader(pack, self._boundaries, split, phase.partition, entering, self._device)
+        rows, entering = self._boundaries.rows(split, source), self._partitions[phase.partition].entering
+        pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
+        self._unpacked = PackReader(pack, self._boundaries, split, source, entering, self._device)
         self._reader = Reader(
             rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
         )
@@ -388,4 +393,4 @@ def _micro_batch(step: Step) -> int:
 
 def reads(phase: Phase) -> tuple[str, int]:
     """(split, partition) of the rows that a phase begins with."""
-    return "test" if phase.kind is PhaseKind.TEST else "train", phase.partition
+    return "test" if phase.kind is PhaseKind.TEST else "train", phase.source

@@ -162,7 +162,7 @@ def peaks_by_partition(
 
 def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     """Host buffers of rows and of boundaries on disk, where they count against the limit."""
-    if not problem.host_counts:
+    if not problem.host_counts or phase.kind in (PhaseKind.SPLIT, PhaseKind.MERGE):
         return 0
     first, last, _ = candidate.parts[phase.partition]
     reading, writing = buffers_of(problem, first, last, phase.micro_batch)

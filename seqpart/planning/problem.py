@@ -238,12 +238,12 @@ def buffers_of(problem: Problem, first: int, last: int, micro_batch: int) -> tup
     """(reading, writing) bytes of the boundary cache's buffers that count against the limit."""
     if not problem.host_counts:
         return 0, 0
-    costs = problem.costs_at(micro_batch)
-    read = RowPack.of_one(ROWS, problem.input_row) if first == 0 else problem.row_pack(costs[first - 1])
+    costs, chain = problem.costs_at(micro_batch), problem.chain
+    read = RowPack.of_one(ROWS, problem.input_row) if first in chain.begins else problem.row_pack(costs[first - 1])
     reading = reader_bytes(read.layout, max(problem.train_rows, problem.test_rows), micro_batch) + read.working_bytes(
         micro_batch
     )
-    if last == len(problem.chain):
+    if last in chain.ends:
         return reading, 0
     written = problem.row_pack(costs[last - 1])
     return reading, writer_bytes(written.layout, micro_batch) + written.working_bytes(micro_batch)

@@ -46,7 +46,7 @@ class Homes:
         self.graph_rooms(prepared.graph_rooms)
         self.store = Store(scratch.homes, device, pool)
         stack.callback(self.store.close)
-        if prepared.method.exact:
+        if not prepared.method.alone:
             self.store.reserve(prepared.hosted())
         self.boundaries = Boundaries(scratch.rows, device, pool)
         stack.callback(self.boundaries.close)
@@ -119,7 +119,7 @@ class Homes:
             tensors = {} if block.given_alive else block.own(tensors_of(module))
             if not block.given_alive and layout_of(tensors) != cost.layout:
                 raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
-            if not keep:
+            if not keep and block.number < len(self._prepared.chain.whole):  # a part's home is cut out of it later
                 views = cost.layout.views(staging)
                 if block.given_alive:
                     self._preparation.live_modules.read(block, views)
@@ -132,7 +132,8 @@ class Homes:
 
     def export(self, weights: Path) -> None:
         with self._told("the weights were written"):
-            export_weights(weights, self._prepared.chain, self._prepared.costs, self.store)
+            whole = self._prepared.chain.whole
+            export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store)
 
     def give_back(self) -> None:
         """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early
