@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from seqpart.files.direct import bytes_of, sync
+from seqpart.files.direct import PAGE, bytes_of, sync
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
 from seqpart.memory.device import DOWN, UP, Device, Event
@@ -281,7 +281,7 @@ class Store:
         else:
             self._will_change(home, self._epoch)
             with self._new_version(name, home) as path, self._files.writing(path, layout) as writing:
-                sink = ToFile(writing, request)
+                sink = ToFile(writing, min(request, max(PAGE, layout.padded_nbytes)))
                 yield sink
                 home.now = sink.finish()
             with self._count:

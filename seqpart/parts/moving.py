@@ -8,6 +8,7 @@ all parts, and their mean comes back.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ def merge(store: Store, whole: str, layout: Layout, names: Sequence[str], cut_of
             chosen = [_chosen(cut, own) for own in units]
             for rows in _rows_of(spec, source):
                 if cut == Cut():
-                    _average(rows, parts)
+                    _average(rows, spec.dtype, parts)
                 else:
                     for part, (own_rows, own_columns) in zip(parts, chosen, strict=True):
                         _put_back(rows, start, part, own_rows, own_columns)
@@ -86,9 +87,13 @@ def merge(store: Store, whole: str, layout: Layout, names: Sequence[str], cut_of
             source.close()
 
 
-def _chosen(cut: Cut, units: Sequence[Ints]) -> tuple[Ints | None, torch.Tensor | None]:
+Rows = np.ndarray[tuple[int, int], np.dtype[Any]]
+"""Some rows of a tensor, whose elements are moved as they are: as whole numbers of as many bytes."""
+
+
+def _chosen(cut: Cut, units: Sequence[Ints]) -> tuple[Ints | None, Ints | None]:
     rows, columns = (axis.places(units[axis.layer]) if axis is not None else None for axis in cut)
-    return rows, None if columns is None else torch.from_numpy(columns)
+    return rows, columns
 
 
 def _shape(spec: TensorSpec) -> tuple[int, int]:
@@ -100,23 +105,26 @@ def _row_bytes(spec: TensorSpec) -> int:
     return _shape(spec)[1] * spec.dtype.itemsize
 
 
-def _rows_of(spec: TensorSpec, source: Source | None) -> Iterator[torch.Tensor]:
+def _raw(dtype: torch.dtype) -> str:
+    return f"u{dtype.itemsize}"
+
+
+def _rows_of(spec: TensorSpec, source: Source | None) -> Iterator[Rows]:
     """The tensor, some rows at a time, in memory that is used again; zeros without a source."""
     count, columns = _shape(spec)
-    row = max(1, _row_bytes(spec))
-    at_once = max(1, WHOLE // row)
-    buffer = torch.zeros(min(at_once, max(1, count)), columns, dtype=spec.dtype)
+    at_once = max(1, WHOLE // max(1, _row_bytes(spec)))
+    buffer = np.zeros((min(at_once, max(1, count)), columns), _raw(spec.dtype))
     for start in range(0, max(1, count), at_once):
         rows = buffer[: min(at_once, count - start)]
         if source is None:
-            rows.zero_()
-        elif rows.numel():
+            rows[:] = 0
+        elif rows.size:
             source.fill(_bytes(rows))
         yield rows
 
 
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.reshape(-1).view(torch.uint8)
+def _bytes(rows: np.ndarray[Any, np.dtype[Any]]) -> memoryview:
+    return rows.reshape(-1).view(np.uint8).data
 
 
 def _between(places: Ints, start: int, count: int) -> tuple[int, int]:
@@ -125,42 +133,44 @@ def _between(places: Ints, start: int, count: int) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _picked(rows: torch.Tensor, start: int, own_rows: Ints | None, columns: torch.Tensor | None) -> torch.Tensor:
+def _picked(rows: Rows, start: int, own_rows: Ints | None, columns: Ints | None) -> Rows:
     if own_rows is not None:
         first, last = _between(own_rows, start, len(rows))
-        rows = rows.index_select(0, torch.from_numpy(own_rows[first:last] - start))
-    return rows if columns is None else rows.index_select(1, columns)
+        rows = rows[own_rows[first:last] - start]
+    return rows if columns is None else np.take(rows, columns, axis=1)
 
 
-def _put_back(rows: torch.Tensor, start: int, part: "_PartSource", own_rows: Ints | None, columns: torch.Tensor | None) -> None:
+def _put_back(rows: Rows, start: int, part: "_PartSource", own_rows: Ints | None, columns: Ints | None) -> None:
     width = rows.shape[1] if columns is None else len(columns)
     if own_rows is None:
         assert columns is not None
-        rows.index_copy_(1, columns, part.take(len(rows), width, rows.dtype))
+        rows[:, columns] = part.take(len(rows), width, rows.dtype)
         return
     first, last = _between(own_rows, start, len(rows))
-    places = torch.from_numpy(own_rows[first:last] - start)
+    places = own_rows[first:last] - start
     found = part.take(len(places), width, rows.dtype)
     if columns is None:
-        rows.index_copy_(0, places, found)
+        rows[places] = found
     else:
-        rows[places[:, None], columns] = found
+        rows[np.ix_(places, columns)] = found
 
 
-def _average(rows: torch.Tensor, parts: "Sequence[_PartSource]") -> None:
+def _average(rows: Rows, dtype: torch.dtype, parts: "Sequence[_PartSource]") -> None:
     """The first part's and the mean of what the others differ by: equal values stay what they are, to the bit. Counters are the
     first part's."""
-    count, columns = rows.shape
-    first = parts[0].take(count, columns, rows.dtype)
-    others = (part.take(count, columns, rows.dtype) for part in parts[1:])
-    if not rows.is_floating_point():
+
+    def taken(part: "_PartSource") -> torch.Tensor:
+        return torch.from_numpy(part.take(len(rows), rows.shape[1], rows.dtype).view(np.uint8)).view(dtype)
+
+    first, others = taken(parts[0]), (taken(part) for part in parts[1:])
+    if dtype.is_floating_point and len(parts) > 1:
+        wide = torch.promote_types(dtype, torch.float32)
+        differing = sum((other.to(wide).sub_(first) for other in others), torch.zeros((), dtype=wide))
+        first = (first + differing / len(parts)).to(dtype)
+    else:
         for _ in others:
             pass
-        rows.copy_(first)
-        return
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    differing = sum((other.to(wide).sub_(first) for other in others), torch.zeros((), dtype=wide))
-    rows.copy_(first + differing / len(parts) if len(parts) > 1 else first)
+    rows[:] = first.view(torch.uint8).numpy().view(rows.dtype)
 
 
 class _PartSink:
@@ -171,7 +181,7 @@ class _PartSink:
         self._names = [spec.name for spec in layout.specs]
         self._at = -1
 
-    def append(self, name: str, rows: torch.Tensor) -> None:
+    def append(self, name: str, rows: Rows) -> None:
         if self._at < 0 or self._names[self._at] != name:
             self._at += 1
             self._numbers()
@@ -181,7 +191,7 @@ class _PartSink:
     def _numbers(self) -> None:
         while self._at < len(self._names) and self._names[self._at] in self._layer_of:
             units = self._units[self._layer_of[self._names[self._at]]]
-            self._sink.append(_bytes(torch.from_numpy(units)))
+            self._sink.append(_bytes(units))
             self._at += 1
 
     def finish(self) -> None:
@@ -202,16 +212,16 @@ class _PartSource:
             if spec.name == name:
                 return
             assert spec.name.rpartition(".")[2] == NEURONS, f"{name} comes where {spec.name} lies"
-            self.take(1, prod(spec.shape), spec.dtype)
+            self.take(1, spec.nbytes, np.dtype(np.uint8))
 
-    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        found = torch.empty(rows, columns, dtype=dtype)
-        if found.numel():
+    def take(self, rows: int, columns: int, dtype: np.dtype[Any]) -> Rows:
+        found = np.empty((rows, columns), dtype)
+        if found.size:
             self._source.fill(_bytes(found))
         return found
 
     def close(self) -> None:
         """The numbers of units that come last have no use here."""
         for spec in self._specs:
-            self.take(1, prod(spec.shape), spec.dtype)
+            self.take(1, spec.nbytes, np.dtype(np.uint8))
         self._source.close()
