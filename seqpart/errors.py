@@ -25,7 +25,8 @@ import re
 from pathlib import Path
 
 _WORDS = (
-    "sil|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|sgd|left|all|cpu|"
+    "sil|ist|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|"
+    "sgd|left|all|shard|keep|zero|cpu|"
     "(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )
 _FLAG = re.compile(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 
@@ -24,10 +24,11 @@ T = TypeVar("T", int, float, str)
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
+OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Method = Literal["auto", "sil", "streamed", "checkpointed", "full", "psl"]
+Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
 OptimizerName = Literal["adam", "adamw", "sgd"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
@@ -36,7 +37,8 @@ Precision = Literal["fp32", "bf16"]
 NO_METHOD = (
     "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
     "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), sil (approximate, partitions trained one after the other), psl (pairs of scores of separable layers)."
+    "whole), psl (exact, pairs of scores of separable layers), sil (approximate, partitions trained one after the other), ist "
+    "(approximate, subnets trained in turn)."
 )
 EXPECTED = {
     "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
@@ -48,45 +50,6 @@ EXPECTED = {
     "tile": "a size such as 16MB, never or auto",
 }
 """Where the types do not say it all."""
-
-
-class Options(TypedDict, total=False):
-    """Fields of Settings as Python callers give them, but for `optimizer` and `loss`, which may be functions too."""
-
-    mem_limit: str | int | float
-    method: Method
-    device: str
-    ram_limit: str | int | float | None
-    offload_dir: str | Path | None
-    output_dir: str | Path | None
-    overwrite: bool
-    weights: str | Path | None
-    weights_partial: bool
-    epochs: int | Sequence[int]
-    batch_size: int | Sequence[int]
-    micro_batch_size: int | None
-    lr: float | Sequence[float]
-    weight_decay: float
-    momentum: float
-    clip_grad_norm: float | None
-    lr_schedule: LrSchedule
-    warmup_updates: int
-    dtype: Precision
-    recovery_epochs: int
-    recover: Literal["left", "all"] | None
-    recovery_batch_size: int | None
-    recovery_lr: float | None
-    test_every: int | None
-    save_every: str | int
-    partitions: int | Literal["auto"] | Sequence[int]
-    tile: str | int
-    objective: Objective | None
-    kappa: float | None
-    prototype_scale: float | Sequence[float] | None
-    sil_inputs: Literal["cached", "synthetic"] | None
-    shuffle: bool | Literal["auto"]
-    cache_dtype: Precision | None
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +65,9 @@ class Settings:
     On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
     method: Method = None  # type: ignore[assignment]
     """Exact training: streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit
-    whole), auto (the fastest of the three that fits); sil (partitions one after the other, approximate); or psl (one pair of
-    scores of the partially-separable loss at a time; a model that ends in separable layers). Required: None is refused."""
+    whole), auto (the fastest of the three that fits), psl (one pair of scores of the partially-separable loss at a time; a
+    model that ends in separable layers); or approximate: sil (partitions one after the other), ist (subnets in turn). Required:
+    None is refused."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda, cuda:N, sim, or sim:CARD: a card that need not be there, simulated."""
     ram_limit: str | int | float | None = None
@@ -176,6 +140,18 @@ class Settings:
     sil_inputs: Literal["cached", "synthetic"] | None = None
     """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
     that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
+    subnets: int | None = None
+    """Parts that the neurons of hidden layers are divided among, anew in every round (ist only, and required there)."""
+    local_steps: int | None = None
+    """Updates of each subnet in a round (ist only); the last round of an epoch has those that are left. Default: 20."""
+    subnet_groups: int | None = None
+    """Neurons that stay together when they are divided (ist only), where a layer's width is a multiple of it and enough for all
+    subnets; elsewhere one by one, as 1 does everywhere (the paper's way). Default: 64."""
+    subnet_rows: Literal["shard", "all"] | None = None
+    """Training rows of a subnet in an epoch (ist only): shard (its own share of them) or all. Default: shard."""
+    subnet_moments: Literal["keep", "zero"] | None = None
+    """The optimizer's moments when a round begins (ist only): keep (cut out of the whole network's, and put back) or zero.
+    Default: keep, so that one subnet is the whole network to the bit."""
     shuffle: bool | Literal["auto"] = "auto"
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
@@ -216,14 +192,19 @@ class Settings:
         method = methods_named(self.method)[-1]
         sil = method.name == "sil"
         kind = self.objective_name
-        asked = [(name, getattr(self, name) is not None) for name in OF_SIL]
+        owners = {**dict.fromkeys(OF_SIL, "sil"), **dict.fromkeys(OF_IST, "ist")}
         return [
             "--weights-partial goes with --weights. Leave it out" if self.weights_partial and self.weights is None else "",
             *(
-                f"{flag_of(name)} goes with --method sil only; found --method {self.method}. Leave it out"
-                for name, given in asked
-                if given and not sil
+                f"{flag_of(name)} goes with --method {owner} only; found --method {self.method}. Leave it out"
+                for name, owner in owners.items()
+                if getattr(self, name) is not None and method.name != owner
             ),
+            "--method ist needs --subnets: how many parts the network is divided into" if self.lacks_subnets else "",
+            "--tile goes with exact methods; method ist divides large layers itself"
+            if method.name == "ist" and self.tile_bytes
+            else "",
+            *(_positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
             f"--kappa goes with --objective mse; found --objective {kind}"
             if sil and self.kappa is not None and kind != "mse"
             else "",
@@ -278,6 +259,10 @@ class Settings:
     @property
     def loss_name(self) -> LossName | None:
         return "psl" if self.method == "psl" and self.loss is None else self.loss
+
+    @property
+    def lacks_subnets(self) -> bool:
+        return self.method == "ist" and self.subnets is None
 
     @property
     def objective_name(self) -> str:

@@ -25,6 +25,7 @@ from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.losses import LossChoice
 from seqpart.model.optimizers import Build, describe
+from seqpart.options import Options
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
@@ -32,7 +33,8 @@ from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
-from seqpart.settings import Options, Settings, values_of
+from seqpart.settings import Settings, values_of
+from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
 from seqpart.units import format_size
@@ -125,7 +127,7 @@ class Trainer:
         resumes: weights come from a checkpoint. model: in the place of the trainer's own.
         """
         with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
-            return Preparation(
+            return preparation_of(self.settings)(
                 self.model if model is None else model, self.settings, as_split(train, "training"), as_split(test, "test"),
                 self.device, final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes,

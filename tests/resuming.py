@@ -22,6 +22,7 @@ from seqpart.errors import Interrupted
 from seqpart.execution.events import StepDone
 from seqpart.execution.partition import Partition
 from seqpart.files.direct import DirectFile
+from seqpart.parts.parting import Parting
 from seqpart.planning.preparation import Preparation
 from seqpart.report.reporter import Reporter
 from seqpart.session import homes
@@ -119,6 +120,8 @@ PLACES = {
     "save": (os, "fsync"),
     "rename": (os, "replace"),
     "update": (Partition, "update"),
+    "split": (Parting, "split"),
+    "merge": (Parting, "merge"),
     "export": (homes, "export_weights"),
     "publish": (RunDirectory, "publish"),
     "close": (RunDirectory, "close"),

@@ -83,7 +83,7 @@ OPTIONS = {
     "--mem-limit 5000TB": "--mem-limit: 5000000.00 GB were asked for, and the device has; Give less, or auto",
     "--ram-limit 2XB": "--ram-limit: expected a size; found '2XB'",
     "--ram-limit 99TB": "--ram-limit: 99000.00 GB were asked for; of RAM are free",
-    "--method adaboost": "--method: expected one of auto, sil, streamed, checkpointed, full, psl; found 'adaboost'",
+    "--method adaboost": "--method: expected one of auto, sil, ist, streamed, checkpointed, full, psl; found 'adaboost'",
     "--device tpu": "--device: expected auto, cpu, cuda or cuda:N, sim or sim:CARD; found 'tpu'",
     "--device cuda:99": "--device cuda:99",
     "--lr nan": "--lr: expected a finite number, zero or above; found nan",

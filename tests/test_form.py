@@ -82,7 +82,10 @@ def test_a_job_that_version_0_2_0_kept_as_texts_is_found_again(tmp_path):
         (["--epochs", "0"], "--epochs: expected whole numbers from 1 up; found 0"),
         (["--lr", ",1"], "--lr: expected a number, or numbers with commas; found ',1'"),
         (["--prototype-scale", "large"], "--prototype-scale: expected a number, or numbers with commas; found 'large'"),
-        (["--method", "boosting"], "--method: expected one of auto, sil, streamed, checkpointed, full, psl; found 'boosting'"),
+        (
+            ["--method", "boosting"],
+            "--method: expected one of auto, sil, ist, streamed, checkpointed, full, psl; found 'boosting'",
+        ),
         (["--optimizer", "lion"], "--optimizer: expected one of adam, adamw, sgd; found 'lion'"),
         (["--shuffle", "perhaps"], "--shuffle: expected yes, no or auto; found 'perhaps'"),
         (["--cache-dtype", "fp8"], "--cache-dtype: expected fp32 or bf16; found 'fp8'"),
@@ -114,7 +117,7 @@ def test_the_help_is_in_groups_that_list_choices_and_fits_80_columns(capsys, mon
     places = [said.index(f" {title} options ") for title in GROUPS]
     assert places == sorted(places)
     for words in (
-        "--method {auto,sil,streamed,checkpointed,full,psl}",
+        "--method {auto,sil,ist,streamed,checkpointed,full,psl}",
         "--recover {left,all}",
         "--optimizer {adam,adamw,sgd}[,...]",
     ):

@@ -11,7 +11,8 @@ from torch import nn
 
 from seqpart import BadInput, Trainer
 from seqpart.errors import OptionError
-from seqpart.settings import Options, Settings, per_partition
+from seqpart.options import Options
+from seqpart.settings import Settings, per_partition
 
 
 def test_a_limit_and_a_method_are_all_that_must_be_given():
@@ -98,9 +99,20 @@ def test_python_values_of_another_type_are_refused(name, value, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "boosting"}, "method: expected one of auto, sil, streamed, checkpointed, full, psl; found 'boosting'"),
+        ({"method": "boosting"}, "method: expected one of auto, sil, ist, streamed, checkpointed, full, psl; found 'boosting'"),
         ({"objective": "hinge"}, "objective: expected one of orthogonal, prototype, mse; found 'hinge'"),
         ({"sil_inputs": "none"}, "sil_inputs: expected cached or synthetic; found 'none'"),
+        ({"method": "ist"}, 'method="ist" needs subnets: how many parts'),
+        ({"method": "auto", "subnets": 2, "local_steps": 3}, 'subnets goes with method="ist" only.*local_steps goes with'),
+        ({"method": "sil", "subnet_rows": "all", "subnet_moments": "zero"}, "subnet_rows goes with.*subnet_moments goes with"),
+        (
+            {"method": "ist", "subnets": 0, "subnet_groups": -1},
+            "subnets: expected a number above zero; found 0.*subnet_groups:",
+        ),
+        ({"method": "ist", "subnets": 2, "subnet_rows": "some"}, "subnet_rows: expected shard or all; found 'some'"),
+        ({"method": "ist", "subnets": 2, "kappa": 3.0}, 'kappa goes with method="sil" only'),
+        ({"method": "ist", "subnets": 2, "recovery_epochs": 1}, 'recovery_epochs goes with method="sil" only'),
+        ({"method": "ist", "subnets": 2, "tile": "16MB"}, "tile goes with exact methods"),
         ({"sil_inputs": "synthetic", "method": "full"}, 'sil_inputs goes with method="sil" only'),
         ({"kappa": 3.0}, 'kappa goes with objective="mse"; found objective="orthogonal"'),
         ({"objective": "mse", "prototype_scale": 3.0}, 'prototype_scale goes with objective="orthogonal" or prototype'),
@@ -183,7 +195,7 @@ def test_what_an_editor_completes_are_the_settings():
     assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer", "loss"}
     for name in ("method", "lr_schedule", "objective", "sil_inputs"):
         for value in _choices(Options.__annotations__[name]):
-            Settings(mem_limit="2GB", **({"method": "sil"} | {name: value}))
+            Settings(mem_limit="2GB", **({"method": "sil"} | {name: value} | ({"subnets": 2} if value == "ist" else {})))
 
 
 def _choices(kind):

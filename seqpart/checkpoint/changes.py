@@ -21,6 +21,8 @@ FREE = {
 """Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
 TUNED = {"lr", "recovery_lr", "lr_schedule", "warmup_updates", "clip_grad_norm", "weight_decay", "epochs", "recovery_epochs"}
 """Those that change what is learned from there on."""
+FIXED_OF = {"ist": {"epochs"}}
+"""By method, those of these that may not: rounds are counted from the first epoch on."""
 OF_RECOVERY = {"recover", "recovery_batch_size"}
 """Those that may differ before recovery has begun."""
 
@@ -83,12 +85,13 @@ def refuse_fixed(
     root: object, names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str], *, recovers: bool
 ) -> None:
     """Raises OptionError for settings that must be what they were, and are not."""
-    free = FREE | TUNED | (set() if recovers else OF_RECOVERY)
+    tuned = TUNED - FIXED_OF.get(before.get("method", ""), set())
+    free = FREE | tuned | (set() if recovers else OF_RECOVERY)
     fixed = [name for name in names if name not in free]
     if not fixed:
         return
     said = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
-    may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in TUNED)
+    may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in tuned)
     raise OptionError(
         f"--resume: the run in {root} has other settings: {said}. Give the same, or start anew elsewhere. What may be changed: "
         f"{may}, limits and places."

@@ -77,7 +77,7 @@ class ResumePoint:
         for p, part in enumerate(prepared.plan.partitions):
             midway = any(phase.trains(p) for phase in begun) and Progress(phases, at).needs_state(p, begun[0].stage)
             if not midway:
-                yield from (block.state_home for block in prepared.chain[part.first : part.last])
+                yield from (block.state_home for block in prepared.chain[part.first : part.last] if part.state)
 
     def planned(self, preparation: Preparation) -> Prepared:
         """The plan to go on with: the cut and micro-batch of the checkpoint; another cut where that no longer fits.
@@ -118,7 +118,7 @@ class ResumePoint:
         if self.place is None:
             return request
         asked = preparation.epochs(len(self.epochs))
-        trained = trained_epochs(self.place, self.epochs, sorted(self.changed), exact=preparation.exact)
+        trained = trained_epochs(self.place, self.epochs, sorted(self.changed), exact=not preparation.alone)
         self.said += kept_words(trained, asked)
         return replace(request, trained_epochs=trained)
 

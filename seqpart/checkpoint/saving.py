@@ -117,4 +117,5 @@ def _begins_training(phases: Sequence[Phase], at: Position) -> bool:
     """Whether another part of the network begins to learn there: what the ones before have learned is not to be lost."""
     if not at.phase or at.updates or at.phase == len(phases):
         return False
-    return phases[at.phase].kind is PhaseKind.TRAIN and phases[at.phase].epoch == 1
+    phase = phases[at.phase]
+    return phase.kind is PhaseKind.TRAIN and phase.epoch == 1 and phase.updates_of_epoch is None

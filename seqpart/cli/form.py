@@ -15,6 +15,7 @@ import tyro
 
 from seqpart.errors import OptionError
 from seqpart.files.text import short
+from seqpart.settings import OF_IST
 from seqpart.values import alternatives, as_text, choices_of, flag_of, items_of
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ GROUPS = {
         "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover",
         "recovery_batch_size", "recovery_lr",
     ),
+    "ist": OF_IST,
     "data-and-model": (
         "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",
         "image_size", "context",

@@ -31,9 +31,10 @@ class Job(Settings):
     """
 
     method: Method = "sil"
-    """sil (the default: partitions one after the other, approximate), or exact training: streamed (one partition at a time),
-    checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of the three that fits), psl (one pair
-    of scores of the partially-separable loss at a time; a model that ends in separable layers, such as --model psnet)."""
+    """sil (the default: partitions one after the other, approximate), ist (subnets in turn, approximate), or exact training:
+    streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of
+    the three that fits), psl (one pair of scores of the partially-separable loss at a time; a model that ends in separable
+    layers, such as --model psnet)."""
     model: str = "mlp"
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""

@@ -116,7 +116,8 @@ def measure_chain(
         nbytes = round_up(torch.Size(shape).numel() * dtype.itemsize, granule)
         return Value(number, shape, dtype, nbytes, batch, learns, giver, uses.get(number, ()))
 
-    values = {ROWS: value(ROWS, -1, (batch, *input_shape), dtype)}
+    entering = [ROWS, *(chain[first].takes[0] for first in _begins(chain)[1:])]
+    values = {number: value(number, -1, (batch, *input_shape), dtype) for number in entering}
     known: dict[tuple[object, ...], BlockCost] = {}
     for block in chain:
         taken = [values[number] for number in block.takes]
@@ -150,13 +151,18 @@ def _lending(chain: Chain | Sequence[Block], costs: Sequence[BlockCost]) -> list
     return found
 
 
+def _begins(chain: Chain | Sequence[Block]) -> tuple[int, ...]:
+    return getattr(chain, "begins", (0,))
+
+
 def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
-    """Blocks that take each value; the last block's are the model's output."""
+    """Blocks that take each value; those of the last block, and of each part's, are the model's output."""
     uses: dict[int, tuple[int, ...]] = {}
     for block in chain:
         for number in block.takes:
             uses[number] = (*uses.get(number, ()), block.number)
-    return uses | {number: (len(chain),) for number in chain[-1].gives}
+    lasts = (chain[end - 1] for end in (*_begins(chain)[1:], len(chain)))
+    return uses | {number: (len(chain),) for last in lasts for number in last.gives}
 
 
 def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:

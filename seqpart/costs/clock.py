@@ -1,7 +1,7 @@
 """When the steps of a schedule end, where transfers go on beside the computation."""
 
 from seqpart.offload.graph_ranges import GRAPH_BUFFERS
-from seqpart.schedule.steps import Step, Verb
+from seqpart.schedule.steps import AT_HOME, Step, Verb
 
 
 class Clock:
@@ -23,6 +23,9 @@ class Clock:
         is handed on takes.
         """
         p = step.partition
+        if step.verb in AT_HOME:  # homes are read that others have written
+            self._computing = self._reading = self._writing = max(self._computing, self._reading, self._writing) + seconds
+            return self._computing
         if step.verb is Verb.LOAD:
             slot = 0.0
             if p not in self._stays:

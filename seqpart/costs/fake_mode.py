@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from seqpart.costs.counting import tensors_in
 from seqpart.memory.compiler import enter, leave, without_compiler
-from seqpart.model.blocks import Block, listed, tensors_of, with_tensors
+from seqpart.model.blocks import Block, tensors_of, with_tensors
+from seqpart.model.inspection import listed
 
 _CPU = torch.device("cpu")
 

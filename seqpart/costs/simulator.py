@@ -15,7 +15,7 @@ from seqpart.model.packs import DEVICE, Handing, Tiers, Value
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.shortened import shortened
-from seqpart.schedule.steps import START, Phase, PhaseKind, Position, Step, Verb, steps_of
+from seqpart.schedule.steps import AT_HOME, START, Phase, PhaseKind, Position, Step, Verb, steps_of
 
 REQUEST_SECONDS = 3e-4
 """Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""
@@ -60,6 +60,8 @@ class Resources:
     """Partitions whose graphs wait in host memory, where they do not wait on the device: those of others are on the disk."""
     graph_buffers: int = 0
     """Bytes of the buffers through which graphs go there; saved tensors are used where they lie in them."""
+    parting: "Parting | None" = None
+    """Of homes that are cut into those of parts, and put back."""
     keeps_heap: bool = False
     """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in memory/heap.py."""
 
@@ -71,6 +73,15 @@ class Resources:
     def at_once(self) -> int:
         """Partitions that may be on the device at the same time."""
         return self.slots + len(self.stays)
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """What it takes to cut homes, and to put them back: `buffers` bytes of memory, and of each partition of the whole network
+    the bytes of its homes and of those of its parts."""
+
+    buffers: int
+    homes: tuple[tuple[int, int], ...]
 
 
 class Simulator:
@@ -112,6 +123,8 @@ class Simulator:
             Verb.BACKWARD: self._backward,
             Verb.UPDATE: self._update,
             Verb.DROP: self._drop,
+            Verb.SPLIT: self._part,
+            Verb.MERGE: self._part,
         }
 
     def run(self, steps: Iterable[Step]) -> Iterator[PredictedStep]:
@@ -127,7 +140,7 @@ class Simulator:
         self.progress.begin(step)
         self.progress.finish(step)
         graph, boundary = self._graph_seconds(step), self._boundary_seconds(step)
-        moving = seconds if step.verb in (Verb.LOAD, Verb.DROP) else graph + boundary
+        moving = seconds if step.verb in (Verb.LOAD, Verb.DROP, *AT_HOME) else graph + boundary
         ends = self._clock.take(step, seconds, graph, boundary, times, first=self._first)
         slots, after = self._own + self._shared, self._now
         return PredictedStep(
@@ -210,6 +223,16 @@ class Simulator:
             return 0, 0, 0, written / self._speeds.down
         return 0, 0, written, written / self._speeds.write
 
+    def _part(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        """SPLIT reads the whole's homes and writes those of its parts; MERGE reads both, and writes the whole's."""
+        assert self._resources.parting is not None
+        whole, parts = self._resources.parting.homes[step.partition]
+        if self._resources.slots == 1:
+            self._shared = 0  # its buffer goes
+        read, written = (whole, parts) if step.verb is Verb.SPLIT else (whole + parts, whole)
+        seconds = read / self._speeds.read + written / self._speeds.write
+        return self._now + self._resources.parting.buffers, read, written, seconds
+
     def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, phase = step.partition, self._phases[step.phase]
         learns = phase.trains(p) and part.trainable
@@ -229,7 +252,7 @@ class Simulator:
         assert step.micro_batch is not None
         read = rows * part.input_row if p == phase.partition else 0
         if phase.kind is not PhaseKind.TRAIN:
-            written = rows * part.output_row if p == phase.last < len(self._partitions) - 1 else 0
+            written = rows * part.output_row if p == phase.last and phase.hands_on(len(self._partitions)) else 0
             if p == phase.partition and phase.breadth_first:
                 self._hold_values(part.entering, step.micro_batch)
             own = self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0
@@ -361,6 +384,8 @@ def simulate(
         marks = ends[number]
         per_update = len(marks) // short[number].updates
         first, last = marks[per_update - 1], marks[-1]
+        if short[number].updates == 1:
+            first = ends[number - 1][-1] if number else 0.0
         steady = (last - first) / max(1, short[number].updates - 1)
         seconds += steady * (updates * (1 + repeats) - short[number].updates)
     return short, predicted_steps, seconds

@@ -79,16 +79,16 @@ Pick = tuple[Window, int, int]
 
 def picks(rows: Rows, phase: Phase, seed: int, first_update: int) -> Iterator[tuple[int, Span, list[Pick]]]:
     """Of every micro-batch from update `first_update` on, the rows that it consists of."""
-    key = (seed, "order", phase.partition, phase.epoch) if phase.shuffle else None
+    key = (seed, "order", phase.source, phase.epoch) if phase.shuffle else None
     passing = windows(rows.count, rows.layout.chunk_rows, key)
     window, start = next(passing), 0
     for m, span in phase.spans(first_update):
-        found, at = [], span.start
-        while at < span.stop:
+        found, at, stop = [], phase.skips + span.start, phase.skips + span.stop
+        while at < stop:
             while at >= start + len(window.order):
                 start += len(window.order)
                 window = next(passing)
-            last = min(span.stop - start, len(window.order))
+            last = min(stop - start, len(window.order))
             found.append((window, at - start, last))
             at = start + last
         yield m, span, found
@@ -250,6 +250,15 @@ class MemoryReader:
 
     def close(self) -> None:
         self._batch = self._batch[:0].clone()
+
+
+def open_reader(
+    rows: Rows, labels: torch.Tensor, phase: Phase, device: Device, thread: ReaderThread, *, seed: int, first_update: int = 0
+) -> Reader | MemoryReader:
+    """Of `rows`, wherever they lie."""
+    if rows.in_memory is not None:
+        return MemoryReader(rows, labels, phase, seed=seed, first_update=first_update)
+    return Reader(rows, labels, phase, device, thread, seed=seed, first_update=first_update)
 
 
 def _as_rows(flat: torch.Tensor, layout: RowLayout, rows: int) -> torch.Tensor:

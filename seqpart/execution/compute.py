@@ -17,7 +17,7 @@ import torch
 from seqpart.boundaries.exchange import BoundaryExchange
 from seqpart.boundaries.handover import Handover, falsified
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.data.reader import Batch, MemoryReader, Reader, ReaderThread
+from seqpart.data.reader import Batch, MemoryReader, Reader, ReaderThread, open_reader
 from seqpart.data.row_packs import PackReader, PackWriter, RowPack
 from seqpart.errors import Diverged, ModelError, OptionError
 from seqpart.execution.elements import Elements
@@ -32,6 +32,7 @@ from seqpart.methods.method import PartitionLoss, SyntheticLoss
 from seqpart.model.losses import label_dtype
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
+from seqpart.parts.statistics import as_it_is, observed
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
 
 
@@ -97,7 +98,8 @@ class Compute:
                     self._handover.give_up(m, given)
                     return 0
                 labels = self._labels.pop(m)
-            if not phase.stage or p == len(self._partitions) - 1:  # recovery looks at the end alone, and is planned so
+            # Recovery looks at the end alone, and is planned so; where statistics are made nothing is judged.
+            if phase.kind is not PhaseKind.STATISTICS and (not phase.stage or p == len(self._partitions) - 1):
                 self._judge(step, self._judged(p, given), labels)
             return self._write(given, batch)
 
@@ -281,8 +283,11 @@ class Compute:
 
     def _output(self, step: Step, taken: Pack, *, training: bool) -> Pack:
         phase = self._phases[step.phase]
-        place = (phase.epoch, *divmod(_micro_batch(step), phase.micro_batches_per_update))
-        return self.loaded[step.partition].forward(taken, training=training, key=place)
+        update, part = divmod(_micro_batch(step), phase.micro_batches_per_update)
+        observes = phase.kind is PhaseKind.STATISTICS
+        around = partial(observed, anew=self.span(step).start == 0) if observes else as_it_is
+        key = phase.epoch, phase.done + update, part
+        return self.loaded[step.partition].forward(taken, training=training, key=key, around=around)
 
     def _part(self, step: Step) -> int:
         """The micro-batch's number within its update: what it leaves has a place that every update uses again."""
@@ -326,21 +331,19 @@ class Compute:
     def _enter(self, number: int) -> None:
         """Open a phase: its reader, and the rows that it writes."""
         phase = self._phases[number]
-        split, _ = phase.reads
+        split, source = phase.reads
         first_update = self._start.updates if self._resumes else 0
         self.metrics = replace(self.rested) if self._resumes else Metrics()
         self._resumes, self._began = False, time.perf_counter()
-        if phase.kind is not PhaseKind.TRAIN and phase.last < len(self._partitions) - 1:
+        if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
             self._sink = PackWriter(pack, self._boundaries, split, p, phase.rows, self._device)
-        rows, entering = self._boundaries.rows(split, phase.partition), self._partitions[phase.partition].entering
-        pack = self._row_packs[phase.partition - 1] if phase.partition else RowPack.of_one(entering[0].number, rows.layout)
-        self._unpacked = PackReader(pack, self._boundaries, split, phase.partition, entering, self._device)
-        labels = self._boundaries.labels[split]
-        if rows.in_memory is not None:
-            self._reader = MemoryReader(rows, labels, phase, seed=self._seed, first_update=first_update)
-        else:
-            self._reader = Reader(rows, labels, phase, self._device, self._thread, seed=self._seed, first_update=first_update)
+        rows, entering = self._boundaries.rows(split, source), self._partitions[phase.partition].entering
+        pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
+        self._unpacked = PackReader(pack, self._boundaries, split, source, entering, self._device)
+        self._reader = open_reader(
+            rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
+        )
         self._listen(PhaseBegun(phase=phase, number=number))
 
     def _done_with(self, batch: Batch) -> None:
@@ -366,11 +369,10 @@ class Compute:
             self._sink.finish()
             self._sink = None
         self.close_reader()
-        metrics, phase = self.metrics, self._phases[number]
+        metrics, phase, seconds = self.metrics, self._phases[number], time.perf_counter() - self._began
         loss = metrics.mean_loss if metrics.rows else None
         self.refuse_divergence(number)
         self.rested = Metrics()
-        seconds = time.perf_counter() - self._began
         self._listen(PhaseDone(phase=phase, loss=loss, accuracy=metrics.accuracy, rows=phase.rows, seconds=seconds))
 
     def forget_loss(self, p: int) -> None:

@@ -9,7 +9,7 @@ allocation that fails inside the limit ends it too, with everything at home as a
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,10 +21,11 @@ from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
 from seqpart.offload.store import Store
+from seqpart.parts.parting import Parting
 from seqpart.schedule.phases import counted
 from seqpart.schedule.prefetch import Lookahead
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb
+from seqpart.schedule.steps import AT_HOME, Phase, PhaseKind, Position, Step, Verb
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
 
@@ -62,12 +63,14 @@ class Executor:
     def __init__(
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition], compute: Compute, boundaries: Boundaries,
         slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float],
-        hooks: Hooks, start: Position,
+        hooks: Hooks, start: Position, parting: Parting | None = None,
     ) -> None:  # fmt: skip
+        """parting: for steps that cut homes and put them back."""
         self.step, self.compute = Step(Verb.LOAD, 0), compute
         self.progress = Progress(phases, start)
         self._phases, self._partitions, self._boundaries, self._slots = phases, partitions, boundaries, slots
         self._store, self._device, self._clip, self._rate, self._hooks = store, device, clip_grad_norm, rate, hooks
+        self._parting = parting
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
         self._norms: dict[int, list[torch.Tensor]] = {}
@@ -79,6 +82,8 @@ class Executor:
             Verb.BACKWARD: self._backward,
             Verb.UPDATE: self._update,
             Verb.DROP: self._drop,
+            Verb.SPLIT: self._split,
+            Verb.MERGE: self._merge,
         }
 
     @property
@@ -137,7 +142,7 @@ class Executor:
         if step.verb is Verb.UPDATE:
             self._norms.clear()
             self.compute.rest()
-        if self.position.phase != step.phase:
+        if self.position.phase != step.phase and step.verb not in AT_HOME:
             self.compute.end_phase(step.phase)
 
     def refuse_divergence(self, *, weights: bool = False) -> None:
@@ -213,6 +218,23 @@ class Executor:
                 self._boundaries.discard(split, p)
         return 0, written
 
+    def _split(self, step: Step) -> tuple[int, int]:
+        assert self._parting is not None
+        return self._moved(step, self._parting.split)
+
+    def _merge(self, step: Step) -> tuple[int, int]:
+        assert self._parting is not None
+        return self._moved(step, self._parting.merge)
+
+    def _moved(self, step: Step, move: Callable[[int, int], None]) -> tuple[int, int]:
+        """Homes into homes, when all of them are there."""
+        self._wait_for_homes()
+        self._slots.close()  # what comes next may need others
+        before = replace(self._store.traffic)
+        move(step.partition, self._phases[step.phase].epoch)
+        now = self._store.traffic
+        return now.bytes_read - before.bytes_read, now.bytes_written - before.bytes_written
+
     # --- work -----------------------------------------------------------------------------------------------------
 
     def _forward(self, step: Step) -> tuple[int, int]:
@@ -233,7 +255,8 @@ class Executor:
             self.compute.refuse_divergence(step.phase, self.position.updates + 1)
         if not self.progress.updated and phase.breadth_first:
             self._mark_homes()
-        self._hooks.before_update(partition, step)
+        if phase.kind is PhaseKind.TRAIN:
+            self._hooks.before_update(partition, step)
         clip = None
         if self._clip is not None and phase.trains(step.partition):
             norms = [norm for p in sorted(self._norms) for norm in self._norms[p]]

@@ -26,7 +26,9 @@ from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied, attach, detach
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Pack
-from seqpart.offload.store import Store, Transfer
+from seqpart.offload.store import Store
+from seqpart.offload.transfer import Transfer
+from seqpart.parts.statistics import Around, as_it_is
 
 _Copy = tuple[Block, str, torch.Tensor]
 """(block, name, value) of a buffer."""
@@ -160,7 +162,7 @@ class Partition:
 
     # --- work -----------------------------------------------------------------------------------------------------
 
-    def forward(self, taken: Pack, *, training: bool, key: tuple[int, ...]) -> Pack:
+    def forward(self, taken: Pack, *, training: bool, key: tuple[int, ...], around: Around = as_it_is) -> Pack:
         """What leaves for what enters; the random state of each block is a function of `key` and the block."""
         values = dict(taken)  # to train it stays as it is: it may be needed again, and is no leaf to write into
         for value in self._written if training else ():
@@ -169,8 +171,8 @@ class Partition:
             module = block.module
             if any(part.training is not training for part in modules):
                 module.train(training)
-            self._device.seed(self._seed, *key, block.number)
-            with self.autocast():
+            self._device.seed(self._seed, *key, block.draws_as)
+            with around(modules), self.autocast():
                 given = module(*(values[number] for number in block.takes))
             values.update(zip(block.gives, given, strict=True) if block.is_cut_out else ((block.gives[0], given),))
             for number in used_up:
@@ -316,7 +318,7 @@ class Partition:
     def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot, Wait, int]:
         """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
 
-        Without `keep_state` the optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
+        Without `keep_state` its optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
         """
         assert self._slot is not None
         if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
@@ -327,7 +329,7 @@ class Partition:
         waiting = self._gradients_home() if gradients else Transfer(self._device)
         saved = self.save(keep_state=keep_state, again=again)
         if not keep_state:
-            for block in self.blocks:
+            for block in [block for block, state in zip(self.blocks, self._states, strict=True) if state.specs]:
                 self._store.discard(block.state_home)
         slot, mark = self._slot, self._device.mark()
 

@@ -2,11 +2,12 @@
 
 from seqpart.errors import OptionError
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
+from seqpart.methods.ist import IST
 from seqpart.methods.method import Method
 from seqpart.methods.separable import PSL
 from seqpart.methods.sil import SIL
 
-METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, CHECKPOINTED, FULL, PSL)}
+METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, CHECKPOINTED, FULL, IST, PSL)}
 
 
 EXACT = (FULL, CHECKPOINTED, STREAMED)

@@ -54,6 +54,25 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Subnets:
+    """Parts of the network that are trained in turn."""
+
+    count: int
+    whole: int
+    """Partitions of the whole network: those of the parts come behind them."""
+    local_steps: int
+    """Updates of each in a round."""
+    rows: int
+    """Of each in an epoch."""
+    all_rows: bool
+    """Whether these are the same."""
+    observed: int
+    """The whole network's partitions up to the last that has running statistics; 0: none has, or they are right already."""
+    observed_rows: int
+    """Training rows from which these are made anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """Ints that a method turns into phases."""
 
@@ -71,6 +90,7 @@ class Workload:
     one_value: bool = True
     """Whether partitions hand each other one value, whose rows can wait in a file."""
     recovery: Recovery | None = None
+    subnets: Subnets | None = None
     synthetic_inputs: bool = False
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
     test_every: int | None = None
@@ -104,7 +124,9 @@ class Targets:
 class Method:
     name: str
     exact: bool
-    """Whether it is back-propagation through the whole network; otherwise every partition has a loss of its own."""
+    """Whether it is back-propagation through the whole network."""
+    alone: bool = False
+    """Whether every partition has a loss of its own, and is trained alone."""
     cuts: bool
     """Whether it may cut the chain at all."""
     phases: Callable[[Workload], Phases]

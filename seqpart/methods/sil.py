@@ -58,7 +58,7 @@ def sil_loss(targets: Targets) -> PartitionLoss:
     return OBJECTIVES[targets.objective](targets)
 
 
-SIL = Method(name="sil", exact=False, cuts=True, phases=sil_phases, loss=sil_loss)
+SIL = Method(name="sil", exact=False, alone=True, cuts=True, phases=sil_phases, loss=sil_loss)
 
 
 def refuse_partitions_alone(chain: Chain, classes: int, splits: Sequence[Split], loss: LossFunction | None) -> None:

@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
-from seqpart.model.inspection import left_as_they_are, structure_of
+from seqpart.model.inspection import left_as_they_are, listed, structure_of
 from seqpart.model.sharing import refuse_sharing, tensors_in_attributes
 from seqpart.offload.layout import Layout, spec_of, stride_of
 from seqpart.units import format_size
@@ -49,6 +49,8 @@ class Block:
         takes: tuple[int, ...] | None = None, gives: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self.number, self.name, self._source = number, name, source
+        self.draws_as = number
+        """Of its random numbers."""
         self.is_cut_out = takes is not None
         self.takes = (number,) if takes is None else takes
         self.gives = (number + 1,) if gives is None else gives
@@ -173,14 +175,17 @@ class Block:
 class Chain(Sequence[Block]):
     """differentiable: values through which gradients come; None: all that are floating point. aliases: {name in the model's
     state_dict: another of the same tensor, which a block has}. wholes: {name of a tensor that is rows of a larger one: what the
-    model calls that one, the rows of a name in the order of the chain}. tile: bytes of such rows at most; 0: there are none."""
+    model calls that one, the rows of a name in the order of the chain}. tile: bytes of such rows at most; 0: there are none.
+    begins: blocks that take the rows; from a later one on it is the chain of a part of the network."""
 
     def __init__(
         self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None, aliases: Mapping[str, str] | None = None,
-        wholes: Mapping[str, str] | None = None, tile: int = 0,
+        wholes: Mapping[str, str] | None = None, tile: int = 0, begins: tuple[int, ...] = (0,),
     ) -> None:  # fmt: skip
         self._blocks, self.differentiable, self.aliases = tuple(blocks), differentiable, aliases or {}
-        self.wholes, self.tile = wholes or {}, tile
+        self.wholes, self.tile, self.begins = wholes or {}, tile, begins
+        self.ends = (*begins[1:], len(self._blocks))
+        """Blocks behind those that give the network's output."""
 
     @property
     def said(self) -> list[str]:
@@ -188,6 +193,11 @@ class Chain(Sequence[Block]):
         count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
         layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
         return [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
+
+    @property
+    def whole(self) -> "Chain":
+        """Without those of parts."""
+        return self if len(self.begins) == 1 else Chain(self._blocks[: self.ends[0]])
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -376,21 +386,3 @@ def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: tor
     if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):
         return output
     raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
-
-
-@contextmanager
-def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Lists in which submodules keep their own tensors once more, as nn.LSTM does, hold `others` (by the id of the one that
-    each stands for): they would run with the tensors of a module that is empty."""
-    changed: list[tuple[dict[str, object], str, object]] = []
-    for attributes in map(vars, module.modules()):
-        for name, value in attributes.items():
-            if type(value) in (list, tuple) and any(id(part) in others for part in value):
-                changed.append((attributes, name, value))
-    for attributes, name, value in changed:
-        attributes[name] = type(value)(others.get(id(part), part) for part in value)  # type: ignore[call-arg, attr-defined]
-    try:
-        yield
-    finally:
-        for attributes, name, value in changed:
-            attributes[name] = value

@@ -58,3 +58,21 @@ def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module, attributes in before:
             vars(module).clear()
             vars(module).update({name: _put_back(*both) for name, both in attributes.items()})
+
+
+@contextmanager
+def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Lists in which submodules keep their own tensors once more, as nn.LSTM does, hold `others` (by the id of the one that
+    each stands for): they would run with the tensors of a module that is empty."""
+    changed: list[tuple[dict[str, object], str, object]] = []
+    for attributes in map(vars, module.modules()):
+        for name, value in attributes.items():
+            if type(value) in (list, tuple) and any(id(part) in others for part in value):
+                changed.append((attributes, name, value))
+    for attributes, name, value in changed:
+        attributes[name] = type(value)(others.get(id(part), part) for part in value)  # type: ignore[call-arg, attr-defined]
+    try:
+        yield
+    finally:
+        for attributes, name, value in changed:
+            attributes[name] = value

@@ -12,8 +12,9 @@ old (benchmarks/LOG.md).
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -21,13 +22,15 @@ from typing import Any
 
 import torch
 
-from seqpart.files.direct import bytes_of, sync
+from seqpart.files.direct import PAGE, bytes_of, sync
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
 from seqpart.memory.device import DOWN, UP, Device, Event
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
+from seqpart.offload.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost
 from seqpart.offload.tensor_file import TensorFiles, Version
+from seqpart.offload.transfer import Transfer
 
 IO_THREADS = 2
 
@@ -53,40 +56,6 @@ class _Home:
     """How many marks there were before the last put."""
     files: set[str] = field(default_factory=set)
     """All versions on the disk, needed and spare."""
-
-
-class Transfer:
-    """Tensors on their way between home and the device; `nbytes` of them by way of the disk."""
-
-    def __init__(self, device: Device, parts: "Sequence[Future[Event]]" = (), nbytes: int = 0) -> None:
-        self._device, self._parts, self.nbytes = device, parts, nbytes
-        """Of each part the event behind it, once it was issued."""
-
-    def wait(self) -> None:
-        """Return when every part is over; raise the first error of any."""
-        wait(self._parts)
-        for part in self._parts:
-            self._device.wait(part.result())
-
-    def follow(self) -> None:
-        """What is issued to the current stream from now on begins when every part is over; raise the first error of any.
-
-        Returns when every part was issued: on the CPU it is over then, and so is what goes by way of the disk."""
-        if not self._parts:
-            return
-        wait(self._parts)
-        for part in self._parts:
-            self._device.after(part.result())
-
-    def settle(self) -> None:
-        """Return when every part is over, however it ended: its error is told elsewhere."""
-        wait(self._parts)
-        for part in self._parts:
-            if part.exception() is None:
-                self._device.wait(part.result())
-
-    def with_other(self, other: "Transfer") -> "Transfer":
-        return Transfer(self._device, [*self._parts, *other._parts], self.nbytes + other.nbytes)
 
 
 class Store:
@@ -292,30 +261,67 @@ class Store:
             self._homes[name] = _Home(layout, self._host_for(name, layout.nbytes))
         return self._homes[name]
 
-    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, checksummed: bool) -> None:
+    def source(self, name: str, request: int) -> Source:
+        """The bytes of `name` from the first to the last, read in pieces of `request` bytes as they are asked for. Close it."""
+        home = self._homes[name]
+        if home.host is not None:
+            return FromHost(home.host[: home.layout.nbytes])
+        assert home.now is not None, f"{name} is not written yet"
+        with self._count:
+            self.traffic.bytes_read += home.layout.nbytes
+        return FromFile(self._files, home.now, request)
+
+    @contextmanager
+    def sink(self, name: str, layout: Layout, request: int) -> Iterator[Sink]:
+        """Inside, the bytes of `name` are appended from the first to the last; behind it they are its home."""
         home = self._place(name, layout)
+        if home.host is not None:
+            self._will_change(home, self._epoch)
+            yield ToHost(home.host[: layout.nbytes])
+        else:
+            self._will_change(home, self._epoch)
+            with self._new_version(name, home) as path, self._files.writing(path, layout) as writing:
+                sink = ToFile(writing, min(request, max(PAGE, layout.padded_nbytes)))
+                yield sink
+                home.now = sink.finish()
+            with self._count:
+                self.traffic.bytes_written += layout.nbytes
+        home.layout = layout
+
+    def _will_change(self, home: _Home, epoch: int) -> None:
         if home.host is not None:
             home.now = None
             self._note_host(epoch)
+        elif home.epoch != epoch:
+            home.marked, home.epoch = home.now, epoch
+
+    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, checksummed: bool) -> None:
+        home = self._place(name, layout)
+        self._will_change(home, epoch)
+        if home.host is not None:
             self._copy(flat[: layout.nbytes], home.host[: layout.nbytes])
         else:
-            if home.epoch != epoch:
-                home.marked, home.epoch = home.now, epoch
             self._write(name, home, layout, flat, checksummed=checksummed)
         home.layout = layout
 
     def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
+        with self._new_version(name, home) as path:
+            home.now = self._files.write(path, layout, flat, checksummed=checksummed)
+        with self._count:
+            self.traffic.bytes_written += layout.nbytes
+
+    @contextmanager
+    def _new_version(self, name: str, home: _Home) -> Iterator[Path]:
+        """Where to write it."""
         spare = self._spare(name, home)
         home.files.add(spare)
         try:
-            home.now = self._files.write(self.folder / spare, layout, flat, checksummed=checksummed)
+            yield self.folder / spare
         except BaseException:
             home.files.discard(spare)
             if home.now is None and home.host is None:
                 del self._homes[name]  # it was never written
             raise
-        with self._count:
-            self.traffic.bytes_written += layout.nbytes
 
     def _spare(self, name: str, home: _Home) -> str:
         """A version to write: one whose blocks are on the disk already, or a new one."""

@@ -11,6 +11,7 @@ when a checkpoint is to name it.
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,33 @@ class Version:
             self.durable = True
 
 
+class Writing:
+    """A version while it is written, from its first byte to its last."""
+
+    def __init__(
+        self, path: Path, layout: Layout, file: DirectFile, page_of: Callable[[bytes], memoryview], *, checksummed: bool
+    ) -> None:
+        self._path, self._layout, self._file, self._page_of, self._checksummed = path, layout, file, page_of, checksummed
+        # The checksum goes into the header, so the header's size must not depend on it: its digits are always as many.
+        self._header, self._digest, self._at = _header_without_checksum(layout.specs), xxhash.xxh3_64(), 0
+
+    def append(self, memory: memoryview, nbytes: int) -> None:
+        """The next `nbytes`, in `memory` of whole pages: no fewer than a page's, but for the last."""
+        if self._checksummed:
+            self._digest.update(memory[:nbytes])
+        self._file.write_from(memory, len(self._header) + self._at)
+        self._at += nbytes
+
+    def finish(self) -> Version:
+        assert self._at == self._layout.nbytes, f"{self._path} is not whole"
+        checksum = self._digest.intdigest() if self._checksummed else 0
+        head = encode_header(self._layout.specs, _metadata(checksum)) if self._checksummed else self._header
+        self._file.write_from(self._page_of(head), 0)
+        self._file.finish(len(self._header) + self._at)
+        digest = xxhash.xxh3_64_intdigest(head)
+        return Version(self._path, self._layout, len(self._header), checksum, digest, self._checksummed)
+
+
 class _Staging(threading.local):
     """A header's pages on the CPU, a request's worth each elsewhere. What was given last stands first."""
 
@@ -70,33 +98,28 @@ class TensorFiles:
 
     def write(self, path: Path, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> Version:
         """A version at `path`, over the blocks of the file that is there. What fails leaves no file."""
-        nbytes, digest = layout.nbytes, xxhash.xxh3_64()
-        # The checksum goes into the header, so the header's size must not depend on it: its digits are always as many.
-        header = _header_without_checksum(layout.specs)
-        length = len(header)
+        with self.writing(path, layout, checksummed=checksummed) as writing:
+            for at in range(0, layout.nbytes, REQUEST):
+                want = min(REQUEST, layout.nbytes - at)
+                writing.append(self._readable(flat, at, want), want)
+            return writing.finish()
+
+    @contextmanager
+    def writing(self, path: Path, layout: Layout, *, checksummed: bool = True) -> "Iterator[Writing]":
+        """Inside, a version at `path` is written piece by piece, and `finish` makes it whole. What fails leaves no file."""
         try:
             with DirectFile(path, write=True, keep=True) as file:
-                for at in range(0, nbytes, REQUEST):
-                    want = min(REQUEST, nbytes - at)
-                    memory = self._readable(flat, at, want)
-                    if checksummed:
-                        digest.update(memory[:want])
-                    file.write_from(memory, length + at)
-                checksum = digest.intdigest() if checksummed else 0
-                head = encode_header(layout.specs, _metadata(checksum)) if checksummed else header
-                file.write_from(self._page_of(head), 0)
-                file.finish(length + nbytes)
+                yield Writing(path, layout, file, self._page_of, checksummed=checksummed)
         except BaseException:
             remove(path)
             raise
-        return Version(path, layout, length, checksum, xxhash.xxh3_64_intdigest(head), checksummed)
 
     def add_checksum(self, version: Version) -> None:
         """Read the data once more, and write their checksum into the header."""
         if version.checksummed:
             return
         buffer, digest = aligned(min(CHECK, version.layout.padded_nbytes)), xxhash.xxh3_64()
-        for _, want in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
+        for _, want in self.pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
             digest.update(bytes_of(buffer)[:want])
         head = encode_header(version.layout.specs, _metadata(digest.intdigest()))
         with DirectFile(version.path, patch=True) as file:
@@ -108,17 +131,17 @@ class TensorFiles:
         """Copy the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written: by its header
         and length, and by its checksum if it has one."""
         if self._device.is_host(flat):
-            for _ in self._pieces(version, REQUEST, lambda at, want: flat[at : at + round_up(want)]):
+            for _ in self.pieces(version, REQUEST, lambda at, want: flat[at : at + round_up(want)]):
                 pass
             return
-        for at, want in self._pieces(version, REQUEST, lambda at, want: self._stage(want)[: round_up(want)]):
+        for at, want in self.pieces(version, REQUEST, lambda at, want: self._stage(want)[: round_up(want)]):
             self._device.copy(self._staging.last[:want], flat[at : at + want])
             self._staging.busy[0] = self._device.mark()
 
     def check(self, version: Version) -> None:
         """Read the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
         buffer = aligned(min(CHECK, version.layout.padded_nbytes))
-        for _ in self._pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
+        for _ in self.pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
             pass
 
     def found(self, path: Path, digest: int) -> Version:
@@ -135,7 +158,7 @@ class TensorFiles:
             raise CorruptFile(f"{path} has {size} bytes and was saved with {length + layout.nbytes}. It was not used.", path)
         return Version(path, layout, length, int(metadata["xxh3_64"], 16), digest, durable=True)
 
-    def _pieces(self, version: Version, request: int, memory: Callable[[int, int], torch.Tensor]) -> Iterator[tuple[int, int]]:
+    def pieces(self, version: Version, request: int, memory: Callable[[int, int], torch.Tensor]) -> Iterator[tuple[int, int]]:
         """(offset, bytes) of each piece of the data when it lies in `memory(offset, bytes)`; compares the checksum."""
         nbytes, digest, path = version.layout.nbytes, xxhash.xxh3_64(), version.path
         with DirectFile(path) as file:

@@ -15,7 +15,7 @@ from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
 from seqpart.costs.partition import LossCost
 from seqpart.costs.trials import Trials
-from seqpart.data.classes import count_classes
+from seqpart.data.classes import count_classes, refuse_few_outputs
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
@@ -28,7 +28,7 @@ from seqpart.methods.objectives import lack_of
 from seqpart.methods.separable import refuse_inseparable
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import OF_CLASSES, LossFunction, LossSource, label_dtype, loss_named, regression
+from seqpart.model.losses import LossFunction, LossSource, label_dtype, loss_named
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
@@ -58,7 +58,7 @@ class Inputs:
         """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
         from a checkpoint. trained: a file with those of modules that are not alive, or have shapes alone."""
         refuse_mismatch(train, test)
-        self.settings, self.train, self.test, self.device = settings, train, test, device
+        self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.count
         self._optimizer, self._reuse, self.folder, self.dry = optimizer, reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
@@ -71,7 +71,8 @@ class Inputs:
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, learns)
             costs = self.costs_at(self.full_batch)
-            self.initial_weights = None if resumes else initial_weights(settings, trained, self.chain, costs, self.live_modules)
+            whole, live = self.chain.whole, self.live_modules
+            self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
             self.live_modules.take()
             undo.callback(self.close)
             with self.under_limit():
@@ -81,11 +82,11 @@ class Inputs:
     def _begin(self, final_loss: LossFunction | None, learns: bool) -> None:
         settings, train, test, device = self.settings, self.train, self.test, self.device
         self.methods = methods_named(settings.method)
-        self.exact = self.methods[0].exact
+        self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)
         self.classes = count_classes(train, test, ignored_label(final_loss), learns=learns)
-        if not self.exact:
+        if self.alone:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
@@ -96,7 +97,7 @@ class Inputs:
         self._measured_loss = cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
-        self.row_pack = RowPacks(self.counted_at, self.full_batch, None if self.exact else settings.cache_type)
+        self.row_pack = RowPacks(self.counted_at, self.full_batch, settings.cache_type if self.alone else None)
         if (micro := settings.micro_batch_size) is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
@@ -138,8 +139,9 @@ class Inputs:
 
     def _check_model(self) -> None:
         self._refuse_giants()
-        rows = self.full_batch
-        refuse_lost_gradients(self.chain, self.costs_at(rows), self.train.shape, rows, self.settings.autocast)
+        rows, whole = self.full_batch, self.chain.whole
+        costs = self.costs_at(rows)[: len(whole)]
+        refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
         self.possible_optimizers()
         self._refuse_endless_warmup()
@@ -235,7 +237,7 @@ class Inputs:
 
     def _lack_behind(self, cost: BlockCost) -> str:
         """Why not, in words; "" where it may."""
-        if self.exact:
+        if not self.alone:
             return ""
         pack = self.row_pack(cost)
         if not (pack.lack or pack.is_one) and self.settings.sil_inputs == "synthetic":
@@ -259,7 +261,7 @@ class Inputs:
                 )
 
     def _updates(self, epochs: int, batch: int) -> int:
-        return epochs * -(-self.train.count // min(batch, self.train.count))
+        return epochs * -(-self.epoch_rows // min(batch, self.epoch_rows))
 
     @property
     def functions(self) -> dict[str, str]:
@@ -282,12 +284,12 @@ class Inputs:
     @property
     def full_batch(self) -> int:
         """Rows of the largest update."""
-        return min(self.largest_batch, self.train.count)
+        return min(self.largest_batch, self.epoch_rows)
 
     @property
     def the_batch(self) -> int | None:
         """Rows of an update; None where partitions differ in it, and which of them a block will be in is not known."""
-        sizes = {min(size, self.train.count) for size in values_of(self.settings.batch_size)}
+        sizes = {min(size, self.epoch_rows) for size in values_of(self.settings.batch_size)}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
@@ -311,9 +313,13 @@ class Inputs:
             for n, lr in zip(names, rates, strict=True)
         )
 
+    def _label_row(self) -> int:
+        labels = self.train.labels
+        return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
+
     def values(self, name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
         """One value for each partition; an exact method trains the network as one, with one value."""
-        if not self.exact:
+        if self.alone:
             return per_partition(name, setting, count)
         values = values_of(setting)
         if len(values) > 1:
@@ -328,14 +334,14 @@ class Inputs:
         return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
 
     def loss_for(
-        self, method: Method, label_bytes: int, partition: int, partitions: int, output_shape: tuple[int, ...],
-        device: torch.device, *, measured: bool = False,
+        self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,
+        *, measured: bool = False,
     ) -> PartitionLoss | None:  # fmt: skip
-        """measured: on fake tensors, of which nothing can be counted."""
+        """ends: whether the network does with that partition. measured: on fake tensors, of which nothing can be counted."""
         settings = self.settings
         return method.loss(
             Targets(
-                partition=partition, partitions=partitions, output_shape=output_shape,
+                partition=partition, partitions=partition + (1 if ends else 2), output_shape=output_shape,
                 label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
                 most=label_bytes, device=device, final_loss=self._final_loss,
                 reduction=None if measured else self._reduction, objective=settings.objective_name,
@@ -349,17 +355,19 @@ class Inputs:
 
         true: only the end of the network is judged.
         """
-        last, inner = self.costs_at(micro_batch)[-1], not (self.exact or true)
+        costs, inner = self.costs_at(micro_batch), self.alone and not true
+        lasts = [costs[end - 1] for end in self.chain.ends]
         method, label_bytes = request.methods[0], request.label_bytes
 
         def cost(block: BlockCost) -> tuple[int, int]:
-            if block is not last and not (inner and self.cuts_behind(block)):
+            is_last = any(block is last for last in lasts)
+            if not is_last and not (inner and self.cuts_behind(block)):
                 return 0, 0  # no loss ever stands there, and none may suit that shape
             return self._measured_loss(
-                method, label_bytes, micro_batch, block.output_shape, block.output_dtype, block is last
+                method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last
             )  # fmt: skip
 
-        self._refuse_few_outputs(last)
+        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes)
         return cost
 
     def _measure_loss(
@@ -371,8 +379,8 @@ class Inputs:
         def judged(output: torch.Tensor) -> torch.Tensor:
             """As the executor does it: the scores are looked at while the loss still holds its graph."""
             nonlocal targets
-            count, cpu = 1 if final else 2, torch.device("cpu")  # it may be large
-            loss = self.loss_for(method, label_bytes, 0, count, shape, cpu, measured=True)
+            cpu = torch.device("cpu")  # it may be large
+            loss = self.loss_for(method, label_bytes, 0, shape, final, cpu, measured=True)
             assert loss is not None
             targets = loss.nbytes
             with Device().autocast(self.settings.autocast):
@@ -389,12 +397,3 @@ class Inputs:
                 f"{'classes' if self.classes else 'labels'}: {error}"
             ) from error
         return max(0, peak - targets), targets
-
-    def _refuse_few_outputs(self, last: BlockCost) -> None:
-        if self._final_loss is regression and torch.Size(last.output_shape).numel() != 1:
-            raise DataError(f"a regression needs one output per row; the network ends with shape {last.output_shape}.")
-        if self._final_loss in OF_CLASSES and (last.output_shape or (0,))[-1] < self.classes:
-            raise DataError(
-                f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
-                f"Let the last block have {self.classes} outputs."
-            )

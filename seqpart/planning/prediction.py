@@ -182,11 +182,11 @@ def peaks_by_partition(
 
 def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     """Host buffers of rows and of boundaries on disk, where they count against the limit."""
-    if not problem.host_counts:
+    if not problem.host_counts or phase.kind in (PhaseKind.SPLIT, PhaseKind.MERGE):
         return 0
     first, last, _ = candidate.parts[phase.partition]
     reading, writing = buffers_of(
-        problem, first, last, phase.micro_batch, reads_memory=phase.partition in candidate.rows,
+        problem, first, last, phase.micro_batch, reads_memory=phase.source in candidate.rows,
         writes_memory=phase.last + 1 in candidate.rows,
     )  # fmt: skip
     if phase.through is None:
@@ -197,7 +197,7 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
 
 def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> int:
     """Bytes of `rows`, by partition, that lie in memory in a phase: from the one that writes them to the last that reads."""
-    read = {phase.partition for phase in phases[number:]}
+    read = {phase.source for phase in phases[number:]}
     written = {0, *(phase.last + 1 for phase in phases[: number + 1] if phase.kind is not PhaseKind.TRAIN)}
     return sum(nbytes for p, nbytes in rows.items() if p in read and p in written)
 

@@ -17,7 +17,6 @@ from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
 from seqpart.model.blocks import Chain
-from seqpart.model.losses import label_dtype
 from seqpart.model.optimizers import Optimizer
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
@@ -117,7 +116,7 @@ class Preparation(Inputs):
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.input_layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
-            train_rows=self.train.count, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
+            train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
             live_bytes=self.live_bytes,
             may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
@@ -190,19 +189,13 @@ class Preparation(Inputs):
 
     def _prepare(self, request: PlanRequest) -> Prepared:
         problem = self.problem(request)
-        if self.exact:
-            method, candidate, reasons = choose_exact(problem, request.methods)
-        else:
-            method = request.methods[0]
-            candidate, reasons = choose_cut(problem)
-            reasons = (*reasons, *self._idle_options(len(candidate.parts)))
-        count = len(candidate.parts)
+        method, candidate, reasons = self._choose(problem, request)
         training = self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
         if recovery is not None:
             reasons = (*reasons, *self._recovery_reasons(recovery))
         reasons = (*reasons, *self.chain.said, *self.trials.untold)
-        optimizers = self.optimizers(count)
+        optimizers = self._optimizers(candidate)
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
         block_costs = self.costs_at(candidate.micro_batch)
@@ -220,14 +213,25 @@ class Preparation(Inputs):
         plan = self._plan(
             problem, method, candidate, training, costs, phases, reasons, row_packs, host_pool_bytes, at_host, recovery
         )
-        shapes = [block_costs[last - 1].output_shape for _, last, _ in candidate.parts]
+        ends = [(block_costs[last - 1].output_shape, last in self.chain.ends) for _, last, _ in candidate.parts]
         return Prepared(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
             row_packs=row_packs, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
-            loss=lambda p: self.loss_for(method, request.label_bytes, p, count, shapes[p], self.device.torch), at_host=at_host,
+            loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), at_host=at_host,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
+
+    def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
+        """The method, cut and micro-batch, and why. Raises DoesNotFit."""
+        if not self.alone:
+            return choose_exact(problem, request.methods)
+        candidate, reasons = choose_cut(problem)
+        return request.methods[0], candidate, (*reasons, *self._idle_options(len(candidate.parts)))
+
+    def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
+        """Of each partition."""
+        return self.optimizers(len(candidate.parts), recovery=recovery)
 
     def epochs(self, count: int, trained: tuple[int, ...] = ()) -> list[int]:
         """Of each of `count` partitions; `trained`: those that the first of them had, which are trained."""
@@ -237,7 +241,7 @@ class Preparation(Inputs):
         count = len(candidate.parts)
         epochs = self.epochs(count, request.trained_epochs)
         batches = self.values("--batch-size", self.settings.batch_size, count)
-        batches = tuple(min(batch, self.train.count) for batch in batches)
+        batches = tuple(min(batch, self.epoch_rows) for batch in batches)
         return tuple(
             PartitionTraining(epochs=e, batch_size=b, micro_batch=min(candidate.micro_batch, b), trainable=part[2].trainable)
             for e, b, part in zip(epochs, batches, candidate.parts, strict=True)
@@ -281,7 +285,7 @@ class Preparation(Inputs):
         def stage(end: int, used: Candidate, *, recovers: bool) -> Stage:
             return Stage(
                 end=end, resources=used.resources, micro_batch=used.micro_batch, heap=used.heap, offloads=used.offloads,
-                optimizers=self.optimizers(len(used.parts), recovery=recovers),
+                optimizers=self._optimizers(used, recovery=recovers),
             )  # fmt: skip
 
         begun = stage(len(phases.of_stage(0)), candidate, recovers=False)
@@ -298,7 +302,7 @@ class Preparation(Inputs):
             )
         kept = recovery.candidate if recovery is not None else candidate
         return Workload(
-            train_rows=self.train.count, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
+            train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
             offloads=kept.offloads, recovery=stage, test_every=self.settings.test_every,
             synthetic_inputs=self.settings.sil_inputs == "synthetic",
@@ -317,14 +321,10 @@ class Preparation(Inputs):
             *_, cost = growing(
                 blocks, states, self.loss_cost(request, part.micro_batch), fused=optimizer.fused,
                 heap_below=self.device.heap_below,
-                shares=planning.shares_of(self.train.count, part.batch_size, part.micro_batch),
+                shares=planning.shares_of(self.epoch_rows, part.batch_size, part.micro_batch),
             )  # fmt: skip
             found.append(cost)
         return tuple(found)
-
-    def _label_row(self) -> int:
-        labels = self.train.labels
-        return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
 
     def _host_tier(
         self, problem: Problem, boundaries: int, rooms: planning.GraphRooms, candidate: Candidate,
@@ -333,7 +333,7 @@ class Preparation(Inputs):
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
         count = self.train.count + self.test.count
         rows = self.input_layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
-        found = planning.host_places(problem, candidate.parts, boundaries, states=self.exact, rows=rows, graphs=rooms)
+        found = planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
         return boundaries + found.nbytes, found.homes
 
     def _graph_tiers(self) -> tuple[str, ...]:
@@ -376,7 +376,7 @@ class Preparation(Inputs):
                     first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
                     slot=cost.slot, gradients=cost.gradients,
                     activations=cost.saved, buffers=reading + writing,
-                    boundary_row=cost.output_row if self.exact else row_packs[p].layout.nbytes,
+                    boundary_row=row_packs[p].layout.nbytes if self.alone else cost.output_row,
                     tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
                     boundary_tier=used.resources.boundary(p), rows_in_memory=p in candidate.rows,
@@ -392,7 +392,7 @@ class Preparation(Inputs):
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
                 problem, candidate, costs, row_packs, saves=self.settings.saves,
-                all_states=self.exact or bool(self.settings.recovery_epochs),
+                all_states=not self.alone or bool(self.settings.recovery_epochs),
             ), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),

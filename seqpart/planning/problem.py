@@ -241,11 +241,11 @@ def buffers_of(
     """(reading, writing) bytes of the boundary cache's buffers that count against the limit; less where rows lie in memory."""
     if not problem.host_counts:
         return 0, 0
-    costs = problem.costs_at(micro_batch)
-    read = RowPack.of_one(ROWS, problem.input_row) if first == 0 else problem.row_pack(costs[first - 1])
+    costs, chain = problem.costs_at(micro_batch), problem.chain
+    read = RowPack.of_one(ROWS, problem.input_row) if first in chain.begins else problem.row_pack(costs[first - 1])
     count = max(problem.train_rows, problem.test_rows)
     reading = reader_bytes(read.layout, count, micro_batch, in_memory=reads_memory) + read.working_bytes(micro_batch)
-    if last == len(problem.chain):
+    if last in chain.ends:
         return reading, 0
     written = problem.row_pack(costs[last - 1])
     writing = writer_bytes(written.layout, micro_batch, in_memory=writes_memory) + written.working_bytes(micro_batch)

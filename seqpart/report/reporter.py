@@ -28,7 +28,10 @@ from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
 
-_WHAT = {PhaseKind.TRAIN: "train", PhaseKind.CACHE: "cache outputs", PhaseKind.DRAW: "draw inputs", PhaseKind.TEST: "test"}
+_WHAT = {
+    PhaseKind.TRAIN: "train", PhaseKind.CACHE: "cache outputs", PhaseKind.DRAW: "draw inputs", PhaseKind.TEST: "test",
+    PhaseKind.STATISTICS: "statistics",
+}  # fmt: skip
 
 
 class Reporter:
@@ -103,6 +106,8 @@ class Reporter:
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
             accuracy=event.accuracy, rows=event.rows, took=round(event.seconds, 3), samples_per_second=round(speed, 1),
         )  # fmt: skip
+        if phase.updates_of_epoch not in (None, phase.done + phase.updates):  # of the turns of an epoch the last is shown
+            return
         epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
         accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
         parts = (

@@ -4,7 +4,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Protocol, overload
 
 from seqpart.schedule.steps import Phase
 
@@ -68,6 +68,11 @@ class Epochs:
             yield replace(self.train, epoch=self._counts(first)[0] + 1), train
         yield from ((phase, times) for phase, times in zip(self.behind, behind, strict=True) if times)
 
+    def trainings(self) -> Iterator[tuple[int, Phase]]:
+        """The last pass of `train`, with its number in the stretch."""
+        if self.epochs:
+            yield len(self) - len(self.behind) - 1, self.train
+
     def walked(self) -> Iterator[tuple[Phase, int]]:
         """The first two passes, what is behind them, and how many phases of the stretch each of these stands for."""
         for epoch, stands_for in ((1, 1), (2, self.epochs - 1))[: self.epochs]:
@@ -77,10 +82,26 @@ class Epochs:
         yield from ((phase, 1) for phase in self.behind)
 
 
+class Stretch(Protocol):
+    """Phases that belong together, counted from 0: what `Epochs` says of its own holds for each."""
+
+    @property
+    def train(self) -> Phase: ...
+    @property
+    def epochs(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Phase: ...
+    def stands(self, index: int) -> tuple[int, int | None]: ...
+    def index_of(self, epochs: int, behind: int | None) -> int: ...
+    def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]: ...
+    def trainings(self) -> Iterator[tuple[int, Phase]]: ...
+    def walked(self) -> Iterator[tuple[Phase, int]]: ...
+
+
 class Phases(Sequence[Phase]):
     """Stretches one behind the other; or a slice of that, from phase number `start` to `stop`."""
 
-    def __init__(self, stretches: Iterable[Epochs], start: int = 0, stop: int | None = None) -> None:
+    def __init__(self, stretches: Iterable[Stretch], start: int = 0, stop: int | None = None) -> None:
         self.stretches = tuple(stretches)
         self._ends = list(itertools.accumulate(len(stretch) for stretch in self.stretches))
         whole = self._ends[-1] if self._ends else 0
@@ -120,8 +141,7 @@ class Phases(Sequence[Phase]):
     def trainings(self) -> Iterator[tuple[int, Phase]]:
         """The last pass of `train` of every stretch, with its number among all phases."""
         for which, stretch in enumerate(self.stretches):
-            if stretch.epochs:
-                yield self._ends[which] - len(stretch.behind) - 1, stretch.train
+            yield from ((self._begins(which) + number, phase) for number, phase in stretch.trainings())
 
     def stands(self, number: int) -> tuple[int, int, int | None]:
         """(stretch, and what `Epochs.stands` says) of phase `number`, which may be one behind the last."""

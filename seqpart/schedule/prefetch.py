@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from seqpart.schedule.steps import Step, Verb
+from seqpart.schedule.steps import AT_HOME, Step, Verb
 
 FARTHEST = 4096
 """Steps that are looked at; a LOAD farther away is not begun yet."""
@@ -27,12 +27,14 @@ class Lookahead:
         return step is not None
 
     def next_load(self, begun: set[int]) -> Step | None:
-        """The first LOAD ahead whose partition is not in `begun`."""
+        """The first LOAD ahead whose partition is not in `begun`; none behind a step that changes what is to be loaded."""
         index = 0
         passed = set(begun)
         while index < FARTHEST and (index < len(self._seen) or self._fetch()):
             step = self._seen[index]
             index += 1
+            if step.verb in AT_HOME:
+                return None
             if step.verb is Verb.LOAD:
                 if step.partition not in passed:
                     return step

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from seqpart.errors import ScheduleError
 from seqpart.schedule.phases import last_trainings
-from seqpart.schedule.steps import START, Phase, PhaseKind, Position, Step, Verb, refuse_misspelt
+from seqpart.schedule.steps import AT_HOME, START, Phase, PhaseKind, Position, Step, Verb, refuse_misspelt
+
+_UPDATED = {PhaseKind.TRAIN, PhaseKind.STATISTICS}
+"""Phases that end with an UPDATE."""
 
 
 class Progress:
@@ -30,9 +33,12 @@ class Progress:
         """Raises ScheduleError, naming the step, where it breaks a rule.
 
         Rules: a partition is loaded before it is used, never twice at once, at most `at_once` at a time; an update follows
-        work on the same partition; gradients are never lost.
+        work on the same partition; gradients are never lost; homes are cut and put back while nothing is loaded.
         """
-        if step.verb is Verb.LOAD:
+        if step.verb in AT_HOME:
+            if self.loaded:
+                raise ScheduleError(f"{step}: partitions {sorted(self.loaded)} are loaded, and homes are to be cut or put back")
+        elif step.verb is Verb.LOAD:
             self._load(step)
         elif step.partition not in self.loaded:
             raise ScheduleError(f"{step}: partition {step.partition} is not loaded")
@@ -82,7 +88,9 @@ class Progress:
                 self.updated.clear()
                 done = self.position.updates + 1
                 self.position = Position(step.phase, done) if done < phase.updates else Position(step.phase + 1)
-        elif step.verb is Verb.FORWARD and phase.kind is not PhaseKind.TRAIN and p == phase.last:
+        elif step.verb in AT_HOME and p == phase.last:
+            self.position = Position(step.phase + 1)
+        elif step.verb is Verb.FORWARD and phase.kind not in _UPDATED and p == phase.last:
             assert step.micro_batch is not None
             if phase.span(step.micro_batch).stop == phase.rows:
                 self.position = Position(step.phase + 1)

@@ -1,10 +1,11 @@
-"""The grammar of a run: five verbs, the steps made of them, and the phases that the steps belong to.
+"""The grammar of a run: verbs, the steps made of them, and the phases that the steps belong to.
 
 A schedule is data. The same stream of steps is printed for the user, simulated by the planner and run by the
 executor, so the three cannot drift apart. No torch here: only ints.
 
     [train 0.1] L0+ B0.0 U0 B0.1 U0 ... [cache 0] F0.0 F0.1 ... [test 0] F0.0 D0 [train 1.1] L1+ ...
     [train 0-2.1] L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 ...
+    [split 0.1] S0 [train 1.1] L1+ B1.0 U1 ... D1 [train 2.1] L2+ B2.0 U2 ... D2 [merge 0.1] M0 [split 0.2] S0 ...
 """
 
 import enum
@@ -26,10 +27,16 @@ class Verb(enum.Enum):
     """Optimizer step for p, then free its gradients; where nothing is trained, keep the buffers as they are now."""
     DROP = "D"
     """Send p home; `D0+`: with gradients that wait for their norm."""
+    SPLIT = "S"
+    """Cut the homes of p into those of the network's parts. Nothing is on the device."""
+    MERGE = "M"
+    """Put what parts have of p back into its homes. Nothing is on the device."""
 
 
 _HAS_MICRO_BATCH = {Verb.FORWARD, Verb.BACKWARD}
 _HAS_MORE = {Verb.LOAD, Verb.DROP}
+AT_HOME = {Verb.SPLIT, Verb.MERGE}
+"""Verbs that move homes into homes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,13 @@ class PhaseKind(enum.Enum):
     does not run."""
     TEST = "test"
     """One forward pass over the test rows."""
+    STATISTICS = "statistics"
+    """One forward pass over some training rows, from which running statistics of BatchNorm are made anew; its last step is an
+    UPDATE that keeps them."""
+    SPLIT = "split"
+    """A round begins: the parts are cut out of the whole network."""
+    MERGE = "merge"
+    """It ends: they are put back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +97,7 @@ class Phase:
     """Rows of one update; in a forward pass, rows of one micro-batch."""
     micro_batch: int
     epoch: int = 0
-    """Counts from 1 in a training phase."""
+    """Counts from 1 in a training phase; of SPLIT and MERGE, the round."""
     epochs: int = 1
     """How many there are in its stage."""
     shuffle: bool = False
@@ -103,9 +117,19 @@ class Phase:
     """Those of them whose graphs do not wait on the device."""
     stage: int = 0
     """Optimizer state lives as long as a stage: recovery begins a new one."""
+    rows_of: int | None = None
+    """The partition whose rows it begins with, where that is another than its first."""
+    skips: int = 0
+    """Rows of the epoch's order before its own."""
+    done: int = 0
+    """Updates of its epoch before its own."""
+    updates_of_epoch: int | None = None
+    """Where it is a piece of an epoch: the updates of all of that."""
+    ends: int | None = None
+    """The partition with which the network ends; None: the last there is."""
 
     def __str__(self) -> str:
-        epoch = f".{self.epoch}" if self.kind is PhaseKind.TRAIN else ""
+        epoch = f".{self.epoch}" if self.kind in (PhaseKind.TRAIN, PhaseKind.SPLIT, PhaseKind.MERGE) else ""
         return f"[{self.kind.value} {self.partition}{'' if self.through is None else f'-{self.through}'}{epoch}]"
 
     @property
@@ -119,7 +143,21 @@ class Phase:
     @property
     def reads(self) -> tuple[str, int]:
         """(split, partition) of the rows that it begins with."""
-        return "test" if self.kind is PhaseKind.TEST else "train", self.partition
+        return "test" if self.kind is PhaseKind.TEST else "train", self.source
+
+    @property
+    def source(self) -> int:
+        """The partition whose rows it begins with."""
+        return self.partition if self.rows_of is None else self.rows_of
+
+    def hands_on(self, partitions: int) -> bool:
+        """Of a pass without updates, whether its outputs are the rows of the next of so many partitions."""
+        return self.last < (partitions - 1 if self.ends is None else self.ends)
+
+    def share_of(self, updates: int) -> tuple[int, int]:
+        """(updates of its stage behind `updates` of its own, those of the whole stage)."""
+        whole = self.updates if self.updates_of_epoch is None else self.updates_of_epoch
+        return (self.epoch - 1) * whole + self.done + updates, self.epochs * whole
 
     @property
     def lowest(self) -> int:
@@ -196,13 +234,20 @@ class _Loaded(dict[int, int | None]):
         yield Step(Verb.DROP, p, phase=index, more=gradients)
 
 
+_AT_HOME = {PhaseKind.SPLIT: Verb.SPLIT, PhaseKind.MERGE: Verb.MERGE}
+
+
 def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]:
     """The steps of `phases` from `start` on. A partition stays on the device from phase to phase while it is needed."""
     loaded = _Loaded()
     for index in range(start.phase, len(phases)):
         phase = phases[index]
         first_update = start.updates if index == start.phase else 0
-        if phase.breadth_first:
+        if phase.kind in _AT_HOME:
+            for p in list(loaded):
+                yield from loaded.send(p, max(index - 1, 0))
+            yield from (Step(_AT_HOME[phase.kind], p, phase=index) for p in phase.partitions)
+        elif phase.breadth_first:
             one_update = _in_pairs if phase.in_pairs else _breadth_first
             for update in range(first_update, phase.updates):
                 yield from one_update(phase, index, loaded, update)
@@ -226,7 +271,7 @@ def _depth_first(phase: Phase, index: int, loaded: _Loaded, first_update: int) -
             yield Step(Verb.FORWARD, p, m, index)
         for p in range(phase.last, lowest - 1, -1):
             yield Step(Verb.BACKWARD, p, m, index)
-        if training and span.ends_update:
+        if (training or phase.kind is PhaseKind.STATISTICS) and span.ends_update:
             for p in reversed(phase.partitions):
                 yield Step(Verb.UPDATE, p, phase=index)
 
@@ -307,7 +352,7 @@ def refuse_misspelt(step: Step) -> None:
         raise ScheduleError(f"{step}: + goes with L and D, and only with them")
 
 
-_WORD = re.compile(r"\[(?:train|cache|draw|test) \d+(?:-\d+)?(?:\.\d+)?\]|\S+")
+_WORD = re.compile(rf"\[(?:{'|'.join(kind.value for kind in PhaseKind)}) \d+(?:-\d+)?(?:\.\d+)?\]|\S+")
 
 
 def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:
@@ -330,7 +375,7 @@ def parse(text: str) -> list[Step]:
         if " " in word:  # only a phase's name has one
             phase += 1
             continue
-        match = re.fullmatch(r"([LFBUD])(\d+)(?:\.(\d+))?(\+?)", word)
+        match = re.fullmatch(rf"([{''.join(verb.value for verb in Verb)}])(\d+)(?:\.(\d+))?(\+?)", word)
         if not match:
             raise ScheduleError(f"expected a step such as L0, L0+, F0.1, B0.1, U0 or D0; found {word!r}")
         micro_batch = None if match[3] is None else int(match[3])

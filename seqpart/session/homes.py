@@ -1,6 +1,6 @@
 """Where weights and rows rest while a run lasts: filled from the model and the data or from a checkpoint, and given back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile, ModelError
-from seqpart.files.direct import aligned
-from seqpart.model.blocks import attach, detach, layout_of, tensors_of
+from seqpart.files.direct import REQUEST, aligned, bytes_of
+from seqpart.model.blocks import Block, attach, detach, layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool
+from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.planning.problem import GraphRooms
@@ -45,7 +46,7 @@ class Homes:
         self.graph_rooms(prepared.graph_rooms)
         self.store = Store(scratch.homes, device, pool)
         stack.callback(self.store.close)
-        if prepared.method.exact:
+        if not prepared.method.alone:
             self.store.reserve(prepared.hosted())
         self.boundaries = Boundaries(scratch.rows, device, pool, prepared.plan.rows_in_memory)
         stack.callback(self.boundaries.close)
@@ -112,26 +113,38 @@ class Homes:
     def _build(self, *, keep: bool) -> None:
         """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""
         device, seed = self._preparation.device, self._preparation.settings.seed
-        staging = aligned(max(cost.layout.padded_nbytes for cost in self._prepared.costs))
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(device, seed)
             tensors = {} if block.given_alive else block.own(tensors_of(module))
             if not block.given_alive and layout_of(tensors) != cost.layout:
                 raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
-            if not keep:
-                views = cost.layout.views(staging)
-                if block.given_alive:
-                    self._preparation.live_modules.read(block, views)
-                for name, tensor in tensors.items():
-                    views[name].copy_(tensor.detach())
-                if self._preparation.initial_weights is not None:
-                    self._preparation.initial_weights.fill(block, views)
-                self.store.put(block.home, cost.layout, staging)
+            if not keep and block.number < len(self._prepared.chain.whole):  # a part's home is cut out of it later
+                self._send_home(block, cost.layout, tensors)
             detach(module)
+
+    def _send_home(self, block: Block, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+        """tensors: those of a module that was built for it, which is not copied whole."""
+        if block.given_alive:
+            staging = aligned(layout.padded_nbytes)
+            found = layout.views(staging)
+            self._preparation.live_modules.read(block, found)
+        else:
+            strides = {spec.name: spec.stride for spec in layout.specs}
+            found = {name: t.detach() if strides[name] else t.detach().contiguous() for name, t in tensors.items()}
+        if self._preparation.initial_weights is not None:
+            self._preparation.initial_weights.fill(block, found)
+        if block.given_alive:
+            self.store.put(block.home, layout, staging)
+            return
+        with self.store.sink(block.home, layout, REQUEST) as sink:
+            for spec in layout.specs:
+                flat = found[spec.name].as_strided((found[spec.name].numel(),), (1,)).view(torch.uint8)
+                sink.append(bytes_of(flat))
 
     def export(self, weights: Path) -> None:
         with self._told("the weights were written"):
-            export_weights(weights, self._prepared.chain, self._prepared.costs, self.store)
+            whole = self._prepared.chain.whole
+            export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store)
 
     def give_back(self) -> None:
         """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early

@@ -10,6 +10,7 @@ from typing import Any
 from seqpart.boundaries.exchange import BoundaryExchange, open_exchange
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
+from seqpart.costs.partition import state_layouts
 from seqpart.data.reader import ReaderThread
 from seqpart.errors import DataError, Diverged, DoesNotFit, LimitExceeded, ModelError, OutOfMemory
 from seqpart.execution.compute import Compute
@@ -22,6 +23,8 @@ from seqpart.execution.slots import Slots
 from seqpart.interrupts import Interrupts
 from seqpart.memory.limit import RUNTIME_VARIES, Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
+from seqpart.parts.parting import Parting
+from seqpart.parts.parts import JointChain
 from seqpart.planning.plan import PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared, Stage
 from seqpart.report.reporter import Reporter
@@ -163,14 +166,15 @@ class Session:
         self.sampler.label = lambda: label
 
     def _exchange(self, stage: Stage) -> BoundaryExchange:
-        rows = max(phase.batch for phase, _ in counted(self.prepared.phases))
+        rows = max((phase.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
         return open_exchange(
             stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
             self.places.scratch.rows / "relay.part", self._device,
         )  # fmt: skip
 
     def _graphs(self, stage: Stage) -> GraphOffload | None:
-        micro_batches = max(phase.micro_batches_per_update for phase, _ in counted(self.prepared.phases))
+        several = [phase for phase, _ in counted(self.prepared.phases) if phase.through is not None]
+        micro_batches = max((phase.micro_batches_per_update for phase in several), default=1)
         rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
         return open_graphs(
             self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.places.scratch.rows / "graphs.part",
@@ -200,7 +204,7 @@ class Session:
         factor = rate_schedule(settings.lr_schedule, settings.warmup_updates)
 
         def rate(phase: Phase, done: int) -> float:
-            return factor((phase.epoch - 1) * phase.updates + done, phase.epochs * phase.updates)
+            return factor(*phase.share_of(done))
 
         gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         stays, slots = stage.resources.stays, stage.resources.slots
@@ -212,7 +216,17 @@ class Session:
         return Executor(
             phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
             slots=Slots(shared[-slots:], self._device, own), store=store, device=self._device,
-            clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start,
+            clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start, parting=self._parting(stage),
+        )  # fmt: skip
+
+    def _parting(self, stage: Stage) -> Parting | None:
+        prepared = self.prepared
+        if not isinstance(prepared.chain, JointChain):
+            return None
+        return Parting(
+            prepared.chain, [cost.layout for cost in prepared.costs], state_layouts(prepared.costs, stage.optimizers[-1]),
+            [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
+            keeps_moments=self._settings.subnet_moments != "zero",
         )  # fmt: skip
 
     def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:

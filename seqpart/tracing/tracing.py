@@ -10,8 +10,8 @@ from torch import nn
 
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Chain, as_chain, listed, refuse_without_values, with_tensors
-from seqpart.model.inspection import left_as_they_are
+from seqpart.model.blocks import Chain, as_chain, refuse_without_values, with_tensors
+from seqpart.model.inspection import left_as_they_are, listed
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.tiling.tiling import tile_of

@@ -247,9 +247,10 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
     exact = [method.name for method in EXACT]
     if reference not in exact:
         raise OptionError(f"--reference: expected one of {', '.join(exact)}; found {reference!r}.")
-    if options.get("method") == "sil":
+    if options.get("method") in ("sil", "ist"):
         raise OptionError(
-            "--method sil is approximate: its bits are not those of full training. Verify streamed or checkpointed."
+            f"--method {options['method']} is approximate: its bits are not those of full training. Verify streamed or "
+            "checkpointed."
         )
     if options.get("method") == "psl":
         raise OptionError(

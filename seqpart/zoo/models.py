@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from seqpart.parts.hidden import Hidden, Side
+
 WIDTH = 2048
 GPT_WIDTH, GPT_DEPTH, GPT_HEADS = 256, 4, 4
 STATE_PER_PARAMETER = 16
@@ -20,6 +22,10 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.linear = nn.Linear(width, width)
+
+    def hidden_layers(self) -> list[Hidden]:
+        """Its neurons, each of which adds to its own place of x: relu gives zeros for the zeros of others."""
+        return [Hidden(units=self.linear.out_features, rows=(Side("linear"),), placed=True)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.relu(self.linear(self.norm(x)))
@@ -79,6 +85,14 @@ class TransformerBlock(nn.Module):
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )  # fmt: skip
         self.dropout = nn.Dropout(dropout)
+
+    def hidden_layers(self) -> list[Hidden]:
+        """Its heads, and the neurons between the two linear layers of its MLP."""
+        size = self.mixed.in_features // self.heads
+        heads = Hidden(
+            units=self.heads, rows=(Side("qkv", 3, size),), columns=(Side("mixed", 1, size),), counts=("heads",), alone=True
+        )
+        return [heads, Hidden(units=4 * self.mixed.out_features, rows=(Side("mlp.1"),), columns=(Side("mlp.3"),))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in (self._attention, self.mlp):

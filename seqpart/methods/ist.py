@@ -1,0 +1,80 @@
+"""`ist`: parts of the network, each with some neurons of every hidden layer, trained in turn and put together again.
+
+B. Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training" (2022). A round:
+
+    SPLIT   every hidden neuron is dealt to one of N subnets, which are cut out of the whole network        section 2.1
+    TRAIN   each subnet for J updates on its own rows, back through all of it                                section 2.1
+    MERGE   they are put back without collisions; what all of them have is averaged                          section 2.1
+
+and behind the last round mean and deviation of the whole network's neurons over some training rows          section 2.2
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from seqpart.methods.exact import true_loss, whole_network
+from seqpart.methods.method import Method, Workload
+from seqpart.schedule.phases import Phases
+from seqpart.schedule.rounds import Rounds
+from seqpart.schedule.steps import Phase, PhaseKind
+
+
+def ist_phases(work: Workload) -> Phases:
+    """`work.partitions` are those of one subnet."""
+    subnets = work.subnets
+    assert subnets is not None
+    split = Phase(
+        kind=PhaseKind.SPLIT,
+        partition=0,
+        through=subnets.whole - 1 if subnets.whole > 1 else None,
+        rows=1,
+        batch=1,
+        micro_batch=1,
+    )
+    epochs = work.partitions[0].epochs
+    turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows, rows_of=0)
+    turns = tuple(
+        replace(_moved(turn, subnets.whole + part * len(work.partitions)), skips=part * subnets.rows * (not subnets.all_rows))
+        for part in range(subnets.count)
+    )
+    return Phases([
+        Rounds(
+            split=split, turns=turns, merge=replace(split, kind=PhaseKind.MERGE), local=subnets.local_steps, epochs=epochs,
+            behind=(*_statistics(work), *_tests(work)), every=work.test_every,
+        )
+    ])  # fmt: skip
+
+
+def _moved(phase: Phase, by: int) -> Phase:
+    """The same phase of partitions that have numbers larger by so many."""
+
+    def moved(partitions: frozenset[int]) -> frozenset[int]:
+        return frozenset(p + by for p in partitions)
+
+    return replace(
+        phase, partition=phase.partition + by, through=None if phase.through is None else phase.through + by,
+        frozen=moved(phase.frozen), streams=moved(phase.streams), keeps=moved(phase.keeps), offloads=moved(phase.offloads),
+    )  # fmt: skip
+
+
+def _statistics(work: Workload) -> Iterator[Phase]:
+    """The whole network's, partition after partition up to the last that has any, each from the outputs of those before."""
+    subnets, size = work.subnets, work.partitions[0].micro_batch
+    assert subnets is not None
+    for p in range(subnets.observed):
+        yield Phase(
+            kind=PhaseKind.STATISTICS, partition=p, rows=subnets.observed_rows, batch=subnets.observed_rows,
+            micro_batch=min(size, subnets.observed_rows), shuffle=work.shuffle and p == 0, ends=subnets.observed - 1,
+        )  # fmt: skip
+
+
+def _tests(work: Workload) -> Iterator[Phase]:
+    subnets, size = work.subnets, work.partitions[0].micro_batch
+    assert subnets is not None
+    for p in range(subnets.whole):
+        yield Phase(
+            kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=size, micro_batch=size, ends=subnets.whole - 1
+        )  # fmt: skip
+
+
+IST = Method(name="ist", exact=False, cuts=True, phases=ist_phases, loss=true_loss)

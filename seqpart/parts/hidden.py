@@ -1,0 +1,169 @@
+"""Hidden layers of a chain: units that may be divided among parts, and the tensors that they are rows or columns of.
+
+Found by walking through linear layers, normalisations and elementwise activations, as blocks of their own or inside
+nn.Sequential; a module of another kind says by a method `hidden_layers` which it has:
+
+    def hidden_layers(self) -> list[Hidden]: ...
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import nn
+
+from seqpart.errors import ModelError
+
+NORMS = (nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm)
+ELEMENTWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign, nn.Tanh,
+    nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
+    nn.Identity, nn.Dropout,
+)  # fmt: skip
+_SILENT = (nn.Identity, nn.Dropout)
+
+
+class Side(NamedTuple):
+    """A module whose outputs, or inputs, are before x units x after of a hidden layer's units."""
+
+    path: str
+    before: int = 1
+    after: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hidden:
+    """A hidden layer inside one module; paths are those of its submodules."""
+
+    units: int
+    rows: tuple[Side, ...]
+    """Modules that give the units: linear layers, and normalisations over them."""
+    columns: tuple[Side, ...] = ()
+    """Linear layers that take them, and whose outputs nothing normalises before they are added to something."""
+    counts: tuple[str, ...] = ()
+    """Attributes that hold the number of units."""
+    placed: bool = False
+    """Whether what the rows give keeps its width, with zeros for units of other parts: what comes behind it must give zeros for
+    zeros, and be added to something."""
+    alone: bool = False
+    """Whether units are dealt one by one and never in groups, as attention heads are."""
+
+
+class Spot(NamedTuple):
+    """A `Side` of block number `block`."""
+
+    block: int
+    side: Side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiddenLayer:
+    """A hidden layer of the whole chain, which may reach from one block into another."""
+
+    number: int
+    units: int
+    rows: tuple[Spot, ...]
+    columns: tuple[Spot, ...]
+    summed: frozenset[tuple[int, str]]
+    """Of the columns, (block, path) of those whose sums nothing normalises."""
+    counts: tuple[tuple[int, str], ...] = ()
+    placed: bool = False
+    alone: bool = False
+
+
+class _Leaf(NamedTuple):
+    block: int
+    path: str
+    module: nn.Module
+
+    def __str__(self) -> str:
+        where = f", layer {self.path}" if self.path else ""
+        return f"block {self.block} ({type(self.module).__name__}{where})"
+
+
+def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
+    """Of a chain of such modules, in order. Raises ModelError, naming the blocks, for hidden layers that nothing normalises."""
+    leaves = [leaf for number, module in enumerate(modules) for leaf in _leaves(module, number, "")]
+    found = [layer for leaf in leaves for layer in _declared(leaf)]
+    bare = []
+    for number, leaf in enumerate(leaves):
+        between = _until_linear(leaves, number) if _is_linear(leaf.module) else None
+        if between is None:
+            continue
+        taker = leaves[number + len(between) + 1]
+        if not any(isinstance(one.module, NORMS) for one in between):
+            bare.append(f"{leaf} and {taker}")
+        found.append(_between(leaf, between, taker, _normalised_behind(leaves, number + len(between) + 1)))
+    if bare:
+        raise ModelError(
+            "method ist needs a normalisation in every hidden layer, since a neuron of a subnet gets the inputs of that subnet "
+            f"alone: there is none between {'; nor between '.join(bare)}. Put nn.BatchNorm1d or nn.LayerNorm behind each of "
+            "these linear layers."
+        )
+    found.sort(key=lambda layer: (layer.rows[0].block, layer.rows[0].side.path))
+    return [replace(layer, number=number) for number, layer in enumerate(found)]
+
+
+def _leaves(module: nn.Module, block: int, path: str) -> Iterator[_Leaf]:
+    if type(module) is nn.Sequential:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _leaves(child, block, f"{path}.{name}" if path else name)
+    else:
+        yield _Leaf(block, path, module)
+
+
+def _declared(leaf: _Leaf) -> Iterator[HiddenLayer]:
+    own = getattr(leaf.module, "hidden_layers", None)
+    for hidden in own() if callable(own) else ():
+        prefix = f"{leaf.path}." if leaf.path else ""
+
+        def spots(sides: tuple[Side, ...], prefix: str = prefix) -> tuple[Spot, ...]:
+            return tuple(Spot(leaf.block, side._replace(path=prefix + side.path)) for side in sides)
+
+        yield HiddenLayer(
+            number=0, units=hidden.units, rows=spots(hidden.rows), columns=spots(hidden.columns),
+            summed=frozenset((leaf.block, prefix + side.path) for side in hidden.columns),
+            counts=tuple((leaf.block, prefix + path) for path in hidden.counts), placed=hidden.placed, alone=hidden.alone,
+        )  # fmt: skip
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Of the very type: what is derived from it may do something else."""
+    return type(module) is nn.Linear
+
+
+def _until_linear(leaves: Sequence[_Leaf], first: int) -> list[_Leaf] | None:
+    """What stands between linear layer number `first` and the next one, if all of it treats units alike; else None."""
+    units, between = leaves[first].module.out_features, list[_Leaf]()
+    for leaf in leaves[first + 1 :]:
+        module = leaf.module
+        if _is_linear(module):
+            return between if module.in_features == units else None
+        if not (type(module) in ELEMENTWISE or (type(module) in NORMS and _width(module) == units)):
+            return None
+        between.append(leaf)
+    return None
+
+
+def _width(module: nn.Module) -> int | None:
+    """Units that a normalisation goes over."""
+    if isinstance(module, nn.BatchNorm1d):
+        return module.num_features
+    shape: Sequence[int] = getattr(module, "normalized_shape", ())
+    return int(shape[0]) if len(shape) == 1 else None
+
+
+def _normalised_behind(leaves: Sequence[_Leaf], number: int) -> bool:
+    behind = (leaf.module for leaf in leaves[number + 1 :])
+    following = next((module for module in behind if not isinstance(module, _SILENT)), None)
+    return isinstance(following, NORMS)
+
+
+def _between(giver: _Leaf, between: Sequence[_Leaf], taker: _Leaf, normalised: bool) -> HiddenLayer:
+    rows = [giver, *(leaf for leaf in between if isinstance(leaf.module, NORMS))]
+    summed = frozenset[tuple[int, str]]() if normalised else frozenset({(taker.block, taker.path)})
+    return HiddenLayer(
+        number=0, units=giver.module.out_features, rows=tuple(Spot(leaf.block, Side(leaf.path)) for leaf in rows),  # type: ignore[arg-type]
+        columns=(Spot(taker.block, Side(taker.path)),), summed=summed,
+    )  # fmt: skip

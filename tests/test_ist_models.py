@@ -1,0 +1,186 @@
+"""What method ist divides: the zoo's residual blocks and transformers, convolutional nets; given alive or as factories."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.model.blocks import as_chain, tensors_of
+from seqpart.parts.parts import parted
+from seqpart.zoo import models
+from tests.test_ist import blocks, data, fitted
+
+machine = pytest.mark.usefixtures("known_machine")
+
+
+def tokens(rows=24, seed=1):
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 11, (rows, 6), generator=chance)
+    return x, x.roll(-1, 1)
+
+
+def images(rows=40, seed=1):
+    x = torch.randn(rows, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return x, (x.mean((1, 2, 3)) > 0).long()
+
+
+def gpt():
+    return models.gpt(11, 6, width=16, depth=2, heads=4, dropout=0.1)
+
+
+def convolutional():
+    return [
+        lambda: nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        lambda: nn.Sequential(nn.Linear(54, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2)), lambda: nn.Linear(64, 2),
+    ]  # fmt: skip
+
+
+MODELS = {"mlp": (lambda: models.mlp(6, 4, width=16, depth=3), data), "gpt": (gpt, tokens), "conv": (convolutional, images)}
+
+
+def run(folder, name, **options):
+    model, rows = MODELS[name]
+    options = {"mem_limit": "2GB", "method": "ist", "epochs": 2, "batch_size": 8, "lr": 1e-2, "seed": 5, **options}
+    return Trainer(model(), None, options.pop("optimizer", "adam"), output_dir=folder, quiet=True, **options).fit(
+        rows(), rows(16, 2)
+    )
+
+
+@machine
+@pytest.mark.parametrize("name", MODELS)
+def test_one_subnet_of_it_is_full_training_to_the_bit(name, tmp_path):
+    expected = run(tmp_path / "full", name, method="full")
+    assert run(tmp_path / "ist", name, subnets=1).weights.read_bytes() == expected.weights.read_bytes()
+
+
+@machine
+@pytest.mark.parametrize("name", MODELS)
+def test_subnets_that_learn_nothing_leave_every_weight_as_it_was(name, tmp_path):
+    """Cut, loaded, dropped and put back, round after round."""
+    found = load_file(run(tmp_path / "ist", name, subnets=3, local_steps=1, optimizer="sgd", lr=0.0).weights)
+    before = load_file(run(tmp_path / "full", name, method="full", optimizer="sgd", lr=0.0, epochs=1).weights)
+    assert found.keys() == before.keys()
+    for tensor, value in before.items():
+        if "running" not in tensor and "tracked" not in tensor:
+            assert torch.equal(found[tensor], value), tensor
+
+
+@machine
+@pytest.mark.parametrize("name", MODELS)
+def test_it_learns_and_its_plan_has_room_for_one_subnet_at_a_time(name, tmp_path):
+    result = run(tmp_path / "ist", name, subnets=2, local_steps=1, epochs=8)
+    losses = result.train_losses
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    whole, *subnets = result.plan.partitions
+    assert len(subnets) == 2 and whole.first == 0 and whole.state == 0
+    assert all(part.weights < whole.weights for part in subnets)
+    assert result.proof.violations == 0
+
+
+def randomized(block):
+    for tensor in tensors_of(block).values():
+        tensor.data.normal_()
+    return block.eval()
+
+
+def parts_of(block, count):
+    """Modules of the parts with what they have of the block's weights, cut here in another way: by masks."""
+    chain = parted(as_chain([block]), count=count, group=1, seed=4)
+    units, found = chain.parts.units(1), []
+    for part in range(count):
+        module = chain[1 + part].another().eval()
+        for name, tensor in tensors_of(module).items():
+            if name.endswith("neurons"):
+                tensor.copy_(torch.from_numpy(units[part][0]))
+                continue
+            value = tensors_of(block)[name].detach()
+            for axis, cut in enumerate(chain.parts.cuts[0].get(name, ())):
+                if cut is not None:
+                    shape = (cut.before, cut.units, cut.after, *value.movedim(axis, 0).shape[1:])
+                    kept = torch.zeros(cut.units, dtype=torch.bool)
+                    kept[torch.from_numpy(units[part][cut.layer])] = True
+                    value = value.movedim(axis, 0).reshape(shape)[:, kept].flatten(0, 2).movedim(0, axis)
+            tensor.data.copy_(value)
+        found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("silent", ["mlp.3", "mixed"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_transformer_blocks_branches_are_the_means_of_its_parts(silent, count):
+    """Heads and neurons of the MLP, each with the other branch giving zeros."""
+    block = randomized(models.TransformerBlock(24, 6, 0.0))
+    for tensor in block.get_submodule(silent).parameters():
+        tensor.data.zero_()
+    x = torch.randn(2, 5, 24)
+    mean = sum(part(x) for part in parts_of(block, count)) / count
+    assert torch.allclose(mean, block(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_parts_of_a_residual_block_add_what_the_whole_one_adds(count):
+    block, x = randomized(models.ResidualBlock(12)), torch.randn(5, 12)
+    added = sum(part(x) - x for part in parts_of(block, count))
+    assert torch.allclose(added, block(x) - x, rtol=1e-4, atol=1e-4)
+
+
+@machine
+def test_modules_given_alive_have_learned_and_an_evaluation_judges_them(tmp_path):
+    model = nn.Sequential(*blocks())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = Trainer(
+        model, mem_limit="2GB", method="ist", subnets=2, local_steps=2, epochs=2, batch_size=8, lr=1e-2,
+        output_dir=tmp_path / "run", quiet=True,
+    )  # fmt: skip
+    result = trainer.fit(data(), data(30, 2))
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in load_file(result.weights).items())
+    assert not torch.equal(before["1.weight"], model.state_dict()["1.weight"])
+    assert all(parameter.requires_grad for parameter in model.parameters()) and model.training
+    assert trainer.evaluate(data(30, 2)).loss == pytest.approx(result.test_loss, rel=1e-5)
+
+
+class WithForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(blocks())
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@machine
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"subnets": 17}, OptionError, "has a hidden layer of 16 neurons, and each subnet needs one. Give at most 16"),
+        ({"subnets": 2, "mem_limit": "550MB"}, DoesNotFit, "smallest limit that fits"),
+        ({"subnets": 2, "partitions": (0, 7)}, OptionError, "block 7 does not exist; a subnet has blocks 0..3"),
+        ({"subnets": 2, "warmup_updates": 40}, OptionError, "the learning rate would never be reached"),
+        ({"subnets": 2, "lr": (0.1, 0.2)}, OptionError, "values for each partition go with --method sil only"),
+    ],
+    ids=str,
+)
+def test_what_a_run_cannot_do_is_refused(options, error, text, tmp_path):
+    with pytest.raises(error) as found:
+        fitted(tmp_path / "run", blocks(), **options)
+    assert text in f"{found.value.with_flags}"
+    assert not list(tmp_path.iterdir())
+
+
+@machine
+def test_a_model_with_a_forward_of_its_own_and_too_few_rows_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="has a forward of its own"):
+        fitted(tmp_path / "run", WithForward(), subnets=2)
+    with pytest.raises(DataError, match="3 training rows are fewer than 4 subnets"):
+        Trainer(blocks(), mem_limit="2GB", method="ist", subnets=4, quiet=True).plan(data(3), data(3))
+
+
+@machine
+def test_a_limit_that_a_refusal_names_is_enough(tmp_path):
+    with pytest.raises(DoesNotFit) as found:
+        fitted(tmp_path / "run", blocks(), subnets=2, mem_limit="550MB")
+    assert fitted(tmp_path / "run", blocks(), subnets=2, mem_limit=found.value.smallest).proof.violations == 0

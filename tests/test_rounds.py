@@ -1,0 +1,97 @@
+"""Phases of training in rounds, computed: what a list of them would say, without the list."""
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpart.schedule.phases import Phases, counted, last_trainings
+from seqpart.schedule.progress import Progress, checked
+from seqpart.schedule.rounds import Rounds
+from seqpart.schedule.steps import Phase, PhaseKind, Position, parse, steps_of, to_text
+
+SPLIT = Phase(kind=PhaseKind.SPLIT, partition=0, rows=1, batch=1, micro_batch=1)
+MERGE = replace(SPLIT, kind=PhaseKind.MERGE)
+
+
+@st.composite
+def stretches(draw):
+    rows, batch, epochs = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    turn = Phase(kind=PhaseKind.TRAIN, partition=1, rows=rows, batch=batch, micro_batch=batch, epochs=epochs, rows_of=0)
+    tests = [Phase(kind=PhaseKind.TEST, partition=0, rows=5 + n, batch=5, micro_batch=5, ends=0) for n in range(3)]
+    return Rounds(
+        split=SPLIT, merge=MERGE, local=draw(st.integers(1, 5)), epochs=epochs,
+        turns=tuple(replace(turn, partition=1 + n, skips=n * rows) for n in range(draw(st.integers(1, 3)))),
+        behind=tuple(tests[: draw(st.integers(1, 3))]), every=draw(st.one_of(st.none(), st.integers(1, 4))),
+    )  # fmt: skip
+
+
+def spelled_out(stretch):
+    """What `Rounds` means, one phase after the other."""
+    number, (turn, *_) = 0, stretch.turns
+    for epoch in range(1, stretch.epochs + 1):
+        for done in range(0, turn.updates, stretch.local):
+            number += 1
+            yield replace(SPLIT, epoch=number)
+            for part in stretch.turns:
+                first = done * part.batch
+                yield replace(
+                    part, epoch=epoch, done=done, updates_of_epoch=part.updates, skips=part.skips + first,
+                    rows=min(stretch.local * part.batch, part.rows - first),
+                )  # fmt: skip
+            yield replace(MERGE, epoch=number)
+        if stretch.every is not None and epoch % stretch.every == 0 and epoch < stretch.epochs:
+            yield from stretch.behind
+    yield from stretch.behind
+
+
+def alike(phase):
+    """What is told apart where phases are counted."""
+    return replace(phase, epoch=0, done=0, skips=0)
+
+
+@given(stretch=stretches(), data=st.data())
+def test_rounds_and_their_slices_are_those_of_the_list(stretch, data):
+    phases, found = Phases([stretch]), list(spelled_out(stretch))
+    assert list(phases) == found and len(phases) == len(found)
+    first, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(found))] * 2)))
+    assert list(phases[first:stop]) == found[first:stop]
+    told = Counter()
+    for phase, times in counted(phases[first:stop]):
+        told[alike(phase)] += times
+    assert told == Counter(map(alike, found[first:stop]))
+
+
+@given(stretch=stretches())
+def test_a_place_in_words_is_the_place(stretch):
+    assert [stretch.index_of(*stretch.stands(index)) for index in range(len(stretch))] == list(range(len(stretch)))
+
+
+@given(stretch=stretches())
+def test_the_last_turn_of_each_part_is_known_and_all_rows_of_an_epoch_are_trained_once(stretch):
+    phases = Phases([stretch])
+    last = {}
+    seen: dict[tuple[int, int], list[int]] = {}
+    for number, phase in enumerate(phases):
+        if phase.kind is PhaseKind.TRAIN:
+            last[0, phase.partition] = number
+            rows = seen.setdefault((phase.partition, phase.epoch), [])
+            rows += range(phase.skips, phase.skips + phase.rows)
+            assert phase.share_of(phase.updates)[0] <= phase.share_of(0)[1], "the learning rate's schedule ends with the last"
+    assert last_trainings(phases) == last
+    for (partition, _), rows in seen.items():
+        turn = stretch.turns[partition - 1]
+        assert rows == list(range(turn.skips, turn.skips + turn.rows))
+
+
+@given(stretch=stretches())
+def test_their_steps_keep_the_rules_and_positions_stand_before_and_behind_every_cut(stretch):
+    phases = Phases([stretch])
+    progress, positions = Progress(phases), set()
+    for step in checked(steps_of(phases)):
+        if progress.finish(step):
+            positions.add(progress.position)
+    assert {Position(number) for number in range(1, len(phases) + 1)} <= positions
+    text = to_text(steps_of(phases), phases)
+    assert to_text(parse(text), phases) == text
