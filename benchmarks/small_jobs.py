@@ -10,11 +10,12 @@ start    `python -m seqpart.train --mem-limit 2GB --dry-run` and `seqpart --help
 The plain loop has the same layers, optimizer, batch and shuffling, all rows in memory, PyTorch's own process settings, and sums
 up no losses; once more with OpenMP threads that spin for microseconds and then sleep, as seqpart's do. Each is asked for an
 epoch in turn, the ratios are of medians, and processor seconds stand beside those of the clock: on a busy machine these say
-more.
+more. Both once more on one thread: what a step costs beside its kernels, whatever threads do while they wait.
 """
 
 import argparse
 import functools
+import resource
 import statistics
 import subprocess
 import sys
@@ -27,8 +28,12 @@ from typing import Any
 
 from benchmarks.children import InTurn, answer, own_settings, wait
 
-ARMS: dict[str, dict[str, str]] = {"seqpart": {}, "plain": {}, "plain-same": {"GOMP_SPINCOUNT": "1000"}}
+_ONE = {"OMP_NUM_THREADS": "1"}
+ARMS: dict[str, dict[str, str]] = {
+    "seqpart": {}, "plain": {}, "plain-same": {"GOMP_SPINCOUNT": "1000"}, "seqpart-one": _ONE, "plain-one": _ONE,
+}  # fmt: skip
 """What of PyTorch's own process settings is changed."""
+AGAINST = {"plain": "seqpart", "plain-same": "seqpart", "plain-one": "seqpart-one"}
 WARM = 2
 """Epochs that are not counted."""
 
@@ -106,7 +111,7 @@ def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
 
     x, y = torch.rand(job.rows, *job.shape), torch.arange(job.rows) % job.widths[-1]
     Trainer(
-        list(layers(job)), mem_limit="2GB", epochs=(1, epochs) if timed else epochs, output_dir=folder / "run", quiet=True,
+        list(layers(job)), mem_limit="2GB", epochs=(1, epochs) if timed else epochs, output_dir=folder, quiet=True,
         **job.options,
     ).fit((x, y), (x[:1000], y[:1000]), reporter=Alternating(quiet=True))  # fmt: skip
 
@@ -135,16 +140,24 @@ def plain_worker(job: Job, epochs: int) -> None:
 def epochs_of(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     count = rounds + WARM
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        words = [name, "--rounds", str(count), "--folder", place]
-        arms = {arm: InTurn(__spec__.name, ["--arm", arm, *words], own_settings() | more) for arm, more in ARMS.items()}
+        words = [name, "--rounds", str(count), "--folder"]
+        arms = {
+            arm: InTurn(__spec__.name, ["--arm", arm, *words, f"{place}/{arm}"], own_settings() | more)
+            for arm, more in ARMS.items()
+        }
         seen: dict[str, list[list[float]]] = {arm: [] for arm in arms}
         for turn in range(count):
             for arm in list(arms)[:: 1 if turn % 2 else -1]:
                 seen[arm].append(arms[arm].turn())
         for running in arms.values():
             running.end()
+    return medians(seen, WARM)
+
+
+def medians(seen: dict[str, list[list[float]]], left_out: int) -> dict[str, Any]:
+    """seen: of each arm its pairs of seconds of the clock and of the processors, the first `left_out` of which do not count."""
     seconds, processor = (
-        {arm: statistics.median(pair[which] for pair in pairs[WARM:]) for arm, pairs in seen.items()} for which in (0, 1)
+        {arm: statistics.median(pair[which] for pair in pairs[left_out:]) for arm, pairs in seen.items()} for which in (0, 1)
     )
     return {"seconds": seconds, "processor_seconds": processor, "all": seen}
 
@@ -157,16 +170,19 @@ COMMANDS = {
 
 
 def start(rounds: int) -> dict[str, Any]:
-    seen: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    seen: dict[str, list[list[float]]] = {name: [] for name in COMMANDS}
     for turn in range(rounds + 1):
         for name in list(COMMANDS)[:: 1 if turn % 2 else -1]:
-            began = time.perf_counter()
+            began, before = time.perf_counter(), _of_children()
             subprocess.run([sys.executable, *COMMANDS[name]], check=True, capture_output=True, env=own_settings())
-            seen[name].append(time.perf_counter() - began)
-    seconds = {name: statistics.median(took[1:]) for name, took in seen.items()}
-    return {
-        "seconds": seconds, "ratios": {name: took / seconds["import torch"] for name, took in seconds.items()}, "all": seen,
-    }  # fmt: skip
+            seen[name].append([time.perf_counter() - began, _of_children() - before])
+    return medians(seen, 1)
+
+
+def _of_children() -> float:
+    """Processor seconds of all programs that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def tell(found: dict[str, Any]) -> None:
@@ -174,12 +190,14 @@ def tell(found: dict[str, Any]) -> None:
         if one := found.get(name):
             seconds, processor = one["seconds"], one["processor_seconds"]
             print(f"epoch of {name}: {1e3 * seconds['seqpart']:.1f} ms, {1e3 * processor['seqpart']:.1f} of the processors")
-            for arm in list(ARMS)[1:]:
-                ratio, of_processor = (kind["seqpart"] / kind[arm] for kind in (seconds, processor))
+            for arm, ours in AGAINST.items():
+                ratio, of_processor = (kind[ours] / kind[arm] for kind in (seconds, processor))
                 print(f"  {arm:<16}{1e3 * seconds[arm]:8.1f} ms  ratio {ratio:.2f}, of processor seconds {of_processor:.2f}")
     if "start" in found:
-        for name, seconds in found["start"]["seconds"].items():
-            print(f"start of {name:<14}{seconds:6.2f} s  ratio to import torch {found['start']['ratios'][name]:.2f}")
+        seconds, processor = found["start"]["seconds"], found["start"]["processor_seconds"]
+        for name in COMMANDS:
+            ratio, of_processor = (kind[name] / kind["import torch"] for kind in (seconds, processor))
+            print(f"start of {name:<14}{seconds[name]:6.2f} s  ratio {ratio:.2f}, of processor seconds {of_processor:.2f}")
 
 
 def main() -> None:
@@ -189,20 +207,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where homes and rows lie: a real disk")
     parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.arm == "seqpart":
+    if options.arm in AGAINST.values():
         return seqpart_worker(JOBS[options.part], options.rounds, options.folder)
     if options.arm:
         return plain_worker(JOBS[options.part], options.rounds)
     from benchmarks.record import load, save
 
-    found = load("small-jobs")
+    found: dict[str, Any] = {}
     for name in JOBS:
         if options.part in ("all", "epochs", name):
             found[name] = epochs_of(name, options.rounds, options.folder)
     if options.part in ("all", "start"):
         found["start"] = start(max(3, options.rounds // 3))
     tell(found)
-    print(f"written to {save('small-jobs', found)}")
+    print(f"written to {save('small-jobs', load('small-jobs') | found)}")
     return None
 
 

@@ -233,13 +233,15 @@ class MemoryReader:
 
     def __init__(self, rows: Rows, labels: torch.Tensor, phase: Phase, *, seed: int, first_update: int = 0) -> None:
         assert rows.in_memory is not None
-        self._source, self._layout, self._labels = rows.in_memory, rows.layout, labels
+        self._source, self._layout, self._labels, self._phase = rows.in_memory, rows.layout, labels, phase
         self._picks = picks(rows, phase, seed, first_update)
         self._batch = aligned(min(phase.micro_batch, phase.rows) * self._layout.nbytes)
 
     def take(self) -> Batch:
         """The next batch. Its memory is that of the one before."""
-        m, span, picked = next(self._picks)
+        found = next(self._picks, None)
+        assert found is not None, f"{self._phase} has no more batches"
+        m, span, picked = found
         order = torch.from_numpy(np.concatenate([window.rows[first:last] for window, first, last in picked]))
         x = _as_rows(self._batch, self._layout, len(order))
         torch.index_select(self._source, 0, order, out=x.view(len(order), -1).view(torch.uint8))
