@@ -124,7 +124,7 @@ class SubnetPreparation(Preparation):
                 found = replace(candidate, resources=resources)
                 walked, steps, _ = simulate(phases, costs, self.speeds, resources)
                 if keeps_heap:
-                    found = replace(found, heap=heap_of(problem, max(works_of(steps, len(costs))), len(costs)))
+                    found = replace(found, heap=heap_of(problem, max(works_of(steps, len(costs))), len(costs), streamed=True))
                 peak = max(peaks_by_partition(problem, found, walked, steps))
                 if peak <= available:
                     return found
