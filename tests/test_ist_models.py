@@ -3,13 +3,17 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from seqpart.execution.parting import Parting
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, OutOfMemory
 from seqpart.model.blocks import as_chain, tensors_of
+from seqpart.parts.hidden import Hidden, Side
 from seqpart.parts.parts import parted
+from seqpart.train import run_command
 from seqpart.zoo import models
+from tests.command import call
 from tests.test_ist import blocks, data, fitted
 
 machine = pytest.mark.usefixtures("known_machine")
@@ -184,3 +188,99 @@ def test_a_limit_that_a_refusal_names_is_enough(tmp_path):
     with pytest.raises(DoesNotFit) as found:
         fitted(tmp_path / "run", blocks(), subnets=2, mem_limit="550MB")
     assert fitted(tmp_path / "run", blocks(), subnets=2, mem_limit=found.value.smallest).proof.violations == 0
+
+
+# --- where memory runs out, and elsewhere than on the CPU -----------------------------------------------------------------
+
+
+class Hungry(nn.Module):
+    """Raises what an allocator does when it is given more than `rows` rows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.linear, self.rows = nn.Linear(16, 16), rows
+
+    def forward(self, x):
+        if type(x) is torch.Tensor and len(x) > self.rows:  # costs are found on fake tensors
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        return torch.relu(self.linear(x))
+
+
+def hungry(rows):
+    torch.manual_seed(3)
+    return [nn.Linear(6, 16), Hungry(rows), nn.Linear(16, 24), nn.LayerNorm(24), nn.Tanh(), nn.Linear(24, 4)]
+
+
+@machine
+def test_an_allocation_that_fails_in_a_subnet_halves_the_micro_batch_and_nothing_is_lost(tmp_path):
+    options = {"subnets": 2, "local_steps": 2}
+    expected = fitted(tmp_path / "half", hungry(9), micro_batch_size=4, **options)
+    found = fitted(tmp_path / "run", hungry(4), **options)
+    assert found.final_micro_batch == 4
+    assert found.weights.read_bytes() == expected.weights.read_bytes()
+
+
+@machine
+def test_memory_that_runs_out_as_homes_are_cut_is_said_with_the_step(tmp_path, monkeypatch):
+    def refusing(*_):
+        raise MemoryError("cannot allocate")
+
+    monkeypatch.setattr(Parting, "split", refusing)
+    with pytest.raises(OutOfMemory, match=r"memory ran out in S0, where a smaller micro-batch cannot help"):
+        fitted(tmp_path / "run", blocks(), subnets=2)
+
+
+@machine
+def test_on_a_simulated_device_it_has_the_bits_of_the_cpu(tmp_path):
+    options = {"subnets": 2, "local_steps": 2, "partitions": 2, "micro_batch_size": 8}
+    expected = fitted(tmp_path / "cpu", blocks(), **options)
+    found = fitted(tmp_path / "sim", blocks(), device="sim:rtx3060-12gb", **options)
+    assert found.weights.read_bytes() == expected.weights.read_bytes()
+
+
+COMMAND = "--method ist --subnets 4 --local-steps 20 --mem-limit 1GB --width 256 --depth 2 --epochs 1"
+
+
+@machine
+def test_the_command_shows_one_subnet_at_a_time_and_its_schedule(capsys, tmp_path):
+    said = call(capsys, *COMMAND.split(), "--dry-run", "--print-schedule", "--micro-batch-size", "32").out
+    assert "4 subnet(s), hidden layers divided among them: 2 of 4 groups of 64 neurons; blocks 0, 3 whole in each" in said
+    assert "[split 0.1] S0 [train 1.1] L1+ B1.0 B1.1 U1" in said
+    assert "method ist" in said and not list(tmp_path.iterdir())
+
+
+@machine
+def test_the_command_trains_and_is_refused_by_verify(capsys, tmp_path):
+    assert call(capsys, *COMMAND.split(), "--output-dir", str(tmp_path / "run")).code == 0
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert run_command("verify", COMMAND.split()) == 2
+    assert "--method ist is approximate: its bits are not those of full training" in capsys.readouterr().err
+
+
+class Documented(nn.Module):
+    """As docs/ist.md has it."""
+
+    def __init__(self, width, inner):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    def hidden_layers(self):
+        return [Hidden(units=self.up.out_features, rows=(Side("up"),), columns=(Side("down"),))]
+
+
+def test_a_block_that_says_what_it_hides_is_the_mean_of_its_parts():
+    block, x = randomized(Documented(6, 15)), torch.randn(5, 6)
+    mean = sum(part(x) for part in parts_of(block, 3)) / 3
+    assert torch.allclose(mean, block(x), rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_layers_that_do_not_fit_are_refused_with_the_block():
+    class Wrong(Documented):
+        def hidden_layers(self):
+            return [Hidden(units=7, rows=(Side("up"),))]
+
+    with pytest.raises(ModelError, match="block 0 says that up has 1 x 7 x 1 of a hidden layer's units; it has 15"):
+        parted(as_chain([Wrong(6, 15)]), count=2, group=1, seed=0)

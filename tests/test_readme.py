@@ -30,6 +30,7 @@ SCHEDULE = (
 OTHER_SCHEDULE = "... --partitions 3 --method streamed --micro-batch-size 256 ..."
 VERIFY = "seqpart verify --mem-limit 800MB --steps 3"
 PLAN_FOR_A_CARD = "seqpart plan --device sim:rtx3060-12gb --mem-limit 11GB --ram-limit 32GB --method auto"
+IST = "python -m seqpart.train --method ist --subnets 4 --local-steps 20 --mem-limit 1GB"
 SAVED, RESUMED = (
     "python -m seqpart.train --mem-limit 2GB --method streamed --output-dir runs/mine --save-every 200",
     "python -m seqpart.train --resume runs/mine",
@@ -41,6 +42,7 @@ HOW = {
     MAIN_JOB: "planned; two minutes as printed: tools/watch.py runs it for the table",
     SCHEDULE: "run as printed",
     OTHER_SCHEDULE: "run, in place of the same options of the command before it",
+    IST: "run smaller by test_ist_models",
     VERIFY: "run as printed (slow)",
     SAVED: "run with a small network, and killed (slow)",
     RESUMED: "run as printed, from where that was killed (slow)",
