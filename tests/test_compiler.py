@@ -62,6 +62,10 @@ def mlp(block=nn.Linear):
     hidden = [lambda: nn.Sequential(block(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1))] * 3
     return [lambda: nn.Linear(64, 64), *hidden, lambda: nn.Linear(64, 10)]
 
+def normalised():
+    hidden = [lambda: nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())] * 3
+    return [*hidden, lambda: nn.Linear(64, 10)]
+
 def cnn():
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
@@ -101,8 +105,10 @@ def said(cwd, code):
         ['cnn(), images, method="sil"', 'lstm(), images, method="full"', 'lstm(), images, method="streamed"'],
         ['gpt(30, 16, width=32, depth=2, heads=2), tokens, tokens, method="streamed"',
          'mlp(), optimizer=lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3), method="full"'],
+        ['normalised(), method="ist", subnets=2, local_steps=3, test_every=1, epochs=2',
+         'gpt(30, 16, width=32, depth=2, heads=2), tokens, tokens, method="ist", subnets=2, partitions=2'],
     ],
-    ids=["sil", "streamed", "full", "sequences", "others"],
+    ids=["sil", "streamed", "full", "sequences", "others", "ist"],
 )  # fmt: skip
 def test_no_run_loads_the_compiler(tmp_path, runs):
     at_end, _ = said(tmp_path, "\n".join(f"fitted({run})" for run in runs))

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from seqpart.costs.fake_mode import FakeMode
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, tensors_of
 from seqpart.offload.layout import lies_dense
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
 def template(block: Block) -> nn.Module:
     """The block's module on the meta device. Raises ModelError where it cannot be copied."""
-    module, tensors = block.fake(FakeTensorMode())
+    module, tensors = block.fake(FakeMode())
     own = tensors_of(module)
     memo: dict[int, object] = {id(tensor): _on_meta(tensors[name]) for name, tensor in own.items()}
     try:

@@ -11,7 +11,7 @@ from seqpart.units import format_size
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A3D9A", "#8C564B"]
 """Okabe and Ito's, which the colour-blind can tell apart."""
 _VERBS = {"L": ("load", "#9ECAE1"), "F": ("forward", "#C7E9C0"), "B": ("backward", "#FDD0A2"), "U": ("update", "#DADAEB"),
-          "D": ("drop", "#D9D9D9")}  # fmt: skip
+          "D": ("drop", "#D9D9D9"), "S": ("split", "#FEE391"), "M": ("merge", "#FEC44F")}  # fmt: skip
 _LIMIT, _INK, _FAINT = "#C00000", "#222222", "#8A8A8A"
 _FEW_STEPS = 30
 

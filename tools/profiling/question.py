@@ -4,16 +4,17 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from seqpart.cli.arguments import gathered, options_of
+from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job
 from seqpart.errors import OptionError
 from seqpart.methods import methods_named
-from seqpart.settings import OF_SIL
+from seqpart.settings import OF_IST, OF_SIL
 from seqpart.values import as_text, flag_of
 
 PLAIN = ("full", "checkpointed", "save_on_cpu")
-OURS = ("streamed", "sil", "auto", "seqpart:checkpointed", "seqpart:full")
+OURS = ("streamed", "sil", "ist", "auto", "seqpart:checkpointed", "seqpart:full")
 TRIM = ":trim"
 DEFAULT = "full,checkpointed,save_on_cpu,streamed,sil"
 
@@ -68,8 +69,11 @@ def asked(words: list[str], description: str) -> Question:
 
 
 def parsed(arguments: list[str]) -> Job:
-    """The options of `python -m seqpart.train`, --config included."""
-    return options_of(Job, gathered(arguments, Job), "profile_memory.py ...")
+    """The options of `python -m seqpart.train`, --config included. Those of one method alone say that it is among the ways."""
+    words = gathered(arguments, Job)
+    if any(has_flag(words, flag_of(name)) for name in OF_IST) and not has_flag(words, "--method"):
+        words = [*words, "--method=ist"]
+    return options_of(Job, words, "profile_memory.py ...")
 
 
 def way_named(name: str) -> Way:
@@ -90,6 +94,10 @@ def _refuse(job: Job, ways: tuple[Way, ...]) -> None:
         )
     defaults = {field.name: field.default for field in dataclasses.fields(Job)}
     given = [flag_of(name) for name in _OWN if getattr(job, name) != defaults[name]]
+    if job.method == "ist":  # its options say so
+        given.remove("--method")
+    if (job.method == "ist") != any(way.method == "ist" for way in ways):
+        raise OptionError("--subnets and the other options of ist go with ist among --methods, which needs --subnets.")
     if given:
         raise OptionError(f"{', '.join(given)}: goes with a single run. Leave it out (--methods says which ones are compared).")
     several = [name for name in _PER_PARTITION if isinstance(getattr(job, name), tuple)]
@@ -103,7 +111,9 @@ def _refuse(job: Job, ways: tuple[Way, ...]) -> None:
 def job_of(job: Job, way: Way) -> Job:
     """The job with the options that this way takes. Checkpoints are off unless asked for: a plain program makes none."""
     defaults = {field.name: field.default for field in dataclasses.fields(Job)}
-    changed = {} if way.plain else {"method": way.method}
+    changed: dict[str, Any] = {"method": defaults["method"] if way.plain else way.method}
+    if way.method != "ist":
+        changed |= dict.fromkeys(OF_IST)
     if way.method != "sil":
         changed |= {name: defaults[name] for name in _SIL_ONLY}
     if way.plain or not any(method.cuts for method in methods_named(way.method)):
