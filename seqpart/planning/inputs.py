@@ -25,10 +25,10 @@ from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime,
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
-from seqpart.methods.separable import refuse_inseparable
+from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import OF_CLASSES, LossFunction, LossSource, label_dtype, loss_named, regression
+from seqpart.model.losses import LossFunction, LossSource, label_dtype, loss_named, refuse_few_outputs
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
@@ -89,7 +89,10 @@ class Inputs:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
-        refuse_inseparable(self.methods[0], self._final_loss, (train, test))
+        self.pair_rows = rows_of_pairs(
+            self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=max(values_of(settings.epochs)),
+            key=(settings.seed, "order") if settings.shuffles else None,
+        )  # fmt: skip
         self._label_shape = tuple(train.labels.shape[1:])
         self.input_layout = RowLayout(train.shape, train.dtype)
         self.counted_at = cache(self._measure)
@@ -359,7 +362,7 @@ class Inputs:
                 method, label_bytes, micro_batch, block.output_shape, block.output_dtype, block is last
             )  # fmt: skip
 
-        self._refuse_few_outputs(last)
+        refuse_few_outputs(self._final_loss, last.output_shape, self.classes)
         return cost
 
     def _measure_loss(
@@ -389,12 +392,3 @@ class Inputs:
                 f"{'classes' if self.classes else 'labels'}: {error}"
             ) from error
         return max(0, peak - targets), targets
-
-    def _refuse_few_outputs(self, last: BlockCost) -> None:
-        if self._final_loss is regression and torch.Size(last.output_shape).numel() != 1:
-            raise DataError(f"a regression needs one output per row; the network ends with shape {last.output_shape}.")
-        if self._final_loss in OF_CLASSES and (last.output_shape or (0,))[-1] < self.classes:
-            raise DataError(
-                f"the network ends with outputs of shape {last.output_shape}, and the labels have {self.classes} classes. "
-                f"Let the last block have {self.classes} outputs."
-            )

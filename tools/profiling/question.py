@@ -13,7 +13,7 @@ from seqpart.settings import OF_SIL
 from seqpart.values import as_text, flag_of
 
 PLAIN = ("full", "checkpointed", "save_on_cpu")
-OURS = ("streamed", "sil", "auto", "seqpart:checkpointed", "seqpart:full")
+OURS = ("streamed", "sil", "auto", "psl", "seqpart:checkpointed", "seqpart:full")
 TRIM = ":trim"
 DEFAULT = "full,checkpointed,save_on_cpu,streamed,sil"
 
