@@ -1,6 +1,6 @@
 """Figures 6 and 7 of the PSL paper (Raynaud, Orban and Bigeon 2023) again, by the public Trainer: PNG and JSON.
 
-    python -m benchmarks.psl_paper --data-dir DIR              five seeds: half an hour on one core
+    python -m benchmarks.psl_paper --data-dir DIR              five seeds: 50 minutes on one core, beside others' work
     python -m benchmarks.psl_paper --data-dir DIR --quick      two seeds, few rows: does it run?
     python -m benchmarks.psl_paper --table                     what was found, as docs/psl.md has it
 
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import children, psl_figures, record
 
 ROWS = {"mnist": (6000, 8), "cifar": (8000, 8)}
-"""Training rows and epochs, of which a run of all has half an hour on one core. The paper takes all 60,000 and 50,000."""
+"""Training rows and epochs: as many as one core trains in less than an hour. The paper takes all 60,000 and 50,000 rows."""
 TEST_ROWS, SEEDS = 2000, 5
 BATCHES = (20, 100)
 GROUP = "curves"

@@ -2,7 +2,9 @@
 
 import contextlib
 import itertools
+import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +18,7 @@ from seqpart.errors import DataError, DoesNotFit, Interrupted, ModelError, Optio
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
 from seqpart.methods.method import PartitionTraining, Workload
-from seqpart.methods.separable import psl_phases
+from seqpart.methods.separable import PSL, psl_phases, rows_of_pairs
 from seqpart.model import SeparableLinear
 from seqpart.model.losses import element_pair, partially_separable
 from seqpart.offload.layout import Layout, TensorSpec
@@ -25,6 +27,7 @@ from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
 from seqpart.tiling.separation import Separation
 from seqpart.verify.verification import verify
 from seqpart.zoo.convolutional import psnet
+from tests.command import run
 from tests.exactly import split
 from tests.resuming import Killed, Stopping, ended, interrupt, kill
 
@@ -215,6 +218,34 @@ def test_the_plan_shows_the_weights_of_a_pair_beside_the_whole():
     plan = Trainer(psnet((3, 32, 32), 10), mem_limit="2GB", method="psl", quiet=True).plan(data, data)
     assert "10 scores meet in 45 pairs: a pair has 19,998 of 81,750 weights on the device, 4,560 of them common" in plan.reasons
     assert [part.stays for part in plan.partitions] == [True, *[False] * 11]
+
+
+@given(st.integers(5, 60), st.integers(2, 4), st.integers(1, 20), st.integers(1, 20), st.booleans(), st.integers(0, 99))
+def test_as_many_rows_pass_at_once_as_were_planned_for(rows, classes, batch, micro, shuffles, seed):
+    torch.manual_seed(seed)
+    x, y = torch.zeros(rows, 1), torch.cat([torch.arange(classes), torch.randint(classes, (rows,))])[:rows]
+    own, key = split("training", x, y), (seed, "order") if shuffles else None
+    found = rows_of_pairs(PSL, partially_separable, (own, own), batch=batch, epochs=3, key=key)(min(micro, batch))
+    most = 0
+    for epoch in range(1, 4):
+        order_of = order(rows, epoch, seed=seed) if shuffles else torch.arange(rows)
+        for update in order_of.split(batch):
+            for part in update.split(min(micro, batch)):
+                counts = torch.bincount(y[part], minlength=classes).sort().values
+                most = max(most, int(counts[-2:].sum()))
+    assert found == most
+
+
+@pytest.mark.slow
+def test_the_peak_is_predicted_as_that_of_other_methods_is(tmp_path):
+    random = np.random.default_rng(0)
+    images = random.integers(0, 255, (600, 3, 32, 32)).astype(np.uint8)
+    np.savez(tmp_path / "some.npz", x_train=images, y_train=np.arange(600) % 10, x_test=images[:50], y_test=np.arange(50) % 10)
+    words = ["--mem-limit", "1GB", "--method", "psl", "--model", "psnet", "--data", "npz:some.npz", "--batch-size", "300"]
+    ran = run(tmp_path, *words, "--epochs", "2", "--output-dir", "run", "--save-every", "never")
+    assert ran.code == 0, ran.err
+    proof = json.loads((tmp_path / "run" / "result.json").read_text())["proof"]
+    assert -0.01 <= proof["predicted"] / proof["peak"] - 1 <= 0.05
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------

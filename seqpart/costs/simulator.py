@@ -265,11 +265,11 @@ class Simulator:
             seconds = max(computing, read / self._speeds.read) + written / self._speeds.write
             return peak, read, written, seconds
         if p == phase.partition:
-            self._hold_values(part.entering, step.micro_batch)
+            self._hold_values(part.entering, step.micro_batch, rows if phase.in_pairs else None)
             self._keep("labels", 0, step.micro_batch, rows * self._resources.label_row)
         offloads = phase.offloads_graph(p)  # then saved tensors die like others
         work = part.inference_peak if offloads else part.forward_peak
-        peak = self._now + work - self._one_boundary(part, step.micro_batch)
+        peak = self._now + work - self._entered(phase, p, part, step.micro_batch)
         if p == phase.partition < phase.lowest:  # each that it stands for is used up before the next one comes
             peak -= self._held_of(self._handing.used_up(p), step.micro_batch) * (self._alike - 1) // self._alike
         if p < phase.last:
@@ -277,6 +277,7 @@ class Simulator:
         if phase.keeps_graph(p) and not offloads:
             sides = [*part.entering, *part.leaving] if self._resources.tiers else []  # on the device they are held already
             held = self._waiting(sides, "disk") + self._waiting(sides, "host")
+            held += part.input if phase.in_pairs and p == phase.partition else 0  # the pair's rows are copies
             self._keep("graph", p, step.micro_batch, part.kept + held)
         if p < phase.lowest:
             self._free_values(self._handing.used_up(p), step.micro_batch)
@@ -300,17 +301,14 @@ class Simulator:
         if part.lent and self._handing.tier_of(-1, self._resources.tiers) != DEVICE:
             need += part.lent  # what came; on the device it waited there
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
-        own, handed = self._one_boundary(part, m), self._hand_down(p, m)
+        own, handed = self._entered(phase, p, part, m), self._hand_down(p, m)
         waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
         peak = self._now + max(own + handed + graph, need - own + waiting)
         if part.tied and not alone:
             self._hold("tied", p, m, part.tied, -1)
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
-        if phase.in_pairs and p == phase.partition:
-            for value in part.leaving:
-                self._free("gradient", value.number, m)
-        else:
+        if not (phase.in_pairs and p == phase.partition):
             self._pass_down(p, phase.lowest, m)
         if p == phase.lowest:
             for borrower in range(p, len(self._partitions)):
@@ -322,13 +320,13 @@ class Simulator:
 
     def _computing(self, part: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
         keeps_heap = self._resources.keeps_heap
-        return self._speeds.computing(part, rows, forward=forward, backward=backward, keeps_heap=keeps_heap)
+        return self._speeds.computing(part, min(rows, part.rows), forward=forward, backward=backward, keeps_heap=keeps_heap)
 
     def _hand_down(self, p: int, m: int) -> int:
         """Bytes of gradients that partition p takes: of what it gave, and of what it took and others did behind it. The last
         one takes none."""
-        handed = self._free_values(self._partitions[p].leaving, m)
-        return handed + sum(self._free("gradient", value.number, m) for value in self._handing.taken_again(p))
+        given, again = self._partitions[p].leaving, self._handing.taken_again(p)
+        return self._free_values(given, m) + sum(self._free("gradient", value.number, m) for value in (*given, *again))
 
     def _pass_down(self, p: int, lowest: int, m: int) -> None:
         """What partition p took is its gradient now, where others are to learn by it; both wait where others took it too."""
@@ -346,9 +344,14 @@ class Simulator:
     def _held_of(self, values: Sequence[Value], m: int) -> int:
         return sum(self._held.get(("boundary", value.number, m), 0) for value in values)
 
-    def _hold_values(self, values: Sequence[Value], m: int) -> None:
+    def _entered(self, phase: Phase, p: int, part: PartitionCost, m: int) -> int:
+        """Bytes held of what enters, counted in the step's own peak too. Of rows that wait for other pairs it has copies."""
+        return 0 if phase.in_pairs and p == phase.partition else self._one_boundary(part, m)
+
+    def _hold_values(self, values: Sequence[Value], m: int, rows: int | None = None) -> None:
         for value in values:
-            self._hold("boundary", value.number, m, value.nbytes, value.number)
+            nbytes = value.nbytes if rows is None else value.nbytes_at(rows)
+            self._hold("boundary", value.number, m, nbytes, value.number)
 
     def _free_values(self, values: Sequence[Value], m: int) -> int:
         return sum(self._free("boundary", value.number, m) for value in values)

@@ -4,7 +4,7 @@ import torch
 
 from seqpart.data.splits import Split
 from seqpart.errors import DataError
-from seqpart.model.losses import IGNORED, OF_CLASSES, LossFunction, regression
+from seqpart.model.losses import IGNORED
 
 SPARSE_CLASSES = 1000
 """Gaps in the numbers of up to so many classes cost little."""
@@ -80,14 +80,3 @@ def _class_count(train: Split, test: Split, ignored: int | None) -> int:
             "Every number costs an output."
         )
     return classes
-
-
-def refuse_few_outputs(loss: LossFunction, shape: tuple[int, ...], classes: int) -> None:
-    """shape: of one row of the network's output. Raises DataError where it has too few numbers for the loss."""
-    if loss is regression and torch.Size(shape).numel() != 1:
-        raise DataError(f"a regression needs one output per row; the network ends with shape {shape}.")
-    if loss in OF_CLASSES and (shape or (0,))[-1] < classes:
-        raise DataError(
-            f"the network ends with outputs of shape {shape}, and the labels have {classes} classes. Let the last block have "
-            f"{classes} outputs."
-        )

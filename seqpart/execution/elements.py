@@ -40,8 +40,8 @@ class Elements:
     """What FORWARD gave, with its graph."""
     _entered: torch.Tensor | None = None
     """The common value as the first score took it."""
-    _handed: list[torch.Tensor] = field(default_factory=list)
-    """Gradients of the common value, the second score's first."""
+    _handed: torch.Tensor | None = None
+    """The gradient of the common value: the second score's, then the sum."""
     _score_gradient: torch.Tensor | None = None
 
     def forward(self, step: Step, phase: Phase) -> int:
@@ -75,9 +75,9 @@ class Elements:
             self._score = self._score_gradient = self._entered = None
         else:
             assert self._common is not None
-            if self._handed:  # else nothing of it learns
-                self._propagate(step, self._common, self._handed[0].add_(self._handed[1]), None)
-            self._common, self._handed = None, []
+            if self._handed is not None:  # else nothing of it learns
+                self._propagate(step, self._common, self._handed, None)
+            self._common = self._handed = None
 
     def _backward_from_loss(self, step: Step, update_rows: int) -> None:
         assert self._score is not None and self._is_first is not None
@@ -102,8 +102,9 @@ class Elements:
         arrived: dict[int, torch.Tensor] = {}
         if entered is not None and entered.grad is not None:
             arrived = apart_from(frozenset(), {0: entered.grad})
-            self._handed += arrived.values()
         self.loaded[step.partition].part_gradients(arrived.values())
+        for gradient in arrived.values():
+            self._handed = gradient if self._handed is None else self._handed.add_(gradient)
 
     def _pair(self, phase: Phase) -> list[int]:
         return sorted(p for p in self.loaded if p != phase.partition)
@@ -121,5 +122,4 @@ class Elements:
     def rest(self) -> None:
         """An update is over, or given up."""
         self._rows.clear()
-        self._is_first = self._common = self._score = self._entered = self._score_gradient = None
-        self._handed = []
+        self._is_first = self._common = self._score = self._entered = self._score_gradient = self._handed = None

@@ -41,6 +41,8 @@ class PartitionTraining:
     batch_size: int
     micro_batch: int
     trainable: bool = True
+    rows: int = 0
+    """Of a micro-batch those that pass at once, where it is not all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

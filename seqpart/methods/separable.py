@@ -7,19 +7,28 @@ rows labelled with either. Gradients are gathered at home, and one optimizer ste
 terms are added up in another order: pair by pair, (0, 1), (0, 2), ..., (1, 2), ..., and in each by micro-batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
+import numpy as np
+import torch
+
+from seqpart.data.reader import windows
+from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, OptionError
 from seqpart.methods.exact import true_loss, whole_network
 from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.model.losses import LossFunction, partially_separable
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase
+from seqpart.schedule.steps import Phase, PhaseKind
 
 COMMON = 0
 """The partition that all scores share; behind it comes one for each score, and then what puts them side by side."""
+
+KERNELS = 4 << 20
+"""Bytes that oneDNN keeps of kernels for many numbers of rows, as pairs have them: 3 to 7 MB in runs of PSNet."""
 
 
 def in_pairs(work: Workload) -> Phase:
@@ -32,19 +41,57 @@ def in_pairs(work: Workload) -> Phase:
 
 
 def psl_phases(work: Workload) -> Phases:
-    """All epochs, then the test rows, through the whole network."""
-    epochs = work.partitions[0].epochs
-    train = replace(in_pairs(work), epochs=epochs)
-    return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work), every=work.test_every)])
+    """All epochs, then the test rows, through the whole network, no more of them at once than of a pair."""
+    first = work.partitions[0]
+    train = replace(in_pairs(work), epochs=first.epochs)
+    fewer = replace(first, micro_batch=min(first.micro_batch, first.rows or first.micro_batch))
+    behind = test_phases(replace(work, partitions=(fewer, *work.partitions[1:])))
+    return Phases([Epochs(train=train, epochs=first.epochs, behind=behind, every=work.test_every)])
 
 
 PSL = Method(name="psl", exact=True, cuts=True, phases=psl_phases, loss=true_loss, in_pairs=True)
 
 
-def refuse_inseparable(method: Method, loss: LossFunction, splits: Sequence[Split]) -> None:
-    """Raises OptionError or DataError for what is no sum over pairs of scores, where the method needs one."""
+_EPOCHS = 200
+"""That are looked at for the rows of a pair; for those behind them there is room for an eighth more."""
+
+
+def rows_of_pairs(
+    method: Method, loss: LossFunction, splits: Sequence[Split], *, batch: int, epochs: int, key: tuple[int | str, ...] | None
+) -> Callable[[int], int]:
+    """Micro-batch to the most rows of it that pass at once: of one pair, where the method has pairs. See `_rows_of_a_pair`.
+
+    Raises OptionError or DataError for what is no sum over pairs of scores.
+    """
     if not method.in_pairs:
-        return
+        return lambda micro_batch: micro_batch
+    _refuse_inseparable(loss, splits)
+    train = splits[0]
+    chunk = RowLayout(train.shape, train.dtype).chunk_rows
+    return cache(lambda micro_batch: _rows_of_a_pair(train.labels, micro_batch, batch, epochs, chunk, key))
+
+
+def _rows_of_a_pair(
+    labels: torch.Tensor, micro_batch: int, batch: int, epochs: int, chunk_rows: int, key: tuple[int | str, ...] | None
+) -> int:
+    """Most rows of a micro-batch that are labelled with one of two classes: no more pass with a graph.
+
+    labels (rows,): classes from 0 up. key: of the row order, without partition and epoch; None: rows are not shuffled.
+    """
+    count, classes = len(labels), int(labels.max()) + 1
+    phase = Phase(kind=PhaseKind.TRAIN, partition=COMMON, rows=count, batch=batch, micro_batch=micro_batch)
+    sizes = [span.stop - span.start for _, span in phase.spans()]
+    place, own, most = np.repeat(np.arange(len(sizes)), sizes) * classes, labels.numpy(), 1
+    for epoch in range(1, 1 + (1 if key is None else min(epochs, _EPOCHS))):
+        order = np.concatenate(
+            [window.rows for window in windows(count, chunk_rows, None if key is None else (*key, COMMON, epoch))]
+        )
+        counts = np.bincount(place + own[order], minlength=len(sizes) * classes).reshape(len(sizes), classes)
+        most = max(most, int(np.sort(counts, axis=1)[:, -2:].sum(axis=1).max()))
+    return min(micro_batch, most if key is None or epochs <= _EPOCHS else most + most // 8 + 1)
+
+
+def _refuse_inseparable(loss: LossFunction, splits: Sequence[Split]) -> None:
     if loss is not partially_separable:
         raise OptionError("--method psl trains by --loss psl alone, a sum over pairs of scores: leave out the other loss.")
     if any(split.labels.ndim > 1 or split.labels.min() < 0 for split in splits):

@@ -119,6 +119,17 @@ OF_CLASSES: tuple[LossFunction, ...] = (F.cross_entropy, token_cross_entropy, pa
 """Those of ours that take one score for each class."""
 
 
+def refuse_few_outputs(loss: LossFunction, shape: tuple[int, ...], classes: int) -> None:
+    """Raises DataError where a loss of ours cannot judge outputs of that shape, of one row."""
+    if loss is regression and torch.Size(shape).numel() != 1:
+        raise DataError(f"a regression needs one output per row; the network ends with shape {shape}.")
+    if loss in OF_CLASSES and (shape or (0,))[-1] < classes:
+        raise DataError(
+            f"the network ends with outputs of shape {shape}, and the labels have {classes} classes. "
+            f"Let the last block have {classes} outputs."
+        )
+
+
 def element_pair(first: torch.Tensor, second: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
     """Sum over rows, labelled with either of two classes, of their elements of the partially-separable loss with the other one.
 

@@ -79,7 +79,7 @@ def fastest_of(problem: Problem, method: Method, available: int) -> Prediction |
 def _paired(problem: Problem, method: Method, micro_batch: int) -> Iterator[Prediction]:
     """With a third slot, in which the next score comes, and without."""
     assert problem.starts is not None
-    parts = parts_of(problem, micro_batch, problem.starts)
+    parts = parts_of(problem, problem.pair_rows(micro_batch), problem.starts)
     for slots in (3, 2):
         resources = Resources(slots=slots, stays=frozenset({0}))
         if slots <= len(parts) - 2:
@@ -89,6 +89,8 @@ def _paired(problem: Problem, method: Method, micro_batch: int) -> Iterator[Pred
 def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Prediction | None:
     """What the plan that is to be used again says of its partitions."""
     saved = problem.saved
+    if method.in_pairs:  # its answers are always the same
+        return None
     if saved is None or saved.method != method.name or saved.starts != problem.starts:
         return None
     parts = parts_of(problem, micro_batch, saved.starts)

@@ -15,7 +15,7 @@ from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
 from seqpart.costs.partition import LossCost
 from seqpart.costs.trials import Trials
-from seqpart.data.classes import count_classes, refuse_few_outputs
+from seqpart.data.classes import count_classes
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
@@ -25,10 +25,10 @@ from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime,
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
-from seqpart.methods.separable import refuse_inseparable
+from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import LossFunction, LossSource, label_dtype, loss_named
+from seqpart.model.losses import LossFunction, LossSource, label_dtype, loss_named, refuse_few_outputs
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
@@ -70,8 +70,7 @@ class Inputs:
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, learns)
-            costs = self.costs_at(self.full_batch)
-            whole, live = self.chain.whole, self.live_modules
+            costs, whole, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
             self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
             self.live_modules.take()
             undo.callback(self.close)
@@ -90,9 +89,11 @@ class Inputs:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
-        refuse_inseparable(self.methods[0], self._final_loss, (train, test))
-        self._label_shape = tuple(train.labels.shape[1:])
-        self.input_layout = RowLayout(train.shape, train.dtype)
+        self.pair_rows = rows_of_pairs(
+            self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=max(values_of(settings.epochs)),
+            key=(settings.seed, "order") if settings.shuffles else None,
+        )  # fmt: skip
+        self._label_shape, self.input_layout = tuple(train.labels.shape[1:]), RowLayout(train.shape, train.dtype)
         self.counted_at = cache(self._measure)
         self._measured_loss = cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)

@@ -126,7 +126,9 @@ def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: f
 def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     batch = problem.batch_size
     training = tuple(
-        PartitionTraining(epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable)
+        PartitionTraining(
+            epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable, rows=cost.rows
+        )
         for _, _, cost in candidate.parts
     )
     rows = min(problem.train_rows, WALKED_UPDATES * batch)

@@ -16,6 +16,7 @@ from seqpart.memory.limit import margin_of, refused
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
+from seqpart.methods.separable import KERNELS
 from seqpart.model.blocks import Chain
 from seqpart.model.optimizers import Optimizer
 from seqpart.planning.exact import choose_exact, fastest_of
@@ -105,21 +106,20 @@ class Preparation(Inputs):
         costs = self.costs_at(batch)
         return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
-            limit=request.limit, runtime=self.runtime + request.spare, growth=self.device.growth, costs_at=self.costs_at,
-            counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
-            loss_of=partial(self.loss_cost, request),
-            heap_below=self.device.heap_below, speeds=self.speeds,
+            limit=request.limit, runtime=self.runtime + request.spare,
+            growth=self.device.growth + (KERNELS if self._starts is not None and self.device.shares_memory else 0),
+            costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
+            loss_of=partial(self.loss_cost, request), heap_below=self.device.heap_below, speeds=self.speeds,
             clips=self._starts is not None or self.settings.clip_grad_norm is not None,
             boundary_tiers=("device", "host" if not self.device.shares_memory or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
-            host_budget=self._host_budget(),
+            host_budget=self._host_budget(), pair_rows=self.pair_rows,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.input_layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
-            live_bytes=self.live_bytes,
-            may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
+            live_bytes=self.live_bytes, may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
         )  # fmt: skip
 
     def planned(self, request: PlanRequest | None = None) -> Prepared:
@@ -145,7 +145,7 @@ class Preparation(Inputs):
                 raise refused(refusal.message, refusal.smallest + _UNMEASURED) from None
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
-            wanted = [(part.micro_batch, part.first, part.last) for part in parts]
+            wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
             batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.count % size)]
             sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
             if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
@@ -238,13 +238,13 @@ class Preparation(Inputs):
         return [*trained, *self.values("--epochs", self.settings.epochs, count)[len(trained) :]]
 
     def _training(self, request: PlanRequest, candidate: Candidate) -> tuple[PartitionTraining, ...]:
-        count = len(candidate.parts)
+        count, micro = len(candidate.parts), candidate.micro_batch
         epochs = self.epochs(count, request.trained_epochs)
         batches = self.values("--batch-size", self.settings.batch_size, count)
         batches = tuple(min(batch, self.epoch_rows) for batch in batches)
         return tuple(
-            PartitionTraining(epochs=e, batch_size=b, micro_batch=min(candidate.micro_batch, b), trainable=part[2].trainable)
-            for e, b, part in zip(epochs, batches, candidate.parts, strict=True)
+            PartitionTraining(epochs=e, batch_size=b, micro_batch=min(micro, b), trainable=c.trainable, rows=c.rows)
+            for e, b, (_, _, c) in zip(epochs, batches, candidate.parts, strict=True)
         )
 
     def _recovery(self, request: PlanRequest, problem: Problem, candidate: Candidate) -> Prediction | None:
@@ -316,12 +316,12 @@ class Preparation(Inputs):
         """Costs with every partition's own micro-batch and optimizer."""
         found = []
         for (first, last, _), part, optimizer in zip(candidate.parts, training, optimizers, strict=True):
-            blocks = self.costs_at(part.micro_batch)[first:last]
+            rows = min(part.micro_batch, part.rows)
+            blocks = self.costs_at(rows)[first:last]
             states = state_layouts(blocks, optimizer)
             *_, cost = growing(
-                blocks, states, self.loss_cost(request, part.micro_batch), fused=optimizer.fused,
-                heap_below=self.device.heap_below,
-                shares=planning.shares_of(self.epoch_rows, part.batch_size, part.micro_batch),
+                blocks, states, self.loss_cost(request, rows), fused=optimizer.fused, heap_below=self.device.heap_below,
+                shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
             )  # fmt: skip
             found.append(cost)
         return tuple(found)

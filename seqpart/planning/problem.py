@@ -84,6 +84,8 @@ class Problem:
     """Whether memory of tensors that die may stay for those that come."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
+    pair_rows: Callable[[int], int] = lambda rows: rows
+    """Of a micro-batch, most rows of a pair of classes."""
     known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
     """Of `cost_of`: what it has found already."""
     placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)

@@ -14,7 +14,7 @@ from seqpart.settings import OF_IST, OF_SIL
 from seqpart.values import as_text, flag_of
 
 PLAIN = ("full", "checkpointed", "save_on_cpu")
-OURS = ("streamed", "sil", "ist", "auto", "seqpart:checkpointed", "seqpart:full")
+OURS = ("streamed", "sil", "ist", "auto", "psl", "seqpart:checkpointed", "seqpart:full")
 TRIM = ":trim"
 DEFAULT = "full,checkpointed,save_on_cpu,streamed,sil"
 
