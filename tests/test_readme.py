@@ -65,8 +65,9 @@ HOW = {
         f"python -m benchmarks.{rest}": "parsed (slow)"
         for rest in (
             "partition_speed", "streamed_speed L", "streamed_speed S", "streamed_speed disk", "streamed_speed smallest",
-            "peers.compare S", "peers.compare L", "peers.compare T --data-dir DIR", "pnn_paper --data-dir DIR", "frontier",
-            "small_jobs epochs", "small_jobs start", "what_fits", "models", "full_size --folder DIR",
+            "peers.compare S", "peers.compare L", "peers.compare T --data-dir DIR", "pnn_paper --data-dir DIR",
+            "psl_paper --data-dir DIR", "frontier", "small_jobs epochs", "small_jobs start", "what_fits", "models",
+            "full_size --folder DIR",
         )
     },
     "pip install -e .": "its extras are looked for",

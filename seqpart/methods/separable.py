@@ -27,8 +27,8 @@ from seqpart.schedule.steps import Phase, PhaseKind
 COMMON = 0
 """The partition that all scores share; behind it comes one for each score, and then what puts them side by side."""
 
-KERNELS = 4 << 20
-"""Bytes that oneDNN keeps of kernels for many numbers of rows, as pairs have them: 3 to 7 MB in runs of PSNet."""
+KERNEL = 40 << 10
+"""Bytes that oneDNN keeps for each number of rows that it meets, as pairs have many: seen in runs of PSNet."""
 
 
 def in_pairs(work: Workload) -> Phase:

@@ -16,7 +16,7 @@ from seqpart.memory.limit import margin_of, refused
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
-from seqpart.methods.separable import KERNELS
+from seqpart.methods.separable import KERNEL
 from seqpart.model.blocks import Chain
 from seqpart.model.optimizers import Optimizer
 from seqpart.planning.exact import choose_exact, fastest_of
@@ -107,7 +107,7 @@ class Preparation(Inputs):
         return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
             limit=request.limit, runtime=self.runtime + request.spare,
-            growth=self.device.growth + (KERNELS if self._starts is not None and self.device.shares_memory else 0),
+            growth=self.device.growth + (KERNEL * self.pair_rows(batch) if self._starts and self.device.shares_memory else 0),
             costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
             loss_of=partial(self.loss_cost, request), heap_below=self.device.heap_below, speeds=self.speeds,
             clips=self._starts is not None or self.settings.clip_grad_norm is not None,
