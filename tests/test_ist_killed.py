@@ -2,14 +2,12 @@
 
 import random
 import signal
-import textwrap
 
-import numpy as np
 import pytest
 
 from tests.choice import only_quick
 from tests.resuming import Processes
-from tests.test_killed import ended, to_go_on, whole_run
+from tests.test_killed import ended, laid_out, to_go_on, whole_run
 
 MODEL = """
     from torch import nn
@@ -33,10 +31,7 @@ MIDST = ["split", "write", "merge", "update", "save", "write"]
 
 @pytest.fixture
 def here(tmp_path):
-    (tmp_path / "net.py").write_text(textwrap.dedent(MODEL))
-    chance = np.random.default_rng(0)
-    np.savez(tmp_path / "rows.npz", x=chance.normal(size=(120, 12)).astype(np.float32), y=np.arange(120) % 4)
-    return tmp_path
+    return laid_out(tmp_path, MODEL)
 
 
 @pytest.fixture(scope="module")

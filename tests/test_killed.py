@@ -47,10 +47,15 @@ CASES = {
 
 @pytest.fixture
 def here(tmp_path):
-    (tmp_path / "net.py").write_text(textwrap.dedent(MODEL))
+    return laid_out(tmp_path, MODEL)
+
+
+def laid_out(folder, model):
+    """A folder with a model and rows for it."""
+    (folder / "net.py").write_text(textwrap.dedent(model))
     chance = np.random.default_rng(0)
-    np.savez(tmp_path / "rows.npz", x=chance.normal(size=(120, 12)).astype(np.float32), y=np.arange(120) % 4)
-    return tmp_path
+    np.savez(folder / "rows.npz", x=chance.normal(size=(120, 12)).astype(np.float32), y=np.arange(120) % 4)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ HOW = {
             "partition_speed", "streamed_speed L", "streamed_speed S", "streamed_speed disk", "streamed_speed smallest",
             "peers.compare S", "peers.compare L", "peers.compare T --data-dir DIR", "pnn_paper --data-dir DIR",
             "psl_paper --data-dir DIR", "frontier", "small_jobs epochs", "small_jobs start", "what_fits", "models",
-            "full_size --folder DIR",
+            "full_size --folder DIR", "widest_layer",
         )
     },
     "pip install -e .": "its extras are looked for",
