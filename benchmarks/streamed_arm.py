@@ -160,7 +160,8 @@ def idle(arm: str) -> None:
     from seqpart.execution.compute import Compute
     from seqpart.execution.metrics import Metrics
     from seqpart.execution.partition import Partition
-    from seqpart.offload.store import Store, Transfer
+    from seqpart.offload.store import Store
+    from seqpart.offload.transfer import Transfer
 
     if arm == "compute":
         real_get, real_put = Store.begin_get, Store.begin_put
