@@ -3,13 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from seqpart.execution.parting import Parting
 from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, OutOfMemory
 from seqpart.model.blocks import as_chain, tensors_of
 from seqpart.parts.hidden import Hidden, Side
+from seqpart.parts.parting import Parting
 from seqpart.parts.parts import parted
 from seqpart.train import run_command
 from seqpart.zoo import models
