@@ -284,3 +284,33 @@ def test_hidden_layers_that_do_not_fit_are_refused_with_the_block():
 
     with pytest.raises(ModelError, match="block 0 says that up has 1 x 7 x 1 of a hidden layer's units; it has 15"):
         parted(as_chain([Wrong(6, 15)]), count=2, group=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        (None, "must return a list of Hidden; found a NoneType"),
+        ([{"units": 15}], "must return Hidden with rows of Side; found {'units': 15}"),
+        ([Hidden(units=15, rows=())], "must return Hidden with rows of Side"),
+        ([Hidden(units=15, rows=("up",))], "must return Hidden with rows of Side"),
+        ([Hidden(units=15, rows=(Side("nope"),))], "names 'nope', which is none of its modules"),
+        ([Hidden(units=6, rows=(Side("norm"),), placed=True)], "has 'norm' in columns or placed; it is a LayerNorm"),
+        ([Hidden(units=15, rows=(Side("up"),), counts=("heads",))], "counts 'heads', which is no attribute with a number"),
+        ([Hidden(units=15, rows=(Side("up"),))] * 2, "layer up of block 0 twice"),
+    ],
+)
+def test_mistakes_in_hidden_layers_are_said_in_words(declared, words):
+    class Wrong(Documented):
+        def hidden_layers(self):
+            return declared
+
+    with pytest.raises(ModelError, match=words):
+        parted(as_chain([Wrong(6, 15)]), count=2, group=1, seed=0)
+
+
+def test_a_layer_with_hooks_is_not_divided():
+    """Its narrow copies had none: subnets learned by other outputs than the network was tested with."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    model[3].register_forward_hook(lambda _, __, output: 0 * output)
+    with pytest.raises(ModelError, match="layer Linear of block 3, which has hooks"):
+        parted(as_chain(model), count=2, group=1, seed=0)

@@ -313,6 +313,39 @@ def test_a_model_without_separable_layers_is_refused_in_words():
     refusal(ModelError, "a Whole has a forward of its own", Whole())
 
 
+class Thrice(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def heard(layer):
+    layer.register_forward_hook(lambda _, __, output: 5 * output)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        # Of a linear layer over positions a flattened row has position after position, and not unit after unit.
+        ([nn.Linear(16, 16), nn.Linear(16, 6), nn.Flatten(), SeparableLinear(96, 3, 3)], "layer 0.2 moves the outputs"),
+        ([nn.Linear(16, 16), nn.Linear(16, 6), nn.MaxPool2d(2), nn.Flatten(), SeparableLinear(24, 3, 3)], "layer 0.2 moves"),
+        ([nn.Identity(), nn.Conv2d(1, 3, 5), nn.Flatten(2), SeparableLinear(144, 3, 3)], r"there is no nn\.Flatten\(1\)"),
+        ([nn.Identity(), nn.Conv2d(1, 3, 5), nn.ReLU(), SeparableLinear(12, 3, 3)], r"there is no nn\.Flatten\(1\)"),
+        # Copies of rows do what the type does, and nobody hears of them.
+        ([nn.Flatten(), Thrice(256, 12), SeparableLinear(12, 3, 3)], "layer 0.1 is a Thrice with hooks, or of a kind"),
+        ([nn.Flatten(), heard(nn.Linear(256, 12)), SeparableLinear(12, 3, 3)], "layer 0.1 is a Linear with hooks"),
+        ([nn.Flatten(), nn.Linear(256, 12), heard(nn.ReLU()), SeparableLinear(12, 3, 3)], "layer 0.2 is a ReLU with hooks"),
+        (
+            [nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(256, 12)), SeparableLinear(12, 3, 3)],
+            "layer 0.1 is a ParametrizedLinear",
+        ),
+    ],
+)
+def test_a_head_that_is_not_what_its_rows_say_is_refused(layers, words):
+    """They trained another network, without a word."""
+    refusal(ModelError, words, nn.Sequential(nn.Sequential(*layers)))
+
+
 def test_what_does_not_go_with_pairs_is_refused_by_its_name():
     model = psnet((1, 16, 16), CLASSES)
     for option in ({"clip_grad_norm": 1.0}, {"partitions": 3}, {"tile": "16MB"}):

@@ -78,7 +78,7 @@ class Compute:
         batch, taken, labels = self._input(step)
         read, written = (batch.x.nbytes if batch else 0), 0
         if phase.kind is PhaseKind.TRAIN:
-            self._forward_to_train(step, taken)
+            self._forward_to_train(step, taken, labels)
         else:
             written = self._forward_to_test(step, batch, taken, labels)
         if batch is not None:
@@ -113,7 +113,7 @@ class Compute:
         assert self._unpacked is not None
         return self._sink.append(given, partial(self._unpacked.value, rows=batch.x))
 
-    def _forward_to_train(self, step: Step, taken: Pack) -> None:
+    def _forward_to_train(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
         """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         partition = self.loaded[p]
@@ -139,7 +139,7 @@ class Compute:
             if p < phase.lowest:
                 self._handover.used_up(p, m)
         else:
-            self._judge(step, self._judged(p, given), self._labels.pop(m))
+            self._judge(step, self._judged(p, given), labels if p == phase.partition else self._labels.pop(m))
 
     def backward(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self.loaded[step.partition]

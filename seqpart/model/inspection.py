@@ -48,6 +48,12 @@ def _put_back(value: Any, content: Any) -> object:
     return value
 
 
+def is_listened_to(module: nn.Module) -> bool:
+    """Whether it does something that its type and tensors do not say: who puts another in its place would leave that out."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in vars(module)
+
+
 @contextmanager
 def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What the body makes modules remember is forgotten."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from seqpart.errors import ModelError
+from seqpart.model.inspection import is_listened_to
 
 NORMS = (nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm)
 ELEMENTWISE = (
@@ -100,8 +101,21 @@ def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
             f"alone: there is none between {'; nor between '.join(bare)}. Put nn.BatchNorm1d or nn.LayerNorm behind each of "
             "these linear layers."
         )
+    _refuse_listeners(modules, found)
     found.sort(key=lambda layer: (layer.rows[0].block, layer.rows[0].side.path))
     return [replace(layer, number=number) for number, layer in enumerate(found)]
+
+
+def _refuse_listeners(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> None:
+    """Narrow copies of layers are others, to which nobody listens; and a layer is divided once."""
+    columns = [(spot.block, spot.side.path) for layer in layers for spot in layer.columns]
+    rows = [(spot.block, spot.side.path) for layer in layers for spot in layer.rows]
+    for block, path in (*rows, *columns):
+        where = f"layer {path or type(modules[block]).__name__} of block {block}"
+        if is_listened_to(modules[block].get_submodule(path)):
+            raise ModelError(f"method ist divides {where}, which has hooks: narrow copies of it would have none. Remove them.")
+        if rows.count((block, path)) > 1 or columns.count((block, path)) > 1:
+            raise ModelError(f"method ist divides {where} twice. Correct its hidden_layers().")
 
 
 def _leaves(module: nn.Module, block: int, path: str) -> Iterator[_Leaf]:
@@ -115,17 +129,39 @@ def _leaves(module: nn.Module, block: int, path: str) -> Iterator[_Leaf]:
 
 def _declared(leaf: _Leaf) -> Iterator[HiddenLayer]:
     own = getattr(leaf.module, "hidden_layers", None)
-    for hidden in own() if callable(own) else ():
+    declared = own() if callable(own) else []
+    if not isinstance(declared, list | tuple):
+        raise ModelError(f"{leaf}: hidden_layers() must return a list of Hidden; found a {type(declared).__name__}.")
+    for hidden in declared:
         prefix = f"{leaf.path}." if leaf.path else ""
 
         def spots(sides: tuple[Side, ...], prefix: str = prefix) -> tuple[Spot, ...]:
             return tuple(Spot(leaf.block, side._replace(path=prefix + side.path)) for side in sides)
 
+        _refuse_declared(leaf, hidden)
         yield HiddenLayer(
             number=0, units=hidden.units, rows=spots(hidden.rows), columns=spots(hidden.columns),
             summed=frozenset((leaf.block, prefix + side.path) for side in hidden.columns),
             counts=tuple((leaf.block, prefix + path) for path in hidden.counts), placed=hidden.placed, alone=hidden.alone,
         )  # fmt: skip
+
+
+def _refuse_declared(leaf: _Leaf, hidden: object) -> None:
+    """Raises ModelError, naming the block, for what is no Hidden or does not fit the module."""
+    if not (isinstance(hidden, Hidden) and hidden.rows and all(isinstance(s, Side) for s in (*hidden.rows, *hidden.columns))):
+        raise ModelError(f"{leaf}: hidden_layers() must return Hidden with rows of Side; found {hidden!r:.200}.")
+    inside = dict(leaf.module.named_modules())
+    for side in (*hidden.rows, *hidden.columns):
+        if side.path not in inside:
+            raise ModelError(f"{leaf}: hidden_layers() names {side.path!r}, which is none of its modules.")
+        replaced = side in hidden.columns or (hidden.placed and side in hidden.rows)
+        if replaced and type(inside[side.path]) is not nn.Linear:
+            kind = type(inside[side.path]).__name__
+            raise ModelError(f"{leaf}: hidden_layers() has {side.path!r} in columns or placed; it is a {kind}, not nn.Linear.")
+    for path in hidden.counts:
+        place, _, name = path.rpartition(".")
+        if place not in inside or not isinstance(getattr(inside[place], name, None), int):
+            raise ModelError(f"{leaf}: hidden_layers() counts {path!r}, which is no attribute with a number.")
 
 
 def _is_linear(module: nn.Module) -> bool:

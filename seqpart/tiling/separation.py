@@ -20,12 +20,15 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
 from seqpart.model.blocks import as_chain
+from seqpart.model.inspection import is_listened_to
 from seqpart.model.separable import SeparableLinear
 from seqpart.tiling.modules import LinearTile
 from seqpart.tiling.tiling import Split
 
 _ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.Identity)
 _BY_CHANNEL = (nn.AvgPool2d, nn.MaxPool2d, nn.Flatten)
+"""What leaves a convolution's channels in their order, one after the other."""
+_CUT = (nn.Conv2d, nn.Linear, SeparableLinear)
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
@@ -129,7 +132,7 @@ class Separation:
 
     def _cut(self, layer: nn.Module, groups: int) -> list[nn.Module]:
         """One for each score; layers without weights are used by all."""
-        if not isinstance(layer, nn.Conv2d | nn.Linear | SeparableLinear):
+        if not isinstance(layer, _CUT):
             return [layer] * groups
         weights = self._split(layer.weight, groups)
         biases: Sequence[nn.Parameter | None] = [None] * groups if layer.bias is None else self._split(layer.bias, groups)
@@ -146,7 +149,7 @@ class Separation:
 
 def _flat(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, layer) of an nn.Sequential, and of those in it."""
-    if type(module) is not nn.Sequential:
+    if type(module) is not nn.Sequential or is_listened_to(module):
         return [(name, module)]
     return list(itertools.chain.from_iterable(_flat(f"{name}.{key}", part) for key, part in module._modules.items() if part))
 
@@ -177,7 +180,21 @@ def _first_of_head(layers: Sequence[tuple[str, nn.Module]]) -> int:
             f"before its separable layers there is {f'layer {name}' if name else 'nothing'}, and it must be a plain nn.Conv2d "
             f"or nn.Linear with outputs in {groups} equal groups, with a layer before it that all scores share"
         )
+    for name, layer in layers[first - 1 :]:
+        if type(layer) not in (*_CUT, *_ELEMENTWISE, *_BY_CHANNEL) or is_listened_to(layer):
+            raise _unseparable(f"layer {name} is a {type(layer).__name__} with hooks, or of a kind that is not cut")
+    _refuse_disorder(feeds, layers[first:])
     return first - 1
+
+
+def _refuse_disorder(feeds: nn.Module | None, behind: Sequence[tuple[str, nn.Module]]) -> None:
+    """Groups are rows of what feeds them while a convolution's channels, or a linear layer's outputs, stay in their order."""
+    moving = [(name, layer) for name, layer in behind if isinstance(layer, _BY_CHANNEL)]
+    flattens = [(layer.start_dim, layer.end_dim) for _, layer in moving if isinstance(layer, nn.Flatten)]
+    if isinstance(feeds, nn.Linear) and moving:
+        raise _unseparable(f"layer {moving[0][0]} moves the outputs of the linear layer before it")
+    if isinstance(feeds, nn.Conv2d) and flattens != [(1, -1)]:
+        raise _unseparable("between the convolution that feeds its separable layers and these there is no nn.Flatten(1)")
 
 
 def _refuse_others(layers: Sequence[tuple[str, nn.Module]]) -> None:

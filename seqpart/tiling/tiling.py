@@ -11,6 +11,7 @@ from torch import nn
 
 from seqpart.errors import DoesNotFit, ModelError
 from seqpart.files.direct import round_up
+from seqpart.model.inspection import is_listened_to
 from seqpart.model.live_modules import modules_of
 from seqpart.tiling.modules import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear
 
@@ -176,7 +177,7 @@ def _may_be_tiled(module: nn.Module) -> bool:
     """An nn.Linear or nn.Embedding of the very type, with parameters of its own that lie row by row, and nobody listening."""
     if type(module) not in (nn.Linear, nn.Embedding) or not isinstance(module.weight, nn.Parameter):
         return False
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if is_listened_to(module):
         return False
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return False
