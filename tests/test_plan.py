@@ -63,7 +63,8 @@ def test_a_place_that_no_boundary_has_is_no_plan():
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": 6}, {"format": 1}, {"slots": "2"}, {"partitions": []}, {"boundary_tier": "disk"}, {"more": 1}]
+    "change",
+    [{"format": 6}, {"format": 1}, {"slots": "2"}, {"slots": -2}, {"heap": -5}, {"partitions": []}, {"boundary_tier": "disk"}],
 )
 def test_another_file_is_no_plan(change):
     with pytest.raises(OptionError, match=r"plan.json is not a plan that plan_out wrote"):
@@ -92,3 +93,12 @@ def test_the_same_request_gives_the_same_plan_whatever_was_asked_in_between(know
             preparation.prepare(replace(first.request, limit=1 << 20, label_bytes=0))
         assert preparation.prepare(first.request).plan == first.plan
     assert (other.plan.micro_batch, other.plan.heap, other.request.micro_batch) == (2, 0, 2)
+
+
+def test_a_plan_that_ends_elsewhere_than_the_model_is_refused(known_machine):
+    rows = torch.randn(24, 8), torch.arange(24) % 4
+    trainer = Trainer([nn.Linear(8, 8), nn.Linear(8, 4)], mem_limit="2GB", method="auto", partitions=2, quiet=True)
+    plan = trainer.plan(rows, rows)
+    longer = replace(plan, partitions=(*plan.partitions[:-1], replace(plan.partitions[-1], last=80)))
+    with pytest.raises(OptionError, match="that plan is for another model or method"):
+        trainer.plan(rows, rows, reuse=longer)

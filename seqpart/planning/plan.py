@@ -198,7 +198,7 @@ def _typed(kind: type[T], values: dict[str, Any]) -> T:
     """A dataclass from JSON. Raises ValueError for a number or text of another type, TypeError for other fields."""
     for known in fields(kind):  # type: ignore[arg-type]
         value = values.get(known.name, known.default)
-        if known.type in (int, str, bool) and type(value) is not known.type:
+        if (known.type in (int, str, bool) and type(value) is not known.type) or (known.type is int and value < 0):
             raise ValueError(f"{known.name} is {value!r}")
     return kind(**values)
 

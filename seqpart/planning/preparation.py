@@ -157,7 +157,7 @@ class Preparation(Inputs):
             return self.prepare(request)
         now = planning.fingerprint(self.chain, self.costs_at(self.full_batch), self.train.shape)
         names = [method.name for method in request.methods]
-        if reuse.method not in names or reuse.fingerprint != now:
+        if reuse.method not in names or (reuse.fingerprint, reuse.partitions[-1].last) != (now, len(self.chain)):
             raise OptionError(
                 f"--plan: that plan is for another model or method ({reuse.method}, {reuse.fingerprint}); this run is "
                 f"{' or '.join(names)}, {now}. Make a new one with --plan-out."
