@@ -203,18 +203,23 @@ def draw(runs: Runs, base: Job, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     panels = list(dict.fromkeys((job.data, job.layers) for job in cells(runs, base) if job.layers > 1))
     written = []
-    axis = {"bytes": ("bytes that come in at all sites", ist_costs.moved), "flops": ("FLOPs", ist_costs.computed)}
-    for name, (label, cost) in axis.items():
-        figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), squeeze=False, constrained_layout=True)
+    axis = {
+        "bytes": ("MB that come in at all sites", lambda job: ist_costs.moved(job) / 1e6, (1, 10, 100, 1000, 10_000)),
+        "flops": ("GFLOP", lambda job: ist_costs.computed(job) / 1e9, (5, 10, 20, 50, 100)),
+    }  # fmt: skip
+    for name, (label, cost, ticks) in axis.items():
+        figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.9), squeeze=False, layout="constrained")
         for one, (data, layers) in zip(axes[0], panels, strict=True):
             for arm in ARMS:
                 _line(one, runs, replace(base, data=data, layers=layers, arm=arm), cost)
-            one.set(xscale="log", xlabel=f"{label} of a run")
+            one.set(xscale="log", xlabel=f"{label} in a run")
+            one.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            one.set_xticks([], minor=True)
             one.set_title(f"{TITLES[data]}, {layers} hidden layers", loc="left", fontsize=10)
             one.spines[["top", "right"]].set_visible(False)
             one.grid(axis="y", color="#E6E6E6", linewidth=0.7)
         axes[0][0].set_ylabel("test accuracy, %")
-        axes[0][-1].legend(frameon=False, fontsize=8)
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS), frameon=False)
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=110, facecolor="white")
         plt.close(figure)
