@@ -170,7 +170,7 @@ def others(found: dict[str, Runs], base: Job) -> list[str]:
 def markdown(found: dict[str, Runs], base: Job, pictures: Iterable[str]) -> str:
     """What stands between the two marks of the document."""
     runs = found["runs"]
-    shown = [line for picture in pictures for line in (f"![]({picture})", "")]
+    shown = [line for picture in pictures for line in (f"![accuracy against {Path(picture).stem}]({picture})", "")]
     return "\n".join([
         "### Accuracy on test rows, per cent, mean and deviation over seeds", "", *accuracies(runs, base),
         "### The claims", "",
