@@ -50,9 +50,9 @@ def claims(runs: Runs) -> Iterator[tuple[str, str, str]]:
             where = f"{name}, {TITLES[data][1]}, batch {batch}"
             first, last = difference(psl[:, 0], nll[:, 0]), difference(psl[:, -1], nll[:, -1])
             slower = {"less": "yes", "more": "no: faster", "alike": "alike"}[signed(*first)]
-            yield "PSL starts slower than NLL", where, f"{slower} ({_points(first)} after the first epoch)"
+            yield "PSL starts slower than NLL", where, f"{slower} ({points(first)} after the first epoch)"
             ends = "yes" if abs(last[0]) <= CLOSE else "no"
-            yield f"and ends close to it (within {CLOSE:g} points)", where, f"{ends} ({_points(last)})"
+            yield f"and ends close to it (within {CLOSE:g} points)", where, f"{ends} ({points(last)})"
             spread = psl[:, -1].std(ddof=1), nll[:, -1].std(ddof=1)
             wider = "yes" if spread[0] > spread[1] else "no"
             yield "its runs deviate more", where, f"{wider} ({spread[0]:.2f} against {spread[1]:.2f})"
@@ -63,11 +63,11 @@ def claims(runs: Runs) -> Iterator[tuple[str, str, str]]:
                 yield (
                     "PSNet beats LeNet, with fewer weights",
                     f"{loss.upper()}, CIFAR-10, batch {batch}",
-                    (f"{found} ({_points(beats)})"),
+                    (f"{found} ({points(beats)})"),
                 )
 
 
-def _points(pair: tuple[float, float]) -> str:
+def points(pair: tuple[float, float]) -> str:
     return f"{pair[0]:+.2f} ± {pair[1]:.2f} points"
 
 

@@ -35,18 +35,20 @@ class Task:
 
 def _emnist(folder: Path, count: int | None = None, held: int = 9400) -> tuple[Rows, Rows, Rows]:
     """(`count` of the training rows, `held` others for validation, all test rows)."""
-    (x, y), test = (_whole(part) for part in datasets.load(f"idx:{folder / 'EMNIST47' / 'raw'}"))
-    train, validation = _divided(x, y, count, held)
+    (x, y), test = (whole(part) for part in datasets.load(f"idx:{folder / 'EMNIST47' / 'raw'}"))
+    train, validation = divided(x, y, count, held)
     return train, validation, test
 
 
-def _divided(x: torch.Tensor, y: torch.Tensor, count: int | None, held: int) -> tuple[Rows, Rows]:
+def divided(x: torch.Tensor, y: torch.Tensor, count: int | None, held: int) -> tuple[Rows, Rows]:
+    """(`count` of the rows, `held` others), always the same ones."""
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(x)))
     kept, held_out = order[:-held][:count], order[-held:]
     return (x[kept], y[kept]), (x[held_out], y[held_out])
 
 
-def _whole(data: Any) -> Rows:
+def whole(data: Any) -> Rows:
+    """All rows, in memory."""
     split = as_split(data, "rows")
     return torch.cat([rows.to(split.dtype) for rows in split.open()]), split.labels.long()
 
@@ -65,14 +67,14 @@ def residual(folder: Path) -> Task:
 
 def resnet(folder: Path) -> Task:
     """A stem and six basic blocks of 16, 32 and 64 channels, 10,000 rows of CIFAR-10."""
-    (x, y), test = (_whole(part) for part in datasets.load(f"npz:{folder / 'cifar10-subset' / 'train.npz'}"))
+    (x, y), test = (whole(part) for part in datasets.load(f"npz:{folder / 'cifar10-subset' / 'train.npz'}"))
     starts = {2: [0, 4], 4: [0, 2, 4, 6], 8: list(range(8))}
-    return Task("resnet", cifar_resnet.resnet(3, 10, 16, 2), starts, *_divided(x, y, 10000, 2000), test, 10, 100)
+    return Task("resnet", cifar_resnet.resnet(3, 10, 16, 2), starts, *divided(x, y, 10000, 2000), test, 10, 100)
 
 
 def gpt(folder: Path) -> Task:
     """Four layers of width 64 on 330,000 characters in rows of 64: few enough that full training converges."""
-    (x, y), test = (_whole(part) for part in text.load(folder / "tinyshakespeare" / "input.txt", 64))
+    (x, y), test = (whole(part) for part in text.load(folder / "tinyshakespeare" / "input.txt", 64))
     held = len(x) // 10
     blocks = models.gpt(65, 64, width=64, depth=4, heads=4)
     return Task(
