@@ -24,6 +24,7 @@ from seqpart.model.blocks import Block, tensors_of, with_tensors
 from seqpart.model.inspection import listed
 
 _CPU = torch.device("cpu")
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -32,6 +33,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         with without_compiler():
             super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Its groups are as large as a tensor says; and torch's own stand-in for it refuses float32, which the kernel takes.
+        if func.overloadpacket is _GROUPED_PRODUCT and args[0].dtype is torch.float32:
+            raise DataDependentOutputException(func)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def __enter__(self) -> "FakeMode":
         enter()

@@ -27,6 +27,9 @@ from seqpart.planning.problem import Parts, Problem
 _REPAIRS = 800
 """Partitions that are simulated, once each, to make a plan a little better."""
 
+_FEW, _MORE_OF_FEW = 4, 4
+"""Of so few partitions as many times more are simulated: where one answer is a large part of the plan, more must be tried."""
+
 _LOOKED_AT = 2000
 """Moves that are weighed before any of them is simulated."""
 
@@ -277,7 +280,7 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
     In simulations of so many partitions together that their time does not grow with the number of partitions.
     """
     count = len(best.candidate.parts)
-    left = around = repairs // count if count > 1 else 0
+    left = around = (repairs * _MORE_OF_FEW if count <= _FEW else repairs) // count if count > 1 else 0
     better = left > 0
     options = options_of(problem, best, offload=bool(best.candidate.offloads))
     while better and left > 0:
