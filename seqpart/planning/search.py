@@ -37,7 +37,7 @@ _RIVALS, _NEAR = 4, 1.5
 """So many plans are made better, if they are not slower than the fastest by more."""
 
 _WORTH_IT = 1 / 1.02
-"""Of a plan's seconds: one with graphs that wait elsewhere is taken where it needs less."""
+"""Of a plan's seconds: one with graphs or boundaries that wait elsewhere is taken where it needs less."""
 
 _ROUGHLY = 1.01
 """What was not simulated itself may take less by so much."""
@@ -78,8 +78,9 @@ def fastest(
 
 
 def _rank(prediction: Prediction) -> float:
-    """Seconds, with what graphs that wait elsewhere must bring before they are worth it."""
-    return prediction.seconds / (_WORTH_IT if prediction.candidate.offloads else 1.0)
+    """Seconds, with what graphs and boundaries that wait elsewhere must bring before they are worth it."""
+    candidate = prediction.candidate
+    return prediction.seconds / (_WORTH_IT if candidate.offloads or candidate.resources.tiers else 1.0)
 
 
 def _offloading(problem: Problem, found: Prediction, available: int) -> Prediction | None:
@@ -179,7 +180,8 @@ def _slots(parts: Parts, resources: Resources) -> int:
 def _least(problem: Problem, plain: Prediction, resources: Resources, left: int) -> float:
     """Seconds that no way to spend the bytes `left` gets below: on computing alone, or on transfers alone."""
     share, parts = COMPUTING_SHARE if resources.keeps_heap else 1.0, plain.candidate.parts
-    options = options_of(problem, plain)
+    # Boundaries on the device make it another candidate, which is looked at itself.
+    options = [option for option in options_of(problem, plain) if option.kind is not Kind.NEAR]
     if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # one behind the other
         return plain.moving * (1 + problem.contention) + share * plain.computing
     # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
