@@ -298,9 +298,9 @@ def _reference(limited: Variant, trainer: Trainer, train: object) -> Variant:
         settings = trainer.settings
         raise DoesNotFit(
             f"verify compares with {settings.method} training, which needs {needs}, and has "
-            f"{format_size(int(settings.mem_limit))} here (micro-batch {settings.micro_batch_size}). What is compared must run, "
-            "whatever --mem-limit is. Verify a model of "
-            "fewer or narrower blocks of the same kinds, with a smaller --micro-batch-size, or on a machine with more memory"
+            f"{format_size(int(settings.mem_limit))} here (micro-batch {settings.micro_batch_size}). What is compared must "
+            "run, whatever --mem-limit is. Verify a model of fewer or narrower blocks of the same kinds, with a smaller "
+            "--micro-batch-size, or on a machine with more memory"
             + ("; or take --reference checkpointed, which needs less." if settings.method == "full" else "."),
             smallest=error.smallest,
         ) from None
