@@ -65,10 +65,6 @@ class Resources:
     keeps_heap: bool = False
     """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in memory/heap.py."""
 
-    def boundary(self, p: int) -> str:
-        """Where that of partition p waits."""
-        return self.tiers[p] if self.tiers else DEVICE
-
     @property
     def at_once(self) -> int:
         """Partitions that may be on the device at the same time."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from seqpart.methods.exact import true_loss, whole_network
-from seqpart.methods.method import Method, Workload
+from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.rounds import Rounds
 from seqpart.schedule.steps import Phase, PhaseKind
@@ -69,12 +69,11 @@ def _statistics(work: Workload) -> Iterator[Phase]:
 
 
 def _tests(work: Workload) -> Iterator[Phase]:
-    subnets, size = work.subnets, work.partitions[0].micro_batch
-    assert subnets is not None
-    for p in range(subnets.whole):
-        yield Phase(
-            kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=size, micro_batch=size, ends=subnets.whole - 1
-        )  # fmt: skip
+    """Of the whole network, partition after partition."""
+    assert work.subnets is not None
+    whole = work.subnets.whole
+    alike = replace(work, partitions=work.partitions[:1] * whole, one_value=True)
+    return (replace(test, ends=whole - 1) for test in test_phases(alike))
 
 
 IST = Method(name="ist", exact=False, cuts=True, phases=ist_phases, loss=true_loss)

@@ -27,6 +27,11 @@ def tiers_of(tiers: Iterable[str]) -> Tiers:
     return found if set(found) - {DEVICE} else ()
 
 
+def tier_at(tiers: Tiers, p: int) -> str:
+    """Of partition p."""
+    return tiers[p] if tiers else DEVICE
+
+
 def tiers_in_words(tiers: Tiers) -> str:
     return " and ".join(sorted(set(tiers))) or DEVICE
 

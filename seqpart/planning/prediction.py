@@ -193,7 +193,8 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     )  # fmt: skip
     if phase.through is None:
         return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
-    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch, candidate.resources.tiers)
+    tiers = candidate.resources.tiers
+    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch, tiers) if "disk" in tiers else 0
     return reading + (exchange_bytes(largest) if largest else 0)
 
 

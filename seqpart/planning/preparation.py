@@ -19,6 +19,7 @@ from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Rec
 from seqpart.methods.separable import KERNEL
 from seqpart.model.blocks import Chain
 from seqpart.model.optimizers import Optimizer
+from seqpart.model.packs import tier_at
 from seqpart.planning.exact import choose_exact, fastest_of
 from seqpart.planning.inputs import Inputs
 from seqpart.planning.plan import AGAIN, KEPT, PartitionPlan, Plan, PlanRequest
@@ -374,12 +375,11 @@ class Preparation(Inputs):
             parts.append(
                 PartitionPlan(
                     first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
-                    slot=cost.slot, gradients=cost.gradients,
-                    activations=cost.saved, buffers=reading + writing,
+                    slot=cost.slot, gradients=cost.gradients, activations=cost.saved, buffers=reading + writing,
                     boundary_row=row_packs[p].layout.nbytes if self.alone else cost.output_row,
                     tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
-                    boundary_tier=used.resources.boundary(p), rows_in_memory=p in candidate.rows,
+                    boundary_tier=tier_at(used.resources.tiers, p), rows_in_memory=p in candidate.rows,
                     why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0),
                 )

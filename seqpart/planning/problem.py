@@ -297,16 +297,17 @@ def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int,
 
 def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch: int, tier: str) -> Tiers:
     """All boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
-    tiers = (tier,) * len(parts) if tier != DEVICE else ()
-    for p in reversed(range(len(tiers))):
-        if tier == "host" and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.host_room:
-            tiers = (*tiers[:p], "disk", *tiers[p + 1 :])
+    tiers, at = (tier,) * len(parts) if tier != DEVICE else (), len(parts)
+    while tier == "host" and at and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.host_room:
+        at -= 1
+        tiers = (tier,) * at + ("disk",) * (len(parts) - at)
     return tiers
 
 
 def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tiers: Tiers) -> int:
     """Bytes of the piece of host memory for those that wait there."""
-    nbytes = boundary_bytes([cost for _, _, cost in parts], problem.batch_size, micro_batch, tiers, "host")
+    costs = [cost for _, _, cost in parts]
+    nbytes = boundary_bytes(costs, problem.batch_size, micro_batch, tiers, "host") if "host" in tiers else 0
     return first_piece(nbytes, powers_of_two=not problem.host_counts) if nbytes else 0
 
 

@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, replace
 from random import Random
 from typing import Self
 
-from seqpart.model.packs import DEVICE, Tiers, tiers_of
+from seqpart.model.packs import DEVICE, Tiers, tier_at, tiers_of
 from seqpart.planning.plan import AGAIN, KEPT, Plan
 
 _LOOKED_AT = 30
@@ -50,7 +50,7 @@ class Answers:
         parts = tuple(
             replace(
                 part, first=first, last=last, stays=p in self.stays, graph=self._graph(p, tier),
-                boundary_tier=self.tiers[p] if self.tiers else DEVICE,
+                boundary_tier=tier_at(self.tiers, p),
             )
             for p, (first, last) in enumerate(zip(self.starts, ends, strict=True))
         )  # fmt: skip
