@@ -45,7 +45,7 @@ EXPECTED = {
     "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
     "save_every": "updates (500), a time (30s, 10min, 2h) or never",
     "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
-    "loss": "cross-entropy, psl or mse, or from Python a function or 'model'",
+    "loss": "cross-entropy, psl, mse or bce, or from Python a function or 'model'",
     "shuffle": "True, False or auto",
     "tile": "a size such as 16MB, never or auto",
 }
@@ -95,7 +95,8 @@ class Settings:
     loss: LossName | None = None
     """What the network's end learns: cross-entropy, psl (for classes: the partially-separable loss, the mean over rows of the
     sum of exp(score - the label's score) over all other classes, from a difference of 10 on its tangent; with the label's own
-    class it would be exp(cross-entropy)), or mse (for floats). Default: cross-entropy for classes, mse for floats."""
+    class it would be exp(cross-entropy)), mse (for floats of any shape), or bce (yes-or-no labels, from 0 to 1, as many as
+    outputs). Default: cross-entropy for classes, mse for floats."""
     optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
     """adam, adamw or sgd, per partition."""
     weight_decay: float = 0.0
