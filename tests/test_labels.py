@@ -1,6 +1,8 @@
 """Labels of any shape: vectors, several yes-or-no answers, masks, images, and several labels in a row."""
 
 import functools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,3 +267,10 @@ def test_an_npz_file_may_have_vectors_as_labels(tmp_path):
     train, test = load(f"npz:{tmp_path / 'a.npz'}")
     assert torch.equal(as_split(train, "training").labels, torch.from_numpy(y))
     assert torch.equal(as_split(test, "test").labels, torch.from_numpy(y[:5]))
+
+
+def test_the_page_about_labels_runs_as_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs/labels.md").read_text(), re.DOTALL)
+    exec(snippet, {})
+    assert 0 < float(capsys.readouterr().out.splitlines()[-1]) < 1
