@@ -63,7 +63,7 @@ class Trainer:
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
-    optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
+    optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
         value.
@@ -90,6 +90,11 @@ class Trainer:
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = settings or Settings.of(**given)
+        if self._optimizer is not None and self._optimizer.whole and settings.divides_weights:
+            raise OptionError(
+                f"optimizer {self._optimizer.name} looks at a weight as a whole, and {settings.divides_weights} divides it. Take "
+                "another."
+            )
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
         self.model, self._loss, self._quiet = model, loss, quiet
@@ -168,8 +173,9 @@ class Trainer:
             method.exact and method.cuts and not (method.stays or method.in_pairs)
             for method in methods_named(self.settings.method)
         )
-        # A function may return an optimizer that looks at a weight as a whole.
-        return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
+        # Adafactor looks at a weight as a whole, and so may what a function returns.
+        alone = self._optimizer is None and "adafactor" not in values_of(self.settings.optimizer)
+        return sizes_to_try(self.model) if streams and alone else (0,)
 
     def count_from_start(self) -> None:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""

@@ -15,7 +15,7 @@ from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import CACHE_DTYPES, MOST, Method, Precision, Settings
+from seqpart.settings import CACHE_DTYPES, MOST, Method, OptimizerName, Precision, Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.zoo import convolutional, datasets, libraries, models
@@ -35,6 +35,9 @@ class Job(Settings):
     streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of
     the three that fits), psl (one pair of scores of the partially-separable loss at a time; a model that ends in separable
     layers, such as --model psnet)."""
+    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
+    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
+    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
     model: str = "mlp"
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""

@@ -309,7 +309,7 @@ class Inputs:
         if recovery and settings.recovery_lr is not None:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
-            raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
+            raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
         return tuple(
             choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
             for n, lr in zip(names, rates, strict=True)
