@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from seqpart.schedule.scheduler import SchedulerFactory
 from seqpart.settings import LrSchedule, Method, Objective, Precision
 
 
@@ -26,7 +27,8 @@ class Options(TypedDict, total=False):
     weight_decay: float
     momentum: float
     clip_grad_norm: float | None
-    lr_schedule: LrSchedule
+    ema: float | None
+    lr_schedule: LrSchedule | SchedulerFactory
     warmup_updates: int
     dtype: Precision
     recovery_epochs: int

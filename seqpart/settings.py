@@ -16,6 +16,7 @@ from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.scheduler import SchedulerFactory
 from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
 
@@ -106,8 +107,12 @@ class Settings:
     """Momentum, for sgd only."""
     clip_grad_norm: float | None = None
     """Scale gradients so that their norm is at most this: of the whole network; with sil, of each partition."""
-    lr_schedule: LrSchedule = "constant"
-    """constant, linear or cosine (down to zero at the last update)."""
+    ema: float | None = None
+    """Decay, such as 0.999, of an exponential moving average of the weights, which is kept beside the optimizer's state, tested
+    at the end, and written to average.safetensors. Default: none."""
+    lr_schedule: LrSchedule | SchedulerFactory = "constant"
+    """constant, linear or cosine (down to zero at the last update); from Python also a function from an optimizer to a
+    scheduler of torch, which steps once for each update, and begins anew in each partition of sil and in recovery."""
     warmup_updates: int = 0
     """Updates of linear growth before the learning rate is reached."""
     dtype: Precision = "fp32"
@@ -163,7 +168,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         misfits = self._take_types()
-        rate_schedule(self.lr_schedule, self.warmup_updates)
+        if isinstance(self.lr_schedule, str):
+            rate_schedule(self.lr_schedule, self.warmup_updates)
         _ = self.saving, self.partition_choice(), self.tile_bytes
         for name in ("epochs", "batch_size"):
             _refuse_outside(flag_of(name), values_of(getattr(self, name)))
@@ -224,6 +230,20 @@ class Settings:
             else f"--recovery-epochs: expected 0 or more, and at most {MOST}; found {short(self.recovery_epochs)}",
             _positive("--recovery-batch-size", self.recovery_batch_size),
             _positive("--recovery-lr", self.recovery_lr),
+            ""
+            if self.ema is None or 0 < self.ema < 1
+            else f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}",
+            *(
+                f"--ema goes with no {what}, {why}. Leave one out"
+                for what, given, why in (
+                    ("--method ist", method.name == "ist", "whose subnets are other neurons in every round"),
+                    ("--recovery-epochs", self.recovery_epochs, "which begins with an optimizer of its own"),
+                )
+                if given and self.ema is not None
+            ),
+            "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
+            if self.warmup_updates and callable(self.lr_schedule)
+            else "",
             _positive("--kappa", self.kappa),
             *(_positive("--prototype-scale", scale) for scale in self.prototype_scales),
             _positive("--clip-grad-norm", self.clip_grad_norm),

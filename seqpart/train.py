@@ -30,6 +30,8 @@ _PARSERS = ("tyro", "argparse")
 SHOWN_STEPS = 40
 PRETRAINED = "pretrained"
 """Directory of the results with what from_pretrained reads."""
+ADAPTER = "adapter"
+"""Directory of the results with the adapter of a peft model."""
 NO_METHOD = "no --method given: sil, which is approximate; --method auto takes the fastest exact method that fits"
 
 
@@ -133,6 +135,9 @@ def _train(arguments: list[str], *, alone: bool) -> None:
             (folder / MODEL).unlink(missing_ok=True)  # of the run that this one was to overwrite
             result.save_pretrained(folder)
             reporter.say(f"for from_pretrained: {folder}")
+        if result.model is not None:
+            result.save_adapter(result.weights.parent / ADAPTER)
+            reporter.say(f"the adapter alone, for PeftModel.from_pretrained: {result.weights.parent / ADAPTER}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
-from seqpart.session.fitting import carry_out
+from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
 from seqpart.settings import Settings, values_of
@@ -38,6 +38,7 @@ from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
 from seqpart.units import format_size
+from seqpart.weights.adapter import is_adapted
 
 __all__ = ["Result", "Trainer"]
 
@@ -92,8 +93,8 @@ class Trainer:
         settings = settings or Settings.of(**given)
         if self._optimizer is not None and self._optimizer.whole and settings.divides_weights:
             raise OptionError(
-                f"optimizer {self._optimizer.name} looks at a weight as a whole, and {settings.divides_weights} divides it. Take "
-                "another."
+                f"optimizer {self._optimizer.name} looks at a weight as a whole, and {settings.divides_weights} divides it. "
+                "Take another."
             )
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
@@ -225,13 +226,17 @@ class Trainer:
             preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
-            result = replace(carry_out(run, began), config=getattr(self.model, "config", None))
+            adapted = self.model if is_adapted(self.model) else None
+            result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
         self._trained = result.weights
-        return result
+        if result.average is None:
+            return result
+        return with_average(result, self.evaluate(test, weights=result.average))
 
-    def evaluate(self, data: object) -> Evaluation:
+    def evaluate(self, data: object, *, weights: str | Path | None = None) -> Evaluation:
         """Loss and accuracy of the model on `data`, a pair (x, y) or a data set of (x, y) items, under the limit.
 
+        weights: a safetensors file with others than the model's own, such as `result.average`; the model keeps its own.
         The model is the trained one after `fit`, and as it came before. Blocks from factories take their tensors from the
         file of weights that the last `fit` left; what a state_dict leaves out is as the factory makes it. Partitions come one
         after the other, as in the test of a streamed run. The plan is made as for training without optimizer state: that is
@@ -243,13 +248,14 @@ class Trainer:
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))
-            settings = evaluation_settings(self.settings, split.count, folder)
+            settings = evaluation_settings(self.settings, split.count, folder, weights)
             stack.enter_context(told(self.device, "the evaluation was planned, begun or ended"))
 
             def prepare(model: object) -> Preparation:
                 return Preparation(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                    final_loss=self._loss, folder=folder, learns=False, trained=self._trained,
+                    final_loss=self._loss, folder=folder, learns=False,
+                    trained=self._trained if weights is None else None,
                 )  # fmt: skip
 
             def plan(preparation: Preparation) -> Prepared:

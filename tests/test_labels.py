@@ -271,6 +271,7 @@ def test_an_npz_file_may_have_vectors_as_labels(tmp_path):
 
 def test_the_page_about_labels_runs_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (snippet,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs/labels.md").read_text(), re.DOTALL)
+    page = (Path(__file__).parent.parent / "docs/labels.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(snippet, {})
     assert 0 < float(capsys.readouterr().out.splitlines()[-1]) < 1

@@ -26,7 +26,7 @@ GROUPS = {
         "plan",
     ),
     "training": (
-        "epochs", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "lr_schedule",
+        "epochs", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "ema", "lr_schedule",
         "warmup_updates", "dtype", "shuffle", "test_every", "seed",
     ),
     "sil": (
@@ -36,7 +36,7 @@ GROUPS = {
     "ist": OF_IST,
     "data-and-model": (
         "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",
-        "image_size", "context",
+        "image_size", "context", "tokenizer",
     ),
     "files-and-checkpoints": (
         "output_dir", "overwrite", "offload_dir", "save_every", "resume", "config",

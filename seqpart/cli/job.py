@@ -15,7 +15,7 @@ from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import CACHE_DTYPES, MOST, Method, OptimizerName, Precision, Settings
+from seqpart.settings import CACHE_DTYPES, MOST, LrSchedule, Method, OptimizerName, Precision, Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.zoo import convolutional, datasets, libraries, models
@@ -38,13 +38,15 @@ class Job(Settings):
     optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
     """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
     parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
+    lr_schedule: LrSchedule = "constant"
+    """constant, linear or cosine (down to zero at the last update)."""
     model: str = "mlp"
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
     data: str = "digits"
     """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
-    CLASS), text:FILE (its characters, to predict the next one), or package.module:function that returns a training and a
-    test set."""
+    CLASS), text:FILE (its characters, to predict the next one), hf-text:FILE (its tokens, by --tokenizer), or
+    package.module:function that returns a training and a test set."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False
@@ -52,7 +54,9 @@ class Job(Settings):
     image_size: int | None = None
     """Resize the images of folder:DIR to this many pixels square."""
     context: int | None = None
-    """Characters in a row of text:FILE. Default: 128."""
+    """Characters in a row of text:FILE, or tokens in one of hf-text:FILE. Default: 128."""
+    tokenizer: Path | None = None
+    """The directory of the tokenizer for hf-text:FILE, with tokenizer.json. Default: that of --model hf:DIR."""
     weights_dtype: Precision | None = None
     """Type of the parameters of --model hf:DIR, in which they are trained and kept: fp32 or bf16. Default: as config.json says
     where there are weights."""
@@ -125,9 +129,14 @@ def saved_plan(job: Job) -> Plan | None:
 
 def data_of(job: Job) -> tuple[Split, Split]:
     """Training and test data. Raises OptionError or DataError for what cannot be honoured."""
+    library, _, folder = job.model.partition(":")
+    tokenizer = job.tokenizer or (Path(folder) if library == "hf" and job.data.startswith("hf-text:") else None)
+    if job.tokenizer is not None and not job.data.startswith("hf-text:"):
+        raise OptionError(f"--tokenizer goes with --data hf-text:FILE; found --data {job.data}.")
     train, test = datasets.load(
-        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context
-    )
+        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context,
+        tokenizer=tokenizer,
+    )  # fmt: skip
     return as_split(train, "training"), as_split(test, "test")
 
 
@@ -209,7 +218,7 @@ def _gpt(job: Job, train: Split, test: Split, width: int, reporter: Reporter) ->
     if not train.tokens or len(train.shape) != 1 or labels != train.shape:
         kind = "tokens" if train.tokens else "quantities"
         raise OptionError(
-            "--model gpt takes rows of tokens with a label for each, as --data text:FILE gives them; "
+            "--model gpt takes rows of tokens with a label for each, as --data text:FILE and hf-text:FILE give them; "
             f"found rows of {kind} of shape {train.shape} with labels of shape {labels} each. Take another --model."
         )
     heads = models.GPT_HEADS if job.heads is None else job.heads

@@ -20,6 +20,8 @@ class PartitionCost:
     """Bytes and operations of one partition for one micro-batch. The peaks are beyond the slot."""
 
     weights: int
+    rewritten: int
+    """Those of blocks that learn or have buffers, which an update changes."""
     borrowed: int
     """Weights of blocks in other partitions that come along, because a parameter of theirs is used here too."""
     tied: int
@@ -100,7 +102,7 @@ def growing(
     `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
-    slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
+    rewritten = slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = graph = 0
     trainable, seconds = False, (0.0, 0.0)
     seen: list[BlockCost] = []
@@ -110,6 +112,7 @@ def growing(
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
         slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
+        rewritten += block.weights if block.trainable or block.buffers else 0
         seen.append(block)
         for owner in block.borrows:
             if any(owner is other for other in seen):
@@ -151,7 +154,8 @@ def growing(
         own = sum(value.nbytes for value in came) + copied + targets
         earlier, rows = output - block.output, came[0].rows
         yield PartitionCost(
-            weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
+            weights=weights, rewritten=rewritten,
+            borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
             slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers - earlier,
             graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
             forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,

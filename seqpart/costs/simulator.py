@@ -206,7 +206,7 @@ class Simulator:
         with_state = self.progress.loaded[p]
         again = self.progress.needs_state(p, self._phases[step.phase].stage)
         if p in self._changed:
-            written = part.weights + (part.state if again and with_state else 0)
+            written = part.rewritten + (part.state if again and with_state else 0)
             self._changed.discard(p)
         if again and with_state:
             self._stored.add(p)

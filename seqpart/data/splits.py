@@ -214,9 +214,10 @@ def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
 
 
 def _parted(item: Any) -> tuple[Any, Any]:
-    """x and label of a pair, or of a dict with `labels`."""
+    """x and label of a pair, or of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
     if isinstance(item, Mapping):
-        return {name: part for name, part in item.items() if name != "labels"}, item["labels"]
+        name = "label" if "labels" not in item and "label" in item else "labels"
+        return {other: part for other, part in item.items() if other != name}, item[name]
     x, y = item
     return x, y
 

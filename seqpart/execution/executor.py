@@ -25,6 +25,7 @@ from seqpart.parts.parting import Parting
 from seqpart.schedule.phases import counted
 from seqpart.schedule.prefetch import Lookahead
 from seqpart.schedule.progress import Progress
+from seqpart.schedule.scheduler import Groups
 from seqpart.schedule.steps import AT_HOME, Phase, PhaseKind, Position, Step, Verb
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
@@ -62,7 +63,7 @@ class Executor:
 
     def __init__(
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition], compute: Compute, boundaries: Boundaries,
-        slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float],
+        slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float | Groups],
         hooks: Hooks, start: Position, parting: Parting | None = None,
     ) -> None:  # fmt: skip
         """parting: for steps that cut homes and put them back."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from seqpart.errors import OptionError
 from seqpart.memory.compiler import take_step, without_compiler
@@ -22,6 +23,8 @@ from seqpart.offload.layout import Layout, TensorSpec
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
+AVERAGE = "average"
+"""Among a parameter's state, its moving average."""
 _TUNED = ("lr", "weight_decay")
 """Options of a group that a later update may take other values of."""
 NAMES = ("adam", "adamw", "sgd", "adafactor")
@@ -82,6 +85,8 @@ class Optimizer:
     """What its groups say: a run that goes on must have the same."""
     tuned: str = ""
     """Learning rate and weight decay of its groups, which may be others."""
+    average: float | None = None
+    """The decay of the weights' moving average, which lies beside the state."""
 
     @property
     def whole(self) -> bool:
@@ -98,12 +103,23 @@ class Optimizer:
         optimizer: torch.optim.Optimizer,
         named: Iterable[tuple[str, nn.Parameter]],
         views: Mapping[str, torch.Tensor],
+        *,
+        begun: bool = True,
     ) -> None:
-        """Give `optimizer` the state in `views` as its own; it updates them in place. The memory stays its owner's."""
+        """Give `optimizer` the state in `views` as its own; it updates them in place. The memory stays its owner's.
+
+        begun: whether a step was made before, so that an average is one.
+        """
+        named = list(named)
         for name, parameter in named:
             optimizer.state[parameter] = {
-                tensor.name: views[f"{name}.{tensor.name}"] for tensor in self.state if parameter.ndim in tensor.dimensions
+                tensor.name: views[f"{name}.{tensor.name}"]
+                for tensor in self.state
+                if parameter.ndim in tensor.dimensions and tensor.name != AVERAGE
             }
+        if self.average is not None and named:
+            pairs = [(views[f"{name}.{AVERAGE}"], parameter) for name, parameter in named]
+            optimizer.register_step_post_hook(_Averaging(self.average, pairs, begun))
 
 
 @functools.cache
@@ -124,6 +140,33 @@ def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float =
         keywords["momentum"] = momentum
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
     return describe(name, lambda parameters: kind(parameters, fused=True, **keywords))
+
+
+class _Averaging:
+    """Behind each step: the averages of some parameters, as torch.optim.swa_utils.AveragedModel makes them. The first step's
+    are the parameters themselves."""
+
+    def __init__(self, decay: float, pairs: Iterable[tuple[torch.Tensor, nn.Parameter]], begun: bool) -> None:
+        self._take, self._begun = get_ema_multi_avg_fn(decay), begun  # type: ignore[no-untyped-call]
+        self._pairs: dict[torch.dtype, list[tuple[torch.Tensor, nn.Parameter]]] = {}
+        for average, parameter in pairs:
+            self._pairs.setdefault(average.dtype, []).append((average, parameter))
+
+    def __call__(self, *_: object) -> None:
+        for pairs in self._pairs.values():
+            averages, parameters = [one for one, _ in pairs], [one.detach() for _, one in pairs]
+            if self._begun:
+                self._take(averages, parameters, None)
+            else:
+                torch._foreach_copy_(averages, parameters)
+        self._begun = True
+
+
+def averaging(choice: Optimizer, decay: float | None) -> Optimizer:
+    """`choice`, with an exponential moving average of each parameter beside its state; None: without one."""
+    if decay is None:
+        return choice
+    return replace(choice, state=(*choice.state, StateTensor(AVERAGE, Extent.ALL)), average=decay)
 
 
 def describe(name: str, build: Build) -> Optimizer:

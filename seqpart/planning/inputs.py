@@ -30,9 +30,10 @@ from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
-from seqpart.model.optimizers import Optimizer, choose
+from seqpart.model.optimizers import Optimizer, averaging, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
+from seqpart.schedule.scheduler import refuse_unfit
 from seqpart.settings import Settings, per_partition, values_of
 from seqpart.tiling.separation import starts_of
 from seqpart.tracing.tracing import chain_and_loss, chain_of
@@ -60,7 +61,8 @@ class Inputs:
         from a checkpoint. trained: a file with those of modules that are not alive, or have shapes alone."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.count
-        self._optimizer, self._reuse, self.folder, self.dry = optimizer, reuse, folder, dry
+        self._optimizer = averaging(optimizer, settings.ema) if optimizer is not None else None
+        self._reuse, self.folder, self.dry = reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
@@ -146,7 +148,7 @@ class Inputs:
         refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
         self.possible_optimizers()
-        self._refuse_endless_warmup()
+        self._refuse_unfit_schedule()
 
     def close(self) -> None:
         """Modules that were given alive are what they were again, but for those that have been trained."""
@@ -246,21 +248,16 @@ class Inputs:
             return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
         return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
 
-    def _refuse_endless_warmup(self) -> None:
+    def _refuse_unfit_schedule(self) -> None:
         """Every partition, and recovery, warms up anew."""
-        settings, warmup = self.settings, self.settings.warmup_updates
+        settings = self.settings
         epochs, batches = values_of(settings.epochs), values_of(settings.batch_size)
         if len(epochs) != len(batches):
             epochs, batches = epochs * len(batches), tuple(batch for batch in batches for _ in epochs)
         runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
         if settings.recovery_epochs:
             runs["recovery"] = self._updates(settings.recovery_epochs, self.recovery_batch)
-        for what, updates in runs.items():
-            if warmup >= updates > 0:
-                raise OptionError(
-                    f"--warmup-updates {warmup}: {what} has {updates} updates, so the learning rate would never be reached. "
-                    "Give fewer."
-                )
+        refuse_unfit(settings.lr_schedule, settings.warmup_updates, runs, [one.build for one in self.possible_optimizers()])
 
     def _updates(self, epochs: int, batch: int) -> int:
         return epochs * -(-self.epoch_rows // min(batch, self.epoch_rows))
@@ -278,6 +275,10 @@ class Inputs:
     def tuned(self) -> str:
         """Of an optimizer that was given as a function: what of its options a run that goes on may change."""
         return self._optimizer.tuned if self._optimizer is not None else ""
+
+    @property
+    def frozen(self) -> int:
+        return sum(cost.frozen for cost in self.costs_at(self.full_batch)[: len(self.chain.whole)])
 
     @property
     def largest_batch(self) -> int:
@@ -310,10 +311,9 @@ class Inputs:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
-        return tuple(
-            choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
-            for n, lr in zip(names, rates, strict=True)
-        )
+        decay, momenta = settings.weight_decay, [settings.momentum if name == "sgd" else 0.0 for name in names]
+        found = (choose(n, lr=lr, weight_decay=decay, momentum=m) for n, lr, m in zip(names, rates, momenta, strict=True))
+        return tuple(averaging(one, settings.ema) for one in found)
 
     def _label_row(self) -> int:
         labels = self.train.labels
@@ -332,8 +332,9 @@ class Inputs:
         """Until the cut is known any partition may get any of them."""
         if self._optimizer is not None:
             return [self._optimizer]
-        names = values_of(self.settings.optimizer)
-        return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
+        names, momentum = values_of(self.settings.optimizer), self.settings.momentum
+        found = (choose(name, lr=1.0, momentum=momentum if name == "sgd" else 0.0) for name in names)
+        return [averaging(one, self.settings.ema) for one in found]
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,

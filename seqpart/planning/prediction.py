@@ -322,7 +322,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
                 found.append(Option(p, kind, buffers, seconds - micro_batches * cost.graph / speeds.copy, moved))
         if problem.auto and not plain.method.stays and p not in shared:
             visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
-            read, written = visits * cost.weights + cost.state, cost.weights + cost.state
+            read, written = visits * cost.weights + cost.state, cost.rewritten + cost.state
             near = p in candidate.resources.at_host
             transfer = read / (speeds.up if near else speeds.read) + written / (speeds.down if near else speeds.write)
             found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))

@@ -193,7 +193,9 @@ class _Bar:
 
 
 def plan_title(plan: Plan) -> str:
-    return f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
+    frozen = f" that learn, and {plan.frozen:,} that are frozen," if plan.frozen else ""
+    where = f"{format_size(plan.limit)} (method {plan.method}, {plan.device})"
+    return f"plan for {plan.parameters:,} parameters{frozen} under {where}"
 
 
 def plan_notes(plan: Plan) -> Iterable[str]:

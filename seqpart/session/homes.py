@@ -83,8 +83,9 @@ class Homes:
             with self._told("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
                 self._write_missing_rows(resumed.position)
-            for name in resumed.unused_states(self._prepared):
-                self.store.discard(name)
+            if self._preparation.settings.ema is None:  # an average is kept to the end
+                for name in resumed.unused_states(self._prepared):
+                    self.store.discard(name)
             return
         if self._preparation.initial_weights is not None:
             self._reporter.say(self._preparation.initial_weights.said)
@@ -141,10 +142,11 @@ class Homes:
                 flat = found[spec.name].as_strided((found[spec.name].numel(),), (1,)).view(torch.uint8)
                 sink.append(bytes_of(flat))
 
-    def export(self, weights: Path) -> None:
+    def export(self, weights: Path, *, averages: bool = False) -> None:
+        """averages: of what has a moving average that."""
         with self._told("the weights were written"):
             whole = self._prepared.chain.whole
-            export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store)
+            export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store, averages=averages)
 
     def give_back(self) -> None:
         """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early

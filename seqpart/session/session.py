@@ -2,9 +2,10 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from seqpart.boundaries.exchange import BoundaryExchange, open_exchange
@@ -31,6 +32,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
+from seqpart.schedule.scheduler import Groups, Scheduler
 from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb, steps_of
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
@@ -81,6 +83,10 @@ class Session:
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
         )  # fmt: skip
+
+    @property
+    def averages(self) -> bool:
+        return self._settings.ema is not None
 
     @contextmanager
     def limited(self) -> Iterator[None]:
@@ -201,11 +207,6 @@ class Session:
             reader_thread=self._thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
             listen=self._listen,
         )  # fmt: skip
-        factor = rate_schedule(settings.lr_schedule, settings.warmup_updates)
-
-        def rate(phase: Phase, done: int) -> float:
-            return factor(*phase.share_of(done))
-
         gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         stays, slots = stage.resources.stays, stage.resources.slots
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in stays}
@@ -216,8 +217,18 @@ class Session:
         return Executor(
             phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
             slots=Slots(shared[-slots:], self._device, own), store=store, device=self._device,
-            clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start, parting=self._parting(stage),
+            clip_grad_norm=settings.clip_grad_norm, rate=self._rate_of(stage), hooks=hooks, start=start,
+            parting=self._parting(stage),
         )  # fmt: skip
+
+    def _rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
+        """What is learned by in a phase behind so many of its updates: of its first partition, as of all that it trains."""
+        schedule = self._settings.lr_schedule
+        if isinstance(schedule, str):
+            factor = rate_schedule(schedule, self._settings.warmup_updates)
+            return lambda phase, done: factor(*phase.share_of(done))
+        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build))
+        return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
     def _parting(self, stage: Stage) -> Parting | None:
         prepared = self.prepared

@@ -19,7 +19,7 @@ from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
 from seqpart.files.text import refuse_unusable
-from seqpart.zoo import folders, text
+from seqpart.zoo import folders, text, tokenized
 from seqpart.zoo.loading import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
@@ -33,18 +33,19 @@ Array = npt.NDArray[Any]
 
 def load(
     name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None,
-    context: int | None = None,
+    context: int | None = None, tokenizer: Path | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(training, test) data. Raises DataError for missing or damaged files, OptionError for unknown names."""
+    """(training, test) data. tokenizer: the directory of one, for hf-text:FILE. Raises DataError for missing or damaged files,
+    OptionError for unknown names."""
     prefix, _, rest = name.partition(":")
-    if prefix in ("idx", "npz", "folder", "text"):
+    if prefix in ("idx", "npz", "folder", "text", "hf-text"):
         refuse_unusable("--data", Path(rest))
     if image_size is not None and prefix != "folder":
         raise OptionError(f"--image-size goes with --data folder:DIR; found --data {name}.")
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise OptionError(f"--image-size: expected pixels from 1 up, and at most {LARGEST_IMAGE}; found {image_size}.")
-    if context is not None and prefix != "text":
-        raise OptionError(f"--context goes with --data text:FILE; found --data {name}.")
+    if context is not None and prefix not in ("text", "hf-text"):
+        raise OptionError(f"--context goes with --data text:FILE or hf-text:FILE; found --data {name}.")
     if name not in _MNISTS and (download or data_dir is not None):
         raise OptionError(f"--data-dir and --download go with {', '.join(_MNISTS)}; found --data {name}.")
     if name == "digits":
@@ -59,14 +60,16 @@ def load(
         return folders.load(Path(rest), image_size)
     if prefix == "text" and rest:
         return text.load(Path(rest), context)
+    if prefix == "hf-text" and rest:
+        return tokenized.load(Path(rest), tokenizer, context)
     if rest:
         found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise DataError(f"--data {name}: expected a pair (training, test); found {type(found).__name__}.")
         return found[0], found[1]
     raise OptionError(
-        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, text:FILE or package.module:function; "
-        f"found {name!r}."
+        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, text:FILE, hf-text:FILE or "
+        f"package.module:function; found {name!r}."
     )
 
 
