@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.errors import OptionError
+from seqpart.errors import ModelError, OptionError
 from seqpart.execution.events import StepDone
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
@@ -115,9 +115,9 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-def adapted(**options):
+def adapted(*, dtype=torch.float32, **options):
     torch.manual_seed(7)
-    base, config = llama(), {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options}
+    base, config = llama().to(dtype), {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options}
     model = peft.get_peft_model(base, peft.LoraConfig(**config))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zeros, behind which lora_A has no gradient in its first step
@@ -157,6 +157,7 @@ MODELS = {
     "queries and values": {},
     "all linear layers": {"target_modules": "all-linear"},
     "the head is trained whole": {"modules_to_save": ["lm_head"]},
+    "a base in bfloat16": {"dtype": torch.bfloat16},
     "rank-stabilized, biases": {"use_rslora": True, "bias": "lora_only"},
 }
 
@@ -183,7 +184,8 @@ def test_the_adapter_alone_is_what_pefts_own_save_writes_and_loads_onto_the_base
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "ours").eval()
+    base = llama().to(MODELS[name].get("dtype", torch.float32))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
     x, _ = text()
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=x).logits, model.eval()(input_ids=x).logits)
@@ -209,6 +211,17 @@ def test_with_ema_the_averaged_adapter_may_be_written(tmp_path):
     result.save_adapter(tmp_path / "last")
     averaged, last = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("average", "last"))
     assert averaged.keys() == last.keys() and not any(torch.equal(averaged[key], last[key]) for key in last)
+
+
+@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
+def test_quantized_base_weights_are_refused_by_name(kind, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="quantized weights need it: pip install bitsandbytes")
+    more = {} if kind == "Linear4bit" else {"has_fp16_weights": False}
+    model = nn.Sequential(nn.Linear(6, 32), getattr(bitsandbytes.nn, kind)(32, 32, **more), nn.Linear(32, 4)).to("cpu")
+    model[1].requires_grad_(False)
+    for network in (model, list(model)):
+        with pytest.raises(ModelError, match=r"weight is a (Params4bit|Int8Params) of quantized weights, which has scales"):
+            Trainer(network, mem_limit="2GB", method="full", quiet=True, output_dir=tmp_path).fit(*numbers((6,)))
 
 
 def test_a_model_without_an_adapter_has_none_to_write(tmp_path):
