@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from seqpart import Settings, Trainer
-from seqpart.errors import OptionError
+from seqpart.errors import Interrupted, OptionError
 from seqpart.result import Evaluation
+from seqpart.session import homes
 from tests.exactly import How, numbers
-from tests.resuming import Arm, interrupt, kill
+from tests.resuming import Arm, Killed, ended, interrupt, kill
 
 ROWS, BATCH, EPOCHS, DECAY = 22, 8, 3, 0.9
 
@@ -131,6 +132,28 @@ def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(h
     found, stops = arm.stopped(iter([(len(steps) // 3, end), (len(steps) // 4, end), (len(steps) // 6, end)]), save_every="1")
     assert stops == 3 and found == whole
     assert (tmp_path / "stopped/average.safetensors").read_bytes() == (tmp_path / "whole/average.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("end", [interrupt, kill])
+def test_a_run_that_ends_between_its_two_files_of_weights_goes_on_with_both(end, monkeypatch, tmp_path):
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_, **__: Evaluation(loss=0.0, accuracy=None, proof=None))
+    options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4), "save_every": "1"}
+    arm = Arm(monkeypatch, tmp_path, How(), chain, numbers((6,)), **options)
+    whole, _ = arm.whole()
+    export = homes.export_weights
+
+    def ends(*arguments, averages=False):
+        written = export(*arguments, averages=averages)
+        if averages:
+            end()
+        return written
+
+    with monkeypatch.context() as patched:
+        patched.setattr(homes, "export_weights", ends)
+        with pytest.raises((Interrupted, Killed)):
+            arm.fit()
+    assert ended(arm.fit(resume=arm.root)) == whole
+    assert (arm.root / "average.safetensors").read_bytes() == (tmp_path / "whole/average.safetensors").read_bytes()
 
 
 def test_partitions_of_sil_have_each_their_own_average_of_their_own_updates(tmp_path):
