@@ -12,6 +12,7 @@ import torch
 
 from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
+from seqpart.loop import lengths
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
@@ -21,6 +22,7 @@ from seqpart.values import as_text, checked_value, flag_of
 
 T = TypeVar("T", int, float, str)
 
+EPOCHS = 3
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
@@ -45,6 +47,7 @@ EXPECTED = {
     "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
     "save_every": "updates (500), a time (30s, 10min, 2h) or never",
     "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
+    "eval_every": lengths.EXPECTED,
     "loss": "cross-entropy, psl or mse, or from Python a function or 'model'",
     "shuffle": "True, False or auto",
     "tile": "a size such as 16MB, never or auto",
@@ -84,8 +87,10 @@ class Settings:
     tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
     weights_partial: bool = False
     """Let --weights lack some of the model's tensors, which then stay as they are initialized, and have others. Says which."""
-    epochs: int | tuple[int, ...] = 3
-    """Passes over the training rows, per partition."""
+    epochs: float | tuple[float, ...] = EPOCHS
+    """Passes over the training rows, per partition. With exact methods also a part of one: 0.5."""
+    max_steps: int | None = None
+    """Updates to train for, however many epochs these are, in the place of --epochs (exact methods only)."""
     batch_size: int | tuple[int, ...] = 64
     """Rows of one update, per partition."""
     micro_batch_size: int | None = None
@@ -120,6 +125,9 @@ class Settings:
     """Learning rate of all partitions in recovery. Default: each one's own --lr."""
     test_every: int | None = None
     """Test after every so many epochs too (with sil: of the last partition, and of recovery). Default: at the end alone."""
+    eval_every: str | int | None = None
+    """Test after every so many updates (500) or epochs (2epochs) too, counted from the first; updates with exact methods only.
+    Default: as --test-every says, which counts epochs."""
     save_every: str | int = "10min"
     """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: int | Literal["auto"] | tuple[int, ...] = "auto"
@@ -162,9 +170,11 @@ class Settings:
     def __post_init__(self) -> None:
         misfits = self._take_types()
         rate_schedule(self.lr_schedule, self.warmup_updates)
-        _ = self.saving, self.partition_choice(), self.tile_bytes
-        for name in ("epochs", "batch_size"):
-            _refuse_outside(flag_of(name), values_of(getattr(self, name)))
+        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests
+        epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
+        object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
+        _refuse_outside("--epochs", epochs, "numbers above 0", least=0.0)
+        _refuse_outside("--batch-size", values_of(self.batch_size), "whole numbers from 1 up")
         for field in fields(self):
             if isinstance(path := getattr(self, field.name), Path):
                 refuse_unusable(flag_of(field.name), path)
@@ -227,6 +237,15 @@ class Settings:
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
             _positive("--test-every", self.test_every),
+            *lengths.problems(
+                method=self.method,
+                exact=method.exact,
+                epochs=values_of(self.epochs),
+                default_epochs=EPOCHS,
+                max_steps=self.max_steps,
+                every=self.eval_every,
+                test_every=self.test_every,
+            ),
             *(
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"
@@ -302,6 +321,16 @@ class Settings:
         return int(match[1]), None
 
     @property
+    def tests(self) -> lengths.Interval:
+        """Between two passes over the test rows; neither: at the end alone. Raises OptionError."""
+        return lengths.interval_of(self.eval_every, self.test_every)
+
+    @property
+    def between_tests(self) -> list[str]:
+        """Flags that were given and need a test set."""
+        return [flag_of(name) for name in ("test_every", "eval_every") if getattr(self, name) is not None]
+
+    @property
     def tile_bytes(self) -> int | None:
         """0: never; None: auto. Raises OptionError."""
         if self.tile in ("never", "auto"):
@@ -357,8 +386,9 @@ def per_partition(name: str, setting: T | tuple[T, ...], count: int) -> tuple[T,
     return values
 
 
-def _refuse_outside(name: str, values: Sequence[int]) -> None:
-    if min(values) < 1:
-        raise OptionError(f"{name}: expected whole numbers from 1 up; found {min(values)}.")
+def _refuse_outside(name: str, values: Sequence[float], expected: str, least: float = 0.5) -> None:
+    """least: what all of them must be above."""
+    if not all(value > least for value in values):
+        raise OptionError(f"{name}: expected {expected}; found {min(values)}.")
     if max(values) > MOST:
-        raise OptionError(f"{name}: expected whole numbers up to {MOST}; found {short(max(values))}.")
+        raise OptionError(f"{name}: expected numbers up to {MOST}; found {short(max(values))}.")

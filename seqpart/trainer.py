@@ -11,12 +11,13 @@ from typing import Any, Unpack
 import torch
 
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.data.splits import as_split, first_rows
+from seqpart.data.splits import as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
+from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
@@ -101,14 +102,14 @@ class Trainer:
         self._trained: Path | None = None
         """The weights that the last `fit` left."""
 
-    def plan(self, train: object, test: object, *, reuse: Plan | None = None) -> Plan:
+    def plan(self, train: object, test: object = None, *, reuse: Plan | None = None) -> Plan:
         """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
         with self.planned(train, test, reuse=reuse, dry=True) as (_, prepared):
             return prepared.plan
 
     @contextmanager
     def planned(
-        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False
+        self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False
     ) -> Iterator[tuple[Preparation, Prepared]]:
         """Everything checked, measured and planned. Modules given alive are empty inside.
 
@@ -119,7 +120,7 @@ class Trainer:
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
-        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
+        self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
         model: object = None,
     ) -> Preparation:  # fmt: skip
         """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
@@ -127,9 +128,12 @@ class Trainer:
         resumes: weights come from a checkpoint. model: in the place of the trainer's own.
         """
         with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
+            rows = as_split(train, "training")
+            tests = tested_on(test, rows)
+            refuse_untested(self.settings.between_tests, tests.count)
             return preparation_of(self.settings)(
-                self.model if model is None else model, self.settings, as_split(train, "training"), as_split(test, "test"),
-                self.device, final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
+                self.model if model is None else model, self.settings, rows, tests, self.device,
+                final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes,
             )  # fmt: skip
 
@@ -187,10 +191,11 @@ class Trainer:
         return self.settings.offload_dir or self.settings.output_dir or Path("runs")
 
     def fit(
-        self, train: object, test: object, *, reuse: Plan | None = None, resume: str | Path | None = None,
+        self, train: object, test: object = None, *, reuse: Plan | None = None, resume: str | Path | None = None,
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
     ) -> Result:  # fmt: skip
-        """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items.
+        """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items. Without `test`
+        nothing is evaluated, and the result says so.
 
         x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
         also be a dict with its `labels`.

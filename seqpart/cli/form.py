@@ -26,8 +26,8 @@ GROUPS = {
         "plan",
     ),
     "training": (
-        "epochs", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "lr_schedule",
-        "warmup_updates", "dtype", "shuffle", "test_every", "seed",
+        "epochs", "max_steps", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm",
+        "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "seed",
     ),
     "sil": (
         "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover",
@@ -45,7 +45,7 @@ GROUPS = {
 }  # fmt: skip
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
 _METAVARS = {
-    "mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "partitions": "auto|INT[,...]",
+    "mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "eval_every": "OFTEN", "partitions": "auto|INT[,...]",
     "tile": "SIZE|never|auto",
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.data.classes import count_classes
-from seqpart.data.splits import Split, as_split, count_tokens
+from seqpart.data.splits import Split, as_split, count_tokens, tested_on
 from seqpart.errors import OptionError
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, short
@@ -41,7 +41,7 @@ class Job(Settings):
     data: str = "digits"
     """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
     CLASS), text:FILE (its characters, to predict the next one), or package.module:function that returns a training and a
-    test set."""
+    test set; what stands for the second may be empty."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False
@@ -125,7 +125,8 @@ def data_of(job: Job) -> tuple[Split, Split]:
     train, test = datasets.load(
         job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context
     )
-    return as_split(train, "training"), as_split(test, "test")
+    rows = as_split(train, "training")
+    return rows, tested_on(test, rows)
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:

@@ -21,6 +21,7 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
         0 mean is its affair.
     learns: whether the rows are learned from; otherwise one class will do, and so will any number of it.
     """
+    test = test if test.count else train  # every label has been seen then
     if train.labels.shape[1:] != test.labels.shape[1:]:
         raise DataError(
             f"labels differ: training has shape {tuple(train.labels.shape)} and test {tuple(test.labels.shape)}; "

@@ -40,7 +40,7 @@ def ist_phases(work: Workload) -> Phases:
     return Phases([
         Rounds(
             split=split, turns=turns, merge=replace(split, kind=PhaseKind.MERGE), local=subnets.local_steps, epochs=epochs,
-            behind=(*_statistics(work), *_tests(work)), every=work.test_every,
+            behind=(*_statistics(work), *_tests(work)), every=work.tests.epochs,
         )
     ])  # fmt: skip
 

@@ -20,6 +20,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, OptionError
+from seqpart.loop.lengths import Length, length_of, refuse_endless_warmup
 from seqpart.memory.device import Device, host_memory_free
 from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
 from seqpart.methods import methods_named
@@ -89,8 +90,9 @@ class Inputs:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
+        longest = self.length(max(values_of(settings.epochs)), self.full_batch).epochs
         self.pair_rows = rows_of_pairs(
-            self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=max(values_of(settings.epochs)),
+            self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
             key=(settings.seed, "order") if settings.shuffles else None,
         )  # fmt: skip
         self._label_shape, self.input_layout = tuple(train.labels.shape[1:]), RowLayout(train.shape, train.dtype)
@@ -247,22 +249,20 @@ class Inputs:
 
     def _refuse_endless_warmup(self) -> None:
         """Every partition, and recovery, warms up anew."""
-        settings, warmup = self.settings, self.settings.warmup_updates
-        epochs, batches = values_of(settings.epochs), values_of(settings.batch_size)
+        epochs, batches = values_of(self.settings.epochs), values_of(self.settings.batch_size)
         if len(epochs) != len(batches):
             epochs, batches = epochs * len(batches), tuple(batch for batch in batches for _ in epochs)
         runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
-        if settings.recovery_epochs:
-            runs["recovery"] = self._updates(settings.recovery_epochs, self.recovery_batch)
-        for what, updates in runs.items():
-            if warmup >= updates > 0:
-                raise OptionError(
-                    f"--warmup-updates {warmup}: {what} has {updates} updates, so the learning rate would never be reached. "
-                    "Give fewer."
-                )
+        if self.settings.recovery_epochs:
+            runs["recovery"] = self._updates(self.settings.recovery_epochs, self.recovery_batch)
+        refuse_endless_warmup(self.settings.warmup_updates, runs)
 
-    def _updates(self, epochs: int, batch: int) -> int:
-        return epochs * -(-self.epoch_rows // min(batch, self.epoch_rows))
+    def _updates(self, epochs: float, batch: int) -> int:
+        return self.length(epochs, batch).updates
+
+    def length(self, epochs: float, batch: int) -> Length:
+        """Of a training for so many epochs, of updates of at most `batch` rows."""
+        return length_of(epochs, self.settings.max_steps, -(-self.epoch_rows // min(batch, self.epoch_rows)))
 
     @property
     def functions(self) -> dict[str, str]:

@@ -193,8 +193,7 @@ class Preparation(Inputs):
         method, candidate, reasons = self._choose(problem, request)
         training = self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
-        if recovery is not None:
-            reasons = (*reasons, *self._recovery_reasons(recovery))
+        reasons = (*reasons, *self._recovery_reasons(recovery))
         reasons = (*reasons, *self.chain.said, *self.trials.untold)
         optimizers = self._optimizers(candidate)
         costs = self._partition_costs(request, candidate, training, optimizers)
@@ -234,18 +233,19 @@ class Preparation(Inputs):
         """Of each partition."""
         return self.optimizers(len(candidate.parts), recovery=recovery)
 
-    def epochs(self, count: int, trained: tuple[int, ...] = ()) -> list[int]:
+    def epochs(self, count: int, trained: tuple[float, ...] = ()) -> list[float]:
         """Of each of `count` partitions; `trained`: those that the first of them had, which are trained."""
         return [*trained, *self.values("--epochs", self.settings.epochs, count)[len(trained) :]]
 
     def _training(self, request: PlanRequest, candidate: Candidate) -> tuple[PartitionTraining, ...]:
         count, micro = len(candidate.parts), candidate.micro_batch
         epochs = self.epochs(count, request.trained_epochs)
-        batches = self.values("--batch-size", self.settings.batch_size, count)
-        batches = tuple(min(batch, self.epoch_rows) for batch in batches)
+        batches = [min(size, self.epoch_rows) for size in self.values("--batch-size", self.settings.batch_size, count)]
         return tuple(
-            PartitionTraining(epochs=e, batch_size=b, micro_batch=min(micro, b), trainable=c.trainable, rows=c.rows)
-            for e, b, (_, _, c) in zip(epochs, batches, candidate.parts, strict=True)
+            PartitionTraining(
+                epochs=n.epochs, updates=n.counted, batch_size=b, micro_batch=min(micro, b), trainable=c.trainable, rows=c.rows
+            )
+            for n, b, (_, _, c) in zip(map(self.length, epochs, batches), batches, candidate.parts, strict=True)
         )
 
     def _recovery(self, request: PlanRequest, problem: Problem, candidate: Candidate) -> Prediction | None:
@@ -273,7 +273,9 @@ class Preparation(Inputs):
         spare = len(self.settings.prototype_scales) - max(1, count - 1)
         return [f"--prototype-scale: the last {spare} without effect on {count - 1} inner partition(s)"] if spare > 0 else []
 
-    def _recovery_reasons(self, recovery: Prediction) -> list[str]:
+    def _recovery_reasons(self, recovery: Prediction | None) -> list[str]:
+        if recovery is None:
+            return []
         candidate, settings = recovery.candidate, self.settings
         learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
         rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
@@ -293,19 +295,17 @@ class Preparation(Inputs):
         return (begun,) if recovery is None else (begun, stage(len(phases), recovery.candidate, recovers=True))
 
     def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
-        stage = None
+        stage, kept = None, candidate
         if recovery is not None:
+            kept = recovery.candidate
             stage = Recovery(
-                epochs=self.settings.recovery_epochs,
-                batch_size=self.recovery_batch,
-                micro_batch=recovery.candidate.micro_batch,
+                epochs=self.settings.recovery_epochs, batch_size=self.recovery_batch, micro_batch=kept.micro_batch,
                 frozen=frozenset() if self.settings.recover == "all" else frozenset({len(training) - 1}),
-            )
-        kept = recovery.candidate if recovery is not None else candidate
+            )  # fmt: skip
         return Workload(
             train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
-            offloads=kept.offloads, recovery=stage, test_every=self.settings.test_every,
+            offloads=kept.offloads, recovery=stage, tests=self.settings.tests,
             synthetic_inputs=self.settings.sil_inputs == "synthetic",
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
         )  # fmt: skip

@@ -106,9 +106,9 @@ class Reporter:
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
             accuracy=event.accuracy, rows=event.rows, took=round(event.seconds, 3), samples_per_second=round(speed, 1),
         )  # fmt: skip
-        if phase.updates_of_epoch not in (None, phase.done + phase.updates):  # of the turns of an epoch the last is shown
+        if phase.is_turn and phase.epochs_done != phase.epoch:  # of an epoch the last is shown
             return
-        epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
+        epoch = f" epoch {_share(phase.epochs_done)}" if phase.kind is PhaseKind.TRAIN else ""
         accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
         parts = (
             f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}", accuracy, f"  {event.seconds:6.1f} s",
@@ -139,6 +139,11 @@ def _console(quiet: bool) -> Console:
 
 def _who(phase: Phase) -> str:
     return f"partition {phase.partition}" if phase.through is None else f"partitions {phase.partition}-{phase.through}"
+
+
+def _share(epochs: float) -> str:
+    """3, or 2.75 in the midst of one."""
+    return f"{epochs:.2f}".rstrip("0").rstrip(".")
 
 
 def _passes(phase: Phase) -> int:

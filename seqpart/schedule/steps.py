@@ -125,6 +125,8 @@ class Phase:
     """Updates of its epoch before its own."""
     updates_of_epoch: int | None = None
     """Where it is a piece of an epoch: the updates of all of that."""
+    updates_of_stage: int | None = None
+    """Where its stage is no whole number of epochs: the updates of all of that."""
     ends: int | None = None
     """The partition with which the network ends; None: the last there is."""
 
@@ -157,7 +159,20 @@ class Phase:
     def share_of(self, updates: int) -> tuple[int, int]:
         """(updates of its stage behind `updates` of its own, those of the whole stage)."""
         whole = self.updates if self.updates_of_epoch is None else self.updates_of_epoch
-        return (self.epoch - 1) * whole + self.done + updates, self.epochs * whole
+        stage = self.epochs * whole if self.updates_of_stage is None else self.updates_of_stage
+        return (self.epoch - 1) * whole + self.done + updates, stage
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether it is one part's share of a round."""
+        return self.updates_of_epoch is not None and self.updates_of_stage is None
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs of its stage that are over behind it."""
+        return (
+            self.epoch if self.updates_of_epoch is None else self.epoch - 1 + (self.done + self.updates) / self.updates_of_epoch
+        )
 
     @property
     def lowest(self) -> int:

@@ -104,8 +104,10 @@ class Homes:
         self._write_rows(name)
 
     def _write_rows(self, name: str) -> None:
-        """Boundary 0: the data set's rows, checked and sent home."""
+        """Boundary 0: the data set's rows, checked and sent home, where there are any."""
         split = self._preparation.train if name == "train" else self._preparation.test
+        if not split.count:
+            return
         rows = self.boundaries.create(name, 0, self._prepared.input_layout, split.count)
         write_rows(split, rows.append)
         rows.finish()

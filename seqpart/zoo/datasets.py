@@ -34,7 +34,10 @@ def load(
     name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None,
     context: int | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(training, test) data. Raises DataError for missing or damaged files, OptionError for unknown names."""
+    """(training, test) data; None where there is no test set.
+
+    Raises DataError for missing or damaged files, OptionError for unknown names.
+    """
     prefix, _, rest = name.partition(":")
     if prefix in ("idx", "npz", "folder", "text"):
         refuse_unusable("--data", Path(rest))
@@ -61,7 +64,9 @@ def load(
     if rest:
         found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
-            raise DataError(f"--data {name}: expected a pair (training, test); found {type(found).__name__}.")
+            raise DataError(
+                f"--data {name}: expected a pair (training, test), where test may be None; found {type(found).__name__}."
+            )
         return found[0], found[1]
     raise OptionError(
         f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, text:FILE or package.module:function; "
@@ -217,12 +222,15 @@ def _ended(file: BinaryIO, path: Path) -> None:
         raise DataError(f"{path} is damaged: it is longer than its header says. Fetch it again.")
 
 
-def _npz(path: Path) -> tuple[Split, Split]:
-    """x_train, y_train, x_test, y_test; or images and labels (x and y), with test.npz beside train.npz or every fifth row."""
+def _npz(path: Path) -> tuple[Split, Split | None]:
+    """x_train, y_train, and x_test, y_test where there is a test set; or images and labels (x and y), with test.npz beside
+    train.npz or every fifth row."""
     if not path.is_file():
         raise DataError(f"--data npz:{path}: no such file.")
     with _archive(path) as archive:
         names = {name.removesuffix(".npy") for name in archive.namelist()}
+    if {"x_train", "y_train"} <= names and not {"x_test", "y_test"} & names:
+        return _npz_split(path, "training", "x_train", "y_train"), None
     if {"x_train", "y_train", "x_test", "y_test"} <= names:
         return _npz_split(path, "training", "x_train", "y_train"), _npz_split(path, "test", "x_test", "y_test")
     pair = next((pair for pair in (("images", "labels"), ("x", "y")) if set(pair) <= names), None)
