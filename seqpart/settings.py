@@ -31,7 +31,7 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
-OptimizerName = Literal["adam", "adamw", "sgd"]
+OptimizerName = Literal["adam", "adamw", "sgd", "adafactor"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
 Precision = Literal["fp32", "bf16"]
@@ -48,7 +48,7 @@ EXPECTED = {
     "save_every": "updates (500), a time (30s, 10min, 2h) or never",
     "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
     "eval_every": lengths.EXPECTED,
-    "loss": "cross-entropy, psl or mse, or from Python a function or 'model'",
+    "loss": "cross-entropy, psl, mse or bce, or from Python a function or 'model'",
     "shuffle": "True, False or auto",
     "tile": "a size such as 16MB, never or auto",
 }
@@ -100,9 +100,11 @@ class Settings:
     loss: LossName | None = None
     """What the network's end learns: cross-entropy, psl (for classes: the partially-separable loss, the mean over rows of the
     sum of exp(score - the label's score) over all other classes, from a difference of 10 on its tangent; with the label's own
-    class it would be exp(cross-entropy)), or mse (for floats). Default: cross-entropy for classes, mse for floats."""
-    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
-    """adam, adamw or sgd, per partition."""
+    class it would be exp(cross-entropy)), mse (for floats of any shape), or bce (yes-or-no labels, from 0 to 1, as many as
+    outputs). Default: cross-entropy for classes, mse for floats."""
+    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adamw"
+    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
+    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     momentum: float = 0.0
@@ -252,6 +254,9 @@ class Settings:
                 for name in ("clip_grad_norm", "partitions", "tile")
                 if method.in_pairs and getattr(self, name) not in (None, "auto", "never")
             ),
+            f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
+            if self.divides_weights and "adafactor" in values_of(self.optimizer)
+            else "",
             f"--method psl trains by --loss psl; found --loss {self.loss}. Leave it out"
             if method.in_pairs and self.loss not in (None, "psl")
             else "",
@@ -339,6 +344,11 @@ class Settings:
             return parse_size(self.tile)
         except OptionError:
             raise OptionError(f"--tile: expected {EXPECTED['tile']}; found {short(self.tile)}.") from None
+
+    @property
+    def divides_weights(self) -> str:
+        """What cuts weights into pieces that are updated one by one; "" where nothing is known to."""
+        return f"method {self.method}" if self.method in ("psl", "ist") else "--tile" if self.tile_bytes else ""
 
     @property
     def shuffles(self) -> bool:

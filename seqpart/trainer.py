@@ -50,8 +50,10 @@ class Trainer:
         list of factories that each return a module (then the model never exists whole). Modules given alive are emptied into
         a file while the run lasts, and get their trained weights at the end; a run that ends early leaves them as they came.
     loss: (output, labels) -> loss, for the end of the network, or the name of one: "cross-entropy", the default for classes
-        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels,
-        or "psl", `seqpart.model.losses.partially_separable`. An update is that of the whole batch, whatever micro-batches it
+        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels of
+        any shape, "bce" for yes-or-no labels, as many as outputs (binary cross-entropy of scores before their sigmoid), or
+        "psl", `seqpart.model.losses.partially_separable`. A function gets labels as they were given, a dict or a tuple where a
+        row has several. An update is that of the whole batch, whatever micro-batches it
         is divided into; so what a function divides by must be known. It may be
         - a mean over rows, or over equally many numbers of each row: micro-batches count by their rows;
         - torch's cross_entropy or nll_loss with ignore_index or weights of classes, as a module, a function or a
@@ -62,7 +64,7 @@ class Trainer:
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
-    optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
+    optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
         value.
@@ -89,6 +91,11 @@ class Trainer:
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = settings or Settings.of(**given)
+        if self._optimizer is not None and self._optimizer.whole and settings.divides_weights:
+            raise OptionError(
+                f"optimizer {self._optimizer.name} looks at a weight as a whole, and {settings.divides_weights} divides it. "
+                "Take another."
+            )
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
         self.model, self._loss, self._quiet = model, loss, quiet
@@ -170,8 +177,9 @@ class Trainer:
             method.exact and method.cuts and not (method.stays or method.in_pairs)
             for method in methods_named(self.settings.method)
         )
-        # A function may return an optimizer that looks at a weight as a whole.
-        return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
+        # Adafactor looks at a weight as a whole, and so may what a function returns.
+        alone = self._optimizer is None and "adafactor" not in values_of(self.settings.optimizer)
+        return sizes_to_try(self.model) if streams and alone else (0,)
 
     def count_from_start(self) -> None:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""

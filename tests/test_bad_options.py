@@ -155,7 +155,7 @@ OPTIONS = {
     "--data npz:rows.npz": "rows.npz: 10 rows in x and 9 in y; the numbers must be equal",
     "--data npz:words.npz": "words.npz: expected x to be rows of numbers",
     "--data npz:objects.npz": "objects.npz: expected x to be rows of numbers",
-    "--data npz:hot.npz": "hot.npz: expected one number for each row in y; found shape (10, 10)",
+    "--data npz:hot.npz": "method sil needs classes (integers) as labels; found floats",
     "--data text:nowhere.txt": "--data text:nowhere.txt: no such file",
     "--data text:rows.npz": "rows.npz is not; text; Give a UTF-8 text file",
     "--data folder:nowhere": "--data folder:nowhere: no such directory",

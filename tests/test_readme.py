@@ -1,4 +1,5 @@
-"""Every command and snippet of README.md and of the pages in docs/ that were written by hand: run as printed, run smaller, or at least parsed. `HOW` says which.
+"""Every command and snippet of README.md, and of the pages in docs/ that were written by hand: run as printed, run smaller, or
+at least parsed. `HOW` says which.
 
 A command that is added or changed there has to be added here.
 """

@@ -216,6 +216,10 @@ def data_digest(train: Split, test: Split) -> str:
     """Tells data sets apart by shape, number and labels; the rows of the first boundary have checksums of their own."""
     digest = xxhash.xxh3_64()
     for split in (train, test):
-        digest.update(repr((split.count, split.shape, str(split.dtype), tuple(split.labels.shape), *split.form)).encode())
+        digest.update(
+            repr(
+                (split.count, split.shape, str(split.dtype), tuple(split.labels.shape), *split.form, *split.label_form)
+            ).encode()
+        )
         digest.update(split.labels.contiguous().numpy().tobytes())
     return digest.hexdigest()

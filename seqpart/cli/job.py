@@ -15,7 +15,7 @@ from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import CACHE_DTYPES, MOST, Method, Precision, Settings
+from seqpart.settings import CACHE_DTYPES, MOST, Method, OptimizerName, Precision, Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.zoo import convolutional, datasets, libraries, models
@@ -35,6 +35,9 @@ class Job(Settings):
     streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of
     the three that fits), psl (one pair of scores of the partially-separable loss at a time; a model that ends in separable
     layers, such as --model psnet)."""
+    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
+    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
+    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
     model: str = "mlp"
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
@@ -131,12 +134,12 @@ def data_of(job: Job) -> tuple[Split, Split]:
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
     """The model, whole, and its depth where that is ours to choose: for `limit` bytes. Raises OptionError or ModelError."""
-    classes = count_classes(train, test)
+    classes = _outputs(job, train, test)
     if job.model.partition(":")[0] in libraries.LIBRARIES:
         return _library_model(dataclasses.replace(job, weights=None), train, test, whole=True).model, None
     _refuse_misplaced(job)
     if job.model in ("lenet", "psnet"):
-        return getattr(convolutional, job.model)(train.shape, max(classes, 1)), None
+        return getattr(convolutional, job.model)(train.shape, classes), None
     if job.model not in ("mlp", "gpt"):
         if ":" not in job.model:
             raise OptionError(
@@ -156,14 +159,20 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
         raise OptionError(f"--model mlp takes quantities, and the rows of --data {job.data} are tokens. Take --model gpt.")
     inputs, depth = prod(train.shape), job.depth
     if depth is None:
-        depth = models.depth_for(limit, inputs, max(classes, 1), width)
+        depth = models.depth_for(limit, inputs, classes, width)
         _refuse_too_deep(
             depth, f" Its state would be twice the limit of {format_size(limit)}: give a --depth, or a larger --width."
         )
         reporter.say(
             f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
         )
-    return models.mlp(inputs, max(classes, 1), width=width, depth=depth), depth
+    return models.mlp(inputs, classes, width=width, depth=depth), depth
+
+
+def _outputs(job: Job, train: Split, test: Split) -> int:
+    """That the network's end needs: one for each class, or for each number of a label."""
+    classes = 0 if job.loss == "bce" else count_classes(train, test)
+    return classes or prod(train.labels.shape[1:])
 
 
 def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) -> libraries.Made:
@@ -171,7 +180,7 @@ def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) 
     library, _, name = job.model.partition(":")
     resumes = job.resume is not None and (not job.resume.is_dir() or has_checkpoint(job.resume))
     asked = libraries.Asked(
-        classes=max(count_classes(train, test), 1), shape=train.shape, seed=job.seed, weights=job.weights,
+        classes=_outputs(job, train, test), shape=train.shape, seed=job.seed, weights=job.weights,
         partial=job.weights_partial or whole, resumes=resumes,
         dtype=CACHE_DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
     )  # fmt: skip

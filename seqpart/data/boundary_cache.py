@@ -38,6 +38,8 @@ class Boundaries:
         self._rows: dict[tuple[str, int], Rows] = {}
         self._retained, self._created = RetainedFiles(folder), 0
         self.labels: dict[str, torch.Tensor] = {}
+        self.label_types: dict[str, torch.dtype] = {}
+        """In which a loss gets them."""
 
     def create(self, split: str, partition: int, layout: RowLayout, count: int) -> Rows:
         """Empty rows to be appended to; rows of the same place that were left half-written are discarded."""

@@ -29,7 +29,6 @@ from seqpart.execution.saved_tensors import Arrival, Graph, apart_from, entering
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.methods.method import PartitionLoss, SyntheticLoss
-from seqpart.model.losses import label_dtype
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.parts.statistics import as_it_is, observed
@@ -318,7 +317,7 @@ class Compute:
         batch = self._next_batch(step)
         assert self._unpacked is not None
         labels = self._device.upload(batch.labels)
-        return batch, self._unpacked.take(batch.x), labels.to(label_dtype(labels))
+        return batch, self._unpacked.take(batch.x), labels.to(self._boundaries.label_types[self._phases[step.phase].reads[0]])
 
     def _next_batch(self, step: Step) -> Batch:
         if self._reader is None:

@@ -8,7 +8,7 @@ import torch
 
 from seqpart.loop.lengths import AT_THE_END, Interval
 from seqpart.model.losses import LossFunction, scores_of
-from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged
+from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged, takes_classes_first
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.steps import Phase, PhaseKind
 
@@ -23,8 +23,8 @@ class PartitionLoss(Protocol):
         """Loss of `output`, (rows, *boundary), with `labels`, (rows, ...): the mean over the rows, a scalar, or a verdict."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(scores (n, classes), labels (n,)), larger is likelier; None where the output says nothing of classes. A label
-        below 0 counts for nothing."""
+        """(scores (n, classes, ...), labels (n, ...)), larger is likelier; None where the output says nothing of classes. A
+        label below 0 counts for nothing."""
 
 
 class SyntheticLoss(PartitionLoss, Protocol):
@@ -178,4 +178,5 @@ class TrueLoss:
             found: tuple[torch.Tensor, torch.Tensor] | None = scores(output, labels)
             return found
         ignored = self._reduction.ignored if self._reduction is not None else None
-        return scores_of(output, labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1))
+        ours = labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1)
+        return scores_of(output, ours, first=takes_classes_first(self._function))

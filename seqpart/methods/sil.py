@@ -66,7 +66,8 @@ def refuse_partitions_alone(chain: Chain, classes: int, splits: Sequence[Split],
     if any(block.tied for block in chain):
         raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
     if not classes:
-        raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
+        found = "several labels in a row" if splits[0].label_form else "floats"
+        raise DataError(f"method sil needs classes (integers) as labels; found {found}. Use --method auto.")
     if any((split.labels < 0).any() for split in splits):
         raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
     if isinstance(loss, OwnLoss) and splits[0].labels.ndim > 1:

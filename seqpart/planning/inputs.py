@@ -16,6 +16,7 @@ from seqpart.costs.inplace import refuse_lost_gradients
 from seqpart.costs.partition import LossCost
 from seqpart.costs.trials import Trials
 from seqpart.data.classes import count_classes
+from seqpart.data.labels import loss_for
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
@@ -29,7 +30,7 @@ from seqpart.methods.objectives import lack_of
 from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import LossFunction, LossSource, label_dtype, loss_named, refuse_few_outputs
+from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
@@ -65,7 +66,7 @@ class Inputs:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
             if final_loss == "model":
-                self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.labels)
+                self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.one_label())
             else:
                 self.chain = chain_of(model, train.shape, train.dtype, train.form)
             self._starts = starts_of(model, len(self.chain))
@@ -89,7 +90,7 @@ class Inputs:
         if self.alone:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
-        self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
+        self._final_loss = loss_for(final_loss, settings.loss_name, train.labels, train.label_form, self.classes)
         longest = self.length(max(values_of(settings.epochs)), self.full_batch).epochs
         self.pair_rows = rows_of_pairs(
             self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
@@ -308,7 +309,7 @@ class Inputs:
         if recovery and settings.recovery_lr is not None:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
-            raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
+            raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
         return tuple(
             choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
             for n, lr in zip(names, rates, strict=True)
@@ -316,7 +317,7 @@ class Inputs:
 
     def _label_row(self) -> int:
         labels = self.train.labels
-        return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
+        return self.train.label_type.itemsize * (labels.numel() // max(1, len(labels)))
 
     def values(self, name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
         """One value for each partition; an exact method trains the network as one, with one value."""
@@ -364,17 +365,15 @@ class Inputs:
             is_last = any(block is last for last in lasts)
             if not is_last and not (inner and self.cuts_behind(block)):
                 return 0, 0  # no loss ever stands there, and none may suit that shape
-            return self._measured_loss(
-                method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last
-            )  # fmt: skip
+            return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
 
-        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes)
+        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes, self._label_shape)
         return cost
 
     def _measure_loss(
         self, method: Method, label_bytes: int, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool
     ) -> tuple[int, int]:
-        labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=label_dtype(self.train.labels))
+        labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=self.train.label_type)
         targets = 0
 
         def judged(output: torch.Tensor) -> torch.Tensor:

@@ -103,8 +103,8 @@ class Preparation(Inputs):
     def problem(self, request: PlanRequest) -> Problem:
         count, asked = self.settings.partition_choice()
         batch = self.full_batch
-        heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
+        heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
         return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
             limit=request.limit, runtime=self.runtime + request.spare,

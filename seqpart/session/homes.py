@@ -75,7 +75,7 @@ class Homes:
     def fill(self, resumed: ResumePoint | None) -> None:
         """Weights and rows: from the checkpoint, or from the model and the data."""
         for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
-            self.boundaries.labels[name] = split.labels
+            self.boundaries.labels[name], self.boundaries.label_types[name] = split.labels, split.label_type
         manifest = resumed.manifest if resumed is not None else None
         with self._told("the blocks were built"):
             self._build(keep=manifest is not None)

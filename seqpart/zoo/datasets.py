@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
 from seqpart.files.text import refuse_unusable
@@ -298,8 +299,6 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
     shape, dtype, stream = _npz_rows(path, x)
     if shape[0] != label_shape[0]:
         raise DataError(f"{path}: {shape[0]} rows in {x} and {label_shape[0]} in {y}; the numbers must be equal.")
-    if math.prod(label_shape) != label_shape[0]:
-        raise DataError(f"{path}: expected one number for each row in {y}; found shape {label_shape}.")
     chosen = np.flatnonzero(keep(np.arange(shape[0])))
     scale = 255.0 if dtype == np.uint8 else 1.0
 
@@ -311,5 +310,6 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
             yield torch.from_numpy(kept.astype(np.float32) / np.float32(scale))
 
     kind = np.float32 if label_dtype.kind == "f" else np.int64
-    labels = np.concatenate([np.zeros(0, kind), *(rows.reshape(-1).astype(kind) for rows in label_stream())])
-    return Split(name=title, count=len(chosen), shape=shape[1:], labels=torch.from_numpy(labels[chosen]), open=passes)
+    own = () if math.prod(label_shape) == label_shape[0] else label_shape[1:]
+    labels = np.concatenate([np.zeros((0, *own), kind), *(rows.reshape(-1, *own).astype(kind) for rows in label_stream())])
+    return Split(name=title, count=len(chosen), shape=shape[1:], labels=as_labels(labels[chosen], title), open=passes)
