@@ -253,8 +253,13 @@ class Settings:
         return cls(**options)
 
     def texts(self) -> dict[str, str]:
-        """Every setting as the command line would have it: what logs and checkpoints say."""
+        """Every setting as the command line would have it: what checkpoints say."""
         return {field.name: as_text(getattr(self, field.name)) for field in fields(Settings)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting as JSON has it: numbers as numbers, several values as a list, a path as its text."""
+        found = {field.name: getattr(self, field.name) for field in fields(Settings)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
 
     @property
     def loss_name(self) -> LossName | None:

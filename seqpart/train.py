@@ -16,6 +16,7 @@ from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
 from seqpart.memory.device import Device
 from seqpart.memory.limit import told
+from seqpart.page.command import reported
 from seqpart.report.output import lasting_output
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
@@ -43,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(command: str, arguments: list[str]) -> int:
-    """One of the console script's: train, plan (a dry run), verify, doctor. Returns the exit code."""
+    """One of the console script's: train, plan (a dry run), verify, report, doctor. Returns the exit code."""
     if command == "train":
         sys.argv[1:] = arguments
         return main()
     if command == "plan":
         return main([*arguments, "--dry-run"])
-    work = {"verify": verified, "doctor": doctor}[command]
+    work = {"verify": verified, "doctor": doctor, "report": reported}[command]
     return _guarded(lambda: work(arguments), debug=command == "verify" and "--debug" in arguments)
 
 

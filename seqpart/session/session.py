@@ -27,6 +27,7 @@ from seqpart.parts.parting import Parting
 from seqpart.parts.parts import JointChain
 from seqpart.planning.plan import PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared, Stage
+from seqpart.recording.timeline import MEMORY
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.schedule.phases import Phases, counted
@@ -35,6 +36,7 @@ from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb, steps_of
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.places import open_places
+from seqpart.settings import Settings
 from seqpart.units import format_limit, format_size
 
 _GRANT_SECONDS = 0.5
@@ -71,6 +73,10 @@ class Session:
         self.places = open_places(
             prepared.plan, self._settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
         )
+        sampler.timeline.leave(
+            self.places.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
+            add=resumed is not None and resumed.manifest is not None,
+        )  # fmt: skip
         if resumed is not None:
             reporter.say(resumed.words(prepared.phases))
         self._thread = stack.enter_context(ReaderThread())
@@ -88,6 +94,10 @@ class Session:
         with enforced(self._device, self.prepared.plan.limit) as self._grant:
             self.homes.fill(self._resumed)
             yield
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
 
     def finish(self, words: str) -> None:
         """The run is done. `words`: for the answer to a signal that waits."""
