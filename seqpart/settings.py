@@ -156,6 +156,8 @@ class Settings:
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
+    trace: Path | None = None
+    """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 

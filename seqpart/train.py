@@ -105,6 +105,8 @@ def _train(arguments: list[str], *, alone: bool) -> None:
     job = options_of(Job, arguments, PROGRAM)
     if job.resume and (job.plan or job.dry_run or job.plan_out or job.overwrite or job.output_dir):
         raise OptionError("--resume: leave --plan, --plan-out, --dry-run, --overwrite and --output-dir out.")
+    if job.dry_run and job.trace:
+        raise OptionError("--dry-run trains nothing that --trace could show: leave one of them out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
     reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet)

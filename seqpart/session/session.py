@@ -80,8 +80,10 @@ class Session:
         if resumed is not None:
             reporter.say(resumed.words(prepared.phases))
         self._thread = stack.enter_context(ReaderThread())
+        self._thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes.store.watched = self._observer.watched
         self._digest = data_digest(preparation.train, preparation.test)
         self.saving = Saving(
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
@@ -316,6 +318,7 @@ class Session:
             elif event.phase.kind is PhaseKind.TRAIN:
                 self.losses.append(event.loss)
         self.reporter.listen(event)
+        self._observer.listen(event)
 
     def _guard(self) -> None:
         """Between two steps."""
