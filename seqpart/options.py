@@ -50,4 +50,5 @@ class Options(TypedDict, total=False):
     subnet_moments: Literal["keep", "zero"] | None
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
+    trace: str | Path | None
     seed: int

@@ -166,6 +166,8 @@ class Settings:
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
+    trace: Path | None = None
+    """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 
@@ -277,8 +279,13 @@ class Settings:
         return cls(**options)
 
     def texts(self) -> dict[str, str]:
-        """Every setting as the command line would have it: what logs and checkpoints say."""
+        """Every setting as the command line would have it: what checkpoints say."""
         return {field.name: as_text(getattr(self, field.name)) for field in fields(Settings)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting as JSON has it: numbers as numbers, several values as a list, a path as its text."""
+        found = {field.name: getattr(self, field.name) for field in fields(Settings)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
 
     @property
     def loss_name(self) -> LossName | None:

@@ -34,6 +34,7 @@ from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
+from seqpart.session.tracing import traced
 from seqpart.settings import Settings, values_of
 from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
@@ -221,6 +222,8 @@ class Trainer:
         began = time.perf_counter()
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
+            observer = Observer() if before_update is None else Observer(before_update=before_update)
+            observer = traced(self.settings.trace, observer, sampler, reporter.say, stack)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
@@ -228,7 +231,6 @@ class Trainer:
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
             preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
-            observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None))
         self._trained = result.weights

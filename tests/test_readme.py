@@ -67,6 +67,8 @@ HOW = {
     "seqpart verify": "run as printed above",
     "seqpart verify --sweep 8": "run by test_verify_plans",
     "seqpart doctor": "run by test_command_line",
+    "seqpart report": "run by test_page",
+    "seqpart report DIR": "run by test_page",
     PLAN_FOR_A_CARD: "run as printed (slow)",
     f"python -m seqpart.train --model torchvision:resnet50 --data folder:DIR {AUTO}": "run smaller by test_whole_models (slow)",
     f"python -m seqpart.train --model hf:DIR --data text:FILE {AUTO}": "run smaller by test_whole_models (slow)",

@@ -41,7 +41,7 @@ GROUPS = {
     "files-and-checkpoints": (
         "output_dir", "overwrite", "offload_dir", "save_every", "resume", "config",
     ),
-    "output": ("dry_run", "plan_out", "print_schedule", "quiet", "debug"),
+    "output": ("dry_run", "plan_out", "print_schedule", "trace", "quiet", "debug"),
 }  # fmt: skip
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
 _METAVARS = {

@@ -12,6 +12,7 @@ from seqpart.result import Result
 from seqpart.schedule.steps import Position
 from seqpart.session.places import PLAN
 from seqpart.session.session import Session
+from seqpart.units import now
 
 RESULT = "result.json"
 
@@ -41,6 +42,7 @@ def _conclude(session: Session, seconds: float) -> Result:
     )  # fmt: skip
     summary = {**asdict(result), "weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
     del summary["config"]
+    summary |= {"finished": now(), "settings": session.settings.to_json()}
     write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
     directory.publish()
     reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
