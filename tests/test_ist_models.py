@@ -176,9 +176,16 @@ def test_what_a_run_cannot_do_is_refused(options, error, text, tmp_path):
 
 
 @machine
-def test_a_model_with_a_forward_of_its_own_and_too_few_rows_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="has a forward of its own"):
-        fitted(tmp_path / "run", WithForward(), subnets=2)
+def test_a_model_with_a_forward_of_its_own_is_trained_as_the_list_of_its_layers(tmp_path):
+    """Whose hidden layers are seen through it: the same neurons are drawn, and the same rows."""
+    expected = load_file(fitted(tmp_path / "list", blocks(), subnets=2, local_steps=2).weights)
+    found = load_file(fitted(tmp_path / "run", WithForward(), subnets=2, local_steps=2).weights)
+    assert {f"layers.{name}" for name in expected} == found.keys()
+    assert all(torch.equal(found[f"layers.{name}"], tensor) for name, tensor in expected.items())
+
+
+@machine
+def test_too_few_rows_are_refused(tmp_path):
     with pytest.raises(DataError, match="3 training rows are fewer than 4 subnets"):
         Trainer(blocks(), mem_limit="2GB", method="ist", subnets=4, quiet=True).plan(data(3), data(3))
 

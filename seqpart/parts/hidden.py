@@ -84,7 +84,7 @@ class _Leaf(NamedTuple):
 
 def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
     """Of a chain of such modules, in order. Raises ModelError, naming the blocks, for hidden layers that nothing normalises."""
-    leaves = [leaf for number, module in enumerate(modules) for leaf in _leaves(module, number, "")]
+    leaves = [leaf for number, module in enumerate(modules) for leaf in _leaves(*wrapped(module), number)]
     found = [layer for leaf in leaves for layer in _declared(leaf)]
     bare = []
     for number, leaf in enumerate(leaves):
@@ -118,11 +118,18 @@ def _refuse_listeners(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer
             raise ModelError(f"method ist divides {where} twice. Correct its hidden_layers().")
 
 
-def _leaves(module: nn.Module, block: int, path: str) -> Iterator[_Leaf]:
+def wrapped(module: nn.Module) -> tuple[nn.Module, str]:
+    """(what a block is about, its path in the block): a block that was cut out of a whole model may say that all it does is to
+    call one of its modules."""
+    path = getattr(module, "wraps", None)
+    return (module.get_submodule(path), path) if isinstance(path, str) else (module, "")
+
+
+def _leaves(module: nn.Module, path: str, block: int) -> Iterator[_Leaf]:
     if type(module) is nn.Sequential:
         for name, child in module._modules.items():
             if child is not None:
-                yield from _leaves(child, block, f"{path}.{name}" if path else name)
+                yield from _leaves(child, f"{path}.{name}" if path else name, block)
     else:
         yield _Leaf(block, path, module)
 
