@@ -217,10 +217,11 @@ def _refuse_whole(chain: Chain, count: int) -> None:
 
 def _refuse_undivided(chain: Chain, layers: Sequence[HiddenLayer], section: Section | None, count: int) -> None:
     if not layers and section is None:
+        found = [*map(str, chain[:12]), *(["..."] if len(chain) > 12 else [])]
         raise ModelError(
             "method ist found no hidden layer to divide: it looks for nn.Linear, a normalisation and elementwise activations, "
             "and nn.Linear again, for modules that have hidden_layers(), and for two or more residual blocks that are alike, "
-            f"of torchvision, timm or with residual_branch(); found {', '.join(map(str, chain))}. What the forward of a model "
+            f"of torchvision, timm or with residual_branch(); found {', '.join(found)}. What the forward of a model "
             "does between its layers is not looked through: let it be modules (nn.ReLU and not F.relu). Or use --method auto."
         )
     if section is not None and len(section.blocks) < count:

@@ -21,7 +21,7 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.model.blocks import tensors_of
 from seqpart.model.inspection import is_listened_to, structure_of
-from seqpart.parts.hidden import wrapped
+from seqpart.parts.hidden import kind_of, wrapped
 from seqpart.parts.indices import index_sets, widths
 
 _BRANCHES = {
@@ -98,7 +98,7 @@ def _branch_of(module: nn.Module, block: int) -> str | None:
 
 
 def _known(module: nn.Module) -> str | None:
-    names = _BRANCHES.get(f"{type(module).__module__}.{type(module).__qualname__}", ())
+    names = _BRANCHES.get(kind_of(module), ())
     if getattr(module, "downsample", None) is not None:
         return None  # what it adds to has another shape than its input
     return next((name for name in names if getattr(module, name, None) is not None), None)
