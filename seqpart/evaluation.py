@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from seqpart.kinds import values_of
 from seqpart.result import Evaluation
 from seqpart.session.session import Session
-from seqpart.settings import Settings, values_of
+from seqpart.settings import Settings
 
 
 def evaluation_settings(settings: Settings, rows: int, folder: Path) -> Settings:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from seqpart.settings import LrSchedule, Method, Objective, Precision
+from seqpart.kinds import LrSchedule, Method, Objective, Precision
 
 
 class Options(TypedDict, total=False):

@@ -2,16 +2,33 @@
 
 import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 
 from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
+from seqpart.kinds import (
+    AUTOCAST,
+    CACHE_DTYPES,
+    EPOCHS,
+    EXPECTED,
+    MOST,
+    NO_METHOD,
+    OF_IST,
+    OF_SIL,
+    LrSchedule,
+    Method,
+    Objective,
+    OptimizerName,
+    Precision,
+    positive,
+    refuse_outside,
+    values_of,
+)
 from seqpart.loop import lengths
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
@@ -19,40 +36,6 @@ from seqpart.model.losses import LossName
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
-
-T = TypeVar("T", int, float, str)
-
-EPOCHS = 3
-MOST = 10**9
-"""Epochs, or rows of a batch: whoever gives more has mistyped."""
-OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
-OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
-CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
-OptimizerName = Literal["adam", "adamw", "sgd", "adafactor"]
-LrSchedule = Literal["constant", "linear", "cosine"]
-Objective = Literal["orthogonal", "prototype", "mse"]
-Precision = Literal["fp32", "bf16"]
-
-NO_METHOD = (
-    "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
-    "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), psl (exact, pairs of scores of separable layers), sil (approximate, partitions trained one after the other), ist "
-    "(approximate, subnets trained in turn)."
-)
-EXPECTED = {
-    "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "save_every": "updates (500), a time (30s, 10min, 2h) or never",
-    "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
-    "eval_every": lengths.EXPECTED,
-    "loss": "cross-entropy, psl, mse or bce, or from Python a function or 'model'",
-    "shuffle": "True, False or auto",
-    "tile": "a size such as 16MB, never or auto",
-}
-"""Where the types do not say it all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +160,8 @@ class Settings:
         _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests
         epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
         object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
-        _refuse_outside("--epochs", epochs, "numbers above 0", least=0.0)
-        _refuse_outside("--batch-size", values_of(self.batch_size), "whole numbers from 1 up")
+        refuse_outside("--epochs", epochs, "numbers above 0", least=0.0)
+        refuse_outside("--batch-size", values_of(self.batch_size), "whole numbers from 1 up")
         for field in fields(self):
             if isinstance(path := getattr(self, field.name), Path):
                 refuse_unusable(flag_of(field.name), path)
@@ -218,7 +201,7 @@ class Settings:
             "--tile goes with exact methods; method ist divides large layers itself"
             if method.name == "ist" and self.tile_bytes
             else "",
-            *(_positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
+            *(positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
             f"--kappa goes with --objective mse; found --objective {kind}"
             if sil and self.kappa is not None and kind != "mse"
             else "",
@@ -234,13 +217,13 @@ class Settings:
             ""
             if 0 <= self.recovery_epochs <= MOST
             else f"--recovery-epochs: expected 0 or more, and at most {MOST}; found {short(self.recovery_epochs)}",
-            _positive("--recovery-batch-size", self.recovery_batch_size),
-            _positive("--recovery-lr", self.recovery_lr),
-            _positive("--kappa", self.kappa),
-            *(_positive("--prototype-scale", scale) for scale in self.prototype_scales),
-            _positive("--clip-grad-norm", self.clip_grad_norm),
-            _positive("--micro-batch-size", self.micro_batch_size),
-            _positive("--test-every", self.test_every),
+            positive("--recovery-batch-size", self.recovery_batch_size),
+            positive("--recovery-lr", self.recovery_lr),
+            positive("--kappa", self.kappa),
+            *(positive("--prototype-scale", scale) for scale in self.prototype_scales),
+            positive("--clip-grad-norm", self.clip_grad_norm),
+            positive("--micro-batch-size", self.micro_batch_size),
+            positive("--test-every", self.test_every),
             *lengths.problems(
                 method=self.method,
                 exact=method.exact,
@@ -378,34 +361,3 @@ class Settings:
 @cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Settings)
-
-
-def _positive(name: str, value: float | None) -> str:
-    return "" if value is None or 0 < value < float("inf") else f"{name}: expected a number above zero; found {value}"
-
-
-def values_of(setting: T | tuple[T, ...]) -> tuple[T, ...]:
-    """Those given: one, or one for each partition."""
-    return setting if isinstance(setting, tuple) else (setting,)
-
-
-def per_partition(name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
-    """One value for each of `count` partitions. Raises OptionError where the numbers differ."""
-    values = values_of(setting)
-    if len(values) == 1:
-        return values * count
-    if len(values) != count:
-        text = as_text(values)
-        raise OptionError(
-            f"{name} {text if len(text) < 60 else '...'} gives {len(values)} values, and the plan has {count} partition(s). "
-            f"Give one value, or {count}; or fix the number with --partitions {len(values)}."
-        )
-    return values
-
-
-def _refuse_outside(name: str, values: Sequence[float], expected: str, least: float = 0.5) -> None:
-    """least: what all of them must be above."""
-    if not all(value > least for value in values):
-        raise OptionError(f"{name}: expected {expected}; found {min(values)}.")
-    if max(values) > MOST:
-        raise OptionError(f"{name}: expected numbers up to {MOST}; found {short(max(values))}.")

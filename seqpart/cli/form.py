@@ -15,7 +15,7 @@ import tyro
 
 from seqpart.errors import OptionError
 from seqpart.files.text import short
-from seqpart.settings import OF_IST
+from seqpart.kinds import OF_IST
 from seqpart.values import alternatives, as_text, choices_of, flag_of, items_of
 
 T = TypeVar("T")

@@ -11,11 +11,12 @@ from seqpart.data.splits import Split, as_split, count_tokens, tested_on
 from seqpart.errors import OptionError
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, short
+from seqpart.kinds import CACHE_DTYPES, MOST, Method, OptimizerName, Precision
 from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import CACHE_DTYPES, MOST, Method, OptimizerName, Precision, Settings
+from seqpart.settings import Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.zoo import convolutional, datasets, libraries, models

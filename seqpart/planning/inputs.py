@@ -21,6 +21,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, OptionError
+from seqpart.kinds import per_partition, values_of
 from seqpart.loop.lengths import Length, length_of, refuse_endless_warmup
 from seqpart.memory.device import Device, host_memory_free
 from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
@@ -34,7 +35,7 @@ from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
-from seqpart.settings import Settings, per_partition, values_of
+from seqpart.settings import Settings
 from seqpart.tiling.separation import starts_of
 from seqpart.tracing.tracing import chain_and_loss, chain_of
 from seqpart.units import format_limit, format_size

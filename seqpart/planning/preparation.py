@@ -12,6 +12,7 @@ from seqpart.costs.simulator import Resources, simulate
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.errors import DoesNotFit, OptionError
+from seqpart.kinds import OF_SIL, values_of
 from seqpart.memory.limit import margin_of, refused
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
@@ -34,7 +35,6 @@ from seqpart.planning.prediction import (
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
 from seqpart.schedule.phases import Phases, counted
-from seqpart.settings import OF_SIL, values_of
 from seqpart.units import format_size, parse_size
 from seqpart.values import flag_of
 
