@@ -48,4 +48,6 @@ class Options(TypedDict, total=False):
     subnet_moments: Literal["keep", "zero"] | None
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
+    cache: Literal["auto", "rows", "none"]
+    workers: int | None
     seed: int

@@ -23,6 +23,7 @@ T = TypeVar("T", int, float, str)
 
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
+MOST_WORKERS = 256
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
@@ -156,6 +157,12 @@ class Settings:
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
+    cache: Literal["auto", "rows", "none"] = "auto"
+    """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
+    every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
+    workers: int | None = None
+    """Processes that read rows which are not kept; each counts against the limit. 0: the run reads them itself. Default: as
+    many as the DataLoader asks for, and 0 without one."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 
@@ -227,6 +234,9 @@ class Settings:
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
             _positive("--test-every", self.test_every),
+            ""
+            if self.workers is None or 0 <= self.workers <= MOST_WORKERS
+            else f"--workers: expected 0 to {MOST_WORKERS}; found {short(self.workers)}",
             *(
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"

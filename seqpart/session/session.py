@@ -85,7 +85,9 @@ class Session:
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled."""
-        with enforced(self._device, self.prepared.plan.limit) as self._grant:
+        reading = self._preparation.reading
+        beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
+        with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
             self.homes.fill(self._resumed)
             yield
 
