@@ -15,6 +15,7 @@ T = TypeVar("T", int, float, str)
 EPOCHS = 3
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
+MOST_WORKERS = 256
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
 OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}

@@ -51,4 +51,6 @@ class Options(TypedDict, total=False):
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
     trace: str | Path | None
+    cache: Literal["auto", "rows", "none"]
+    workers: int | None
     seed: int

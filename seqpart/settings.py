@@ -17,6 +17,7 @@ from seqpart.kinds import (
     EPOCHS,
     EXPECTED,
     MOST,
+    MOST_WORKERS,
     NO_METHOD,
     OF_IST,
     OF_SIL,
@@ -151,6 +152,12 @@ class Settings:
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
     trace: Path | None = None
     """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
+    cache: Literal["auto", "rows", "none"] = "auto"
+    """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
+    every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
+    workers: int | None = None
+    """Processes that read rows which are not kept; each counts against the limit. 0: the run reads them itself. Default: as
+    many as the DataLoader asks for, and 0 without one."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 
@@ -233,6 +240,9 @@ class Settings:
                 every=self.eval_every,
                 test_every=self.test_every,
             ),
+            ""
+            if self.workers is None or 0 <= self.workers <= MOST_WORKERS
+            else f"--workers: expected 0 to {MOST_WORKERS}; found {short(self.workers)}",
             *(
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"

@@ -11,13 +11,15 @@ from typing import Any, Unpack
 import torch
 
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.data.splits import as_split, first_rows, tested_on
+from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
 from seqpart.kinds import values_of
+from seqpart.loaders.given import test_rows, training_rows, with_loader
+from seqpart.loaders.reading import with_fewer_workers
 from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
@@ -125,7 +127,7 @@ class Trainer:
         dry: no file of any name is made for that, not for a moment.
         """
         with self.device.at_work(), ExitStack() as stack:
-            prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
+            prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
@@ -146,6 +148,13 @@ class Trainer:
                 resumes=resumes,
             )  # fmt: skip
 
+    def _rows(self, train: object, test: object) -> tuple[Split, Split]:
+        """What is given as data; settings take what its loader says of batches and their order."""
+        with told(self.device, "the data were looked at"):
+            rows = training_rows(train, self.settings)
+            self.settings = with_loader(self.settings, rows)
+            return rows, test_rows(test, rows, self.settings)
+
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
         again: Plan | None = None, *, in_pairs: bool = False,
@@ -157,7 +166,7 @@ class Trainer:
 
         def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
             preparation = attempt.enter_context(closing(prepare(model=model)))
-            return preparation, plan(preparation)
+            return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
 
         model = self.model
         if in_pairs:
@@ -225,6 +234,7 @@ class Trainer:
             sampler = self._begun(stack, reporter)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             observer = traced(self.settings.trace, observer, sampler, reporter.say, stack)
+            train, test = self._rows(train, test)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
@@ -247,7 +257,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split, reporter = as_split(data, "evaluation"), Reporter(quiet=self._quiet)
+        split, reporter = training_rows(data, self.settings, "evaluation"), Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))

@@ -36,7 +36,7 @@ GROUPS = {
     "ist": OF_IST,
     "data-and-model": (
         "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",
-        "image_size", "context",
+        "image_size", "augment", "context", "cache", "workers",
     ),
     "files-and-checkpoints": (
         "output_dir", "overwrite", "offload_dir", "save_every", "resume", "config",

@@ -17,11 +17,11 @@ from seqpart.costs.partition import LossCost
 from seqpart.costs.trials import Trials
 from seqpart.data.classes import count_classes
 from seqpart.data.labels import loss_for
-from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, OptionError
 from seqpart.kinds import per_partition, values_of
+from seqpart.loaders.reading import Reading
 from seqpart.loop.lengths import Length, length_of, refuse_endless_warmup
 from seqpart.memory.device import Device, host_memory_free
 from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
@@ -61,7 +61,8 @@ class Inputs:
         """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
         from a checkpoint. trained: a file with those of modules that are not alive, or have shapes alone."""
         refuse_mismatch(train, test)
-        self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.count
+        self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
+        self.reading = Reading(train, test, settings.workers, device)
         self._optimizer, self._reuse, self.folder, self.dry = optimizer, reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
@@ -77,6 +78,7 @@ class Inputs:
             self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
             self.live_modules.take()
             undo.callback(self.close)
+            self.reading.start(self.limit, device)
             with self.under_limit():
                 self._measure_machine()
             undo.pop_all()
@@ -97,9 +99,7 @@ class Inputs:
             self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
             key=(settings.seed, "order") if settings.shuffles else None,
         )  # fmt: skip
-        self._label_shape, self.input_layout = tuple(train.labels.shape[1:]), RowLayout(train.shape, train.dtype)
-        self.counted_at = cache(self._measure)
-        self._measured_loss = cache(self._measure_loss)
+        self.counted_at, self._measured_loss = cache(self._measure), cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
         self.row_pack = RowPacks(self.counted_at, self.full_batch, settings.cache_type if self.alone else None)
@@ -123,7 +123,8 @@ class Inputs:
         """
         with ExitStack() as stack:
             with suppress(DoesNotFit):
-                stack.enter_context(enforced(self.device, self.limit + self.live_modules.alive(self.device.kind)))
+                limit = self.limit + self.live_modules.alive(self.device.kind)
+                stack.enter_context(enforced(self.device, limit, beside=self.reading.held))
             try:
                 yield
             except Exception as error:
@@ -154,19 +155,19 @@ class Inputs:
     def close(self) -> None:
         """Modules that were given alive are what they were again, but for those that have been trained."""
         self.live_modules.give_back()
+        self.reading.close()
 
     def _measure_machine(self) -> None:
         """With the modules empty: what is measured is what is there while they are trained."""
-        device, train = self.device, self.train
-        self.live_bytes = self.live_modules.nbytes(device.kind)
-        self.runtime = measure_runtime(device)
+        self.live_bytes = self.live_modules.nbytes(self.device.kind)
+        self.runtime = measure_runtime(self.device)
         self._held = self.trials.held()
         self._check_partitions()
-        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
+        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, self.train.count)))
         # Looked at once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
-        rows = min(self.largest_batch, train.count, 256)  # a rate, and not the memory of a whole batch
-        self.speeds = measure_speeds(device, self.possible_optimizers()[0], rows, self.folder, self.dry)
+        rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
+        self.speeds = measure_speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
         before = self.trials.held()
@@ -247,7 +248,7 @@ class Inputs:
         pack = self.row_pack(cost)
         if not (pack.lack or pack.is_one) and self.settings.sil_inputs == "synthetic":
             return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
-        return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
+        return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, tuple(self.train.labels.shape[1:]))
 
     def _refuse_endless_warmup(self) -> None:
         """Every partition, and recovery, warms up anew."""
@@ -345,7 +346,7 @@ class Inputs:
         return method.loss(
             Targets(
                 partition=partition, partitions=partition + (1 if ends else 2), output_shape=output_shape,
-                label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
+                label_shape=tuple(self.train.labels.shape[1:]), classes=self.classes, seed=settings.seed,
                 most=label_bytes, device=device, final_loss=self._final_loss,
                 reduction=None if measured else self._reduction, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
@@ -359,8 +360,7 @@ class Inputs:
         true: only the end of the network is judged.
         """
         costs, inner = self.costs_at(micro_batch), self.alone and not true
-        lasts = [costs[end - 1] for end in self.chain.ends]
-        method, label_bytes = request.methods[0], request.label_bytes
+        lasts, method, label_bytes = [costs[end - 1] for end in self.chain.ends], request.methods[0], request.label_bytes
 
         def cost(block: BlockCost) -> tuple[int, int]:
             is_last = any(block is last for last in lasts)
@@ -368,7 +368,7 @@ class Inputs:
                 return 0, 0  # no loss ever stands there, and none may suit that shape
             return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
 
-        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes, self._label_shape)
+        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes, tuple(self.train.labels.shape[1:]))
         return cost
 
     def _measure_loss(

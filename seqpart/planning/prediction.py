@@ -211,7 +211,8 @@ def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], *, recovers
     if not problem.host_counts or problem.host_budget:
         return {}
     splits = problem.train_rows, problem.test_rows
-    rows = {} if recovers else {0: sum(problem.input_row.home_bytes(count) for count in splits)}
+    data = sum(problem.input_row.home_bytes(count) for count in splits)
+    rows = {} if recovers or not data else {0: data}
     return rows | {p: sum(pack.home_bytes(count) for count in splits) for p, pack in enumerate(boundaries, 1)}
 
 

@@ -116,7 +116,7 @@ class Preparation(Inputs):
             host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
             host_budget=self._host_budget(), pair_rows=self.pair_rows,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
-            starts=self._starts or request.starts or asked, count=count, input_row=self.input_layout, row_pack=self.row_pack,
+            starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
@@ -147,7 +147,7 @@ class Preparation(Inputs):
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
             wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
-            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.count % size)]
+            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.epoch_rows % size)]
             sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
             if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
                 return prepared
@@ -194,7 +194,7 @@ class Preparation(Inputs):
         training = self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
         reasons = (*reasons, *self._recovery_reasons(recovery))
-        reasons = (*reasons, *self.chain.said, *self.trials.untold)
+        reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.untold)
         optimizers = self._optimizers(candidate)
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
@@ -217,7 +217,7 @@ class Preparation(Inputs):
         return Prepared(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
-            row_packs=row_packs, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
+            row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
             loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), at_host=at_host,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
@@ -333,7 +333,7 @@ class Preparation(Inputs):
     ) -> tuple[int, frozenset[int]]:  # fmt: skip
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
         count = self.train.count + self.test.count
-        rows = self.input_layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
+        rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
         found = planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
         return boundaries + found.nbytes, found.homes
 

@@ -94,7 +94,10 @@ class Session:
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled."""
-        with short_waits(self._moves_meanwhile()), enforced(self._device, self.prepared.plan.limit) as self._grant:
+        reading = self._preparation.reading
+        beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
+        limited = enforced(self._device, self.prepared.plan.limit, beside=beside)
+        with short_waits(self._moves_meanwhile()), limited as self._grant:
             self.homes.fill(self._resumed)
             yield
 

@@ -19,7 +19,7 @@ from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
 from seqpart.files.text import refuse_unusable
-from seqpart.zoo import folders, text
+from seqpart.zoo import folders, images, text
 from seqpart.zoo.loading import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
@@ -33,17 +33,18 @@ Array = npt.NDArray[Any]
 
 def load(
     name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None,
-    context: int | None = None,
+    context: int | None = None, augment: images.Augmentation | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(training, test) data; None where there is no test set.
 
     Raises DataError for missing or damaged files, OptionError for unknown names.
     """
     prefix, _, rest = name.partition(":")
-    if prefix in ("idx", "npz", "folder", "text"):
+    images.refuse_misplaced(name, augment)
+    if prefix in ("idx", "npz", "folder", "imagefolder", "text"):
         refuse_unusable("--data", Path(rest))
-    if image_size is not None and prefix != "folder":
-        raise OptionError(f"--image-size goes with --data folder:DIR; found --data {name}.")
+    if image_size is not None and prefix not in ("folder", "imagefolder"):
+        raise OptionError(f"--image-size goes with --data folder:DIR or imagefolder:DIR; found --data {name}.")
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise OptionError(f"--image-size: expected pixels from 1 up, and at most {LARGEST_IMAGE}; found {image_size}.")
     if context is not None and prefix != "text":
@@ -60,6 +61,8 @@ def load(
         return _npz(Path(rest))
     if prefix == "folder" and rest:
         return folders.load(Path(rest), image_size)
+    if prefix == "imagefolder" and rest:
+        return images.load(Path(rest), image_size, augment)
     if prefix == "text" and rest:
         return text.load(Path(rest), context)
     if rest:
@@ -70,8 +73,8 @@ def load(
             )
         return found[0], found[1]
     raise OptionError(
-        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, text:FILE or package.module:function; "
-        f"found {name!r}."
+        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, imagefolder:DIR, text:FILE or "
+        f"package.module:function; found {name!r}."
     )
 
 
