@@ -87,7 +87,7 @@ def epochs(folder: Path) -> dict[str, object]:
     defaults = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "300000"), "THP_MEM_ALLOC_ENABLE": "0"}
     workers = {
         "seqpart": worker("seqpart", folder, {}),
-        "plain_same_settings": worker("settled", folder, {"THP_MEM_ALLOC_ENABLE": "0"}),
+        "plain_same_settings": worker("settled", folder, {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "0"}),
         "plain_defaults": worker("plain", folder, defaults),
     }
     seen: dict[str, list[float]] = {name: [] for name in workers}

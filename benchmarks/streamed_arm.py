@@ -211,7 +211,7 @@ def run_arm(name: str, *options: object, folder: Path) -> dict[str, Any]:
     # PyTorch's own settings for the plain loop; those of seqpart, which imports torch too late here, for the others.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     if name != "plain":
-        environment |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000"}
+        environment["GOMP_SPINCOUNT"] = "1000"
     with tempfile.TemporaryDirectory(dir=folder) as place:
         return children.printed(
             "benchmarks.streamed_arm", name, *options, "--folder", place, name=name, environment=environment

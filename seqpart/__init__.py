@@ -6,20 +6,12 @@ Trainer(model, mem_limit="2GB", method="sil").fit(train, test)
 
 import os
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Read by the libraries when they load, so set before torch. Threads of GNU's OpenMP that wait spin as PyTorch has it, 3 ms, and
-# for microseconds where devices/openmp.py asks for less: by default it would be for less than small kernels take. Other OpenMP
-# libraries take `active` for no end. Tensors aligned for huge pages leave holes in a heap that is kept (memory/heap.py).
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys() and any(
-    found
-    for place in getattr(find_spec("torch"), "submodule_search_locations", None) or ()
-    for pattern in ("torch/lib/libgomp*", "torch.libs/libgomp*")
-    for found in Path(place).parent.glob(pattern)
-):
-    os.environ.update(OMP_WAIT_POLICY="active", GOMP_SPINCOUNT="300000")
+# Read by the libraries when they load, so set before torch. OpenMP's threads that wait spin for microseconds, which small steps
+# need, and then sleep: spinning on they would starve the I/O threads. Tensors aligned for huge pages leave holes in a heap that
+# is kept (seqpart/memory/heap.py).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
 
 if "torch" not in sys.modules:

@@ -190,4 +190,4 @@ def test_too_few_threads_are_refused_in_words():
     user = ["setpriv", "--reuid", "54321", "--clear-groups", "--inh-caps", *may, "--ambient-caps", *may]
     line = f"ulimit -u 3; OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 exec '{sys.executable}' -c '{code}'"
     done = subprocess.run([*user, "bash", "-c", line], capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert "OptionError: this process may start 2 threads more, and a run needs 7. Allow more (ulimit -u" in done.stderr
+    assert "OptionError: this process may start 2 threads more, and a run needs 5. Allow more (ulimit -u" in done.stderr

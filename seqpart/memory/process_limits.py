@@ -9,8 +9,8 @@ from seqpart.errors import OptionError
 
 FILES = 32
 """Files that a run has open at most, with what the interpreter keeps open."""
-THREADS = 6
-"""Of its own: the reader, two that move homes, the sampler, and two that sleep (devices/openmp.py)."""
+THREADS = 4
+"""Of its own: the reader, two that move homes, and the sampler."""
 _STACK = 128 << 10
 
 

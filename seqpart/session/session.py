@@ -12,7 +12,6 @@ from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.costs.partition import state_layouts
 from seqpart.data.reader import ReaderThread
-from seqpart.devices.openmp import short_waits
 from seqpart.errors import DataError, Diverged, DoesNotFit, LimitExceeded, ModelError, OutOfMemory
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, PhaseDone
@@ -96,8 +95,7 @@ class Session:
         """Inside, the limit is enforced, and the homes are filled."""
         reading = self._preparation.reading
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
-        limited = enforced(self._device, self.prepared.plan.limit, beside=beside)
-        with short_waits(self._moves_meanwhile()), limited as self._grant:
+        with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
             self.homes.fill(self._resumed)
             yield
 
@@ -148,14 +146,6 @@ class Session:
                 self._partitions = []
                 gc.collect()
             return ended
-
-    def _moves_meanwhile(self) -> bool:
-        """Whether threads read, copy or write while others compute: partitions in every update, graphs, boundaries, or rows."""
-        in_memory = self.prepared.plan.rows_in_memory
-        return any(stage.resources.tiers for stage in self.prepared.stages) or any(
-            phase.streams or phase.offloads or phase.in_pairs or phase.source not in in_memory
-            for phase, _ in counted(self.prepared.phases)
-        )
 
     def _run_steps(
         self, stage: Stage, start: Position, metrics: Metrics | None
