@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
     subnet_moments: Literal["keep", "zero"] | None
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
+    cached_views: int | None
     cache: Literal["auto", "rows", "none"]
     workers: int | None
     seed: int

@@ -24,7 +24,7 @@ T = TypeVar("T", int, float, str)
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
 MOST_WORKERS = 256
-OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
+OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views")
 OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -157,6 +157,9 @@ class Settings:
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
+    cached_views: int | None = None
+    """Draws of each row that is read anew whose outputs are cached for later partitions, whose epochs take them in turn (sil
+    only). Default: 1."""
     cache: Literal["auto", "rows", "none"] = "auto"
     """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
     every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
@@ -230,6 +233,10 @@ class Settings:
             _positive("--recovery-batch-size", self.recovery_batch_size),
             _positive("--recovery-lr", self.recovery_lr),
             _positive("--kappa", self.kappa),
+            _positive("--cached-views", self.cached_views),
+            "--cached-views goes with --sil-inputs cached. Leave one of the two out"
+            if self.views > 1 and self.sil_inputs == "synthetic"
+            else "",
             *(_positive("--prototype-scale", scale) for scale in self.prototype_scales),
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
@@ -286,6 +293,10 @@ class Settings:
     def prototype_scale_of(self, partition: int, classes: int) -> float:
         scales = self.prototype_scales or default_scales(classes)
         return scales[min(partition, len(scales) - 1)]
+
+    @property
+    def views(self) -> int:
+        return self.cached_views or 1
 
     @property
     def cache_type(self) -> torch.dtype:

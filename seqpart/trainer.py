@@ -100,6 +100,8 @@ class Trainer:
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
+        self._asked: tuple[Settings, Settings] | None = None
+        """The settings with what the last loader said, and without."""
         self._trained: Path | None = None
         """The weights that the last `fit` left."""
 
@@ -138,8 +140,10 @@ class Trainer:
     def _rows(self, train: object, test: object) -> tuple[Split, Split]:
         """What is given as data; settings take what its loader says of batches and their order."""
         with told(self.device, "the data were looked at"):
-            rows = training_rows(train, self.settings)
-            self.settings = with_loader(self.settings, rows)
+            asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
+            rows = training_rows(train, asked)
+            self.settings = with_loader(asked, rows)
+            self._asked = self.settings, asked
             return rows, test_rows(test, rows, self.settings)
 
     def _fitting(

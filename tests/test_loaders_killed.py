@@ -31,7 +31,7 @@ COMMON = [
     "--output-dir", "out",
 ]  # fmt: skip
 CASES = {
-    "a data set, sil": ("items", ["--method", "sil", "--partitions", "2", "--batch-size", "8", "--workers", "1"]),
+    "a data set, sil": ("items", ["--method", "sil", "--partitions", "2", "--batch-size", "8", "--cached-views", "2"]),
     "batches, streamed": ("batches", ["--method", "streamed", "--partitions", "2"]),
     "a sampler, full": ("drawn", ["--method", "full"]),
     "a stream, full": ("stream", ["--method", "full"]),

@@ -95,6 +95,8 @@ class Workload:
     subnets: Subnets | None = None
     synthetic_inputs: bool = False
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
+    views: int = 1
+    """Draws of each row whose outputs are kept for a later partition."""
     test_every: int | None = None
     """Epochs of what is trained last, between two passes over the test rows; None: at the end alone."""
 

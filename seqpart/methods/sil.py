@@ -39,13 +39,19 @@ def sil_phases(work: Workload) -> Phases:
             kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
         )
         train = replace(
-            test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle, epochs=part.epochs
+            test,
+            kind=PhaseKind.TRAIN,
+            rows=work.train_rows,
+            batch=part.batch_size,
+            shuffle=work.shuffle,
+            epochs=part.epochs,
+            views=work.views,
         )
         behind: tuple[Phase, ...] = (test,)
         if p < last:
             # A frozen partition never learned its labels: what comes behind it is to see what it really gives.
             outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
-            behind = replace(test, kind=outputs, rows=work.train_rows), test
+            behind = *(replace(test, kind=outputs, rows=work.train_rows, view=view) for view in range(work.views)), test
         every = work.test_every if p == last else None
         stretches.append(Epochs(train=train, epochs=part.epochs if part.trainable else 0, behind=behind, every=every))
     return Phases([*stretches, *recovery_phases(work)])

@@ -127,6 +127,10 @@ class Phase:
     """Where it is a piece of an epoch: the updates of all of that."""
     ends: int | None = None
     """The partition with which the network ends; None: the last there is."""
+    view: int = 0
+    """Of a pass that writes rows: which view of them, where several draws of each row are kept."""
+    views: int = 1
+    """Of training on rows that such passes wrote: how many views there are, which epochs take in turn."""
 
     def __str__(self) -> str:
         epoch = f".{self.epoch}" if self.kind in (PhaseKind.TRAIN, PhaseKind.SPLIT, PhaseKind.MERGE) else ""
@@ -144,6 +148,17 @@ class Phase:
     def reads(self) -> tuple[str, int]:
         """(split, partition) of the rows that it begins with."""
         return "test" if self.kind is PhaseKind.TEST else "train", self.source
+
+    @property
+    def enters(self) -> str:
+        """The split that it reads, with the view of its rows: `train`, `train.1`. The data's own rows have none."""
+        view = (self.epoch - 1) % self.views if self.kind is PhaseKind.TRAIN else self.view
+        return f"{self.reads[0]}.{view}" if view and self.source else self.reads[0]
+
+    @property
+    def leaves(self) -> str:
+        """The same of the rows that it writes."""
+        return f"{self.reads[0]}.{self.view}" if self.view else self.reads[0]
 
     @property
     def source(self) -> int:
