@@ -203,7 +203,10 @@ class Trainer:
         self, train: object, test: object, *, reuse: Plan | None = None, resume: str | Path | None = None,
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
     ) -> Result:  # fmt: skip
-        """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items.
+        """Train on `train` and evaluate on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
+
+        What stays the same when it is read twice is read once and kept; other data sets, streams and loaders are read anew in
+        every epoch (docs/data.md).
 
         x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
         also be a dict with its `labels`.

@@ -20,6 +20,7 @@ from tests.augmented import (
     EPOCHS,
     ROWS,
     SEED,
+    WIDTH,
     Noisy,
     Pixels,
     Streamed,
@@ -290,5 +291,5 @@ def test_subnets_read_their_shares_anew(tmp_path):
     ]
     assert bits(runs[0]) == bits(runs[1])
     assert runs[0].train_losses[0] != runs[0].train_losses[-1]
-    with pytest.raises(OptionError, match=r"ist gives subnets rows by their numbers"):
+    with pytest.raises(OptionError, match=r"gives every subnet rows by their numbers"):
         Trainer(layered(), output_dir=tmp_path / "stream", **options).fit(Streamed(Noisy()), clean(9))
