@@ -16,7 +16,7 @@ EPOCHS = 3
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
 MOST_WORKERS = 256
-OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
+OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views")
 OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
     trace: str | Path | None
+    cached_views: int | None
     cache: Literal["auto", "rows", "none"]
     workers: int | None
     seed: int

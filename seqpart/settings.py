@@ -152,6 +152,9 @@ class Settings:
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
     trace: Path | None = None
     """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
+    cached_views: int | None = None
+    """Draws of each row that is read anew whose outputs are cached for later partitions, whose epochs take them in turn (sil
+    only). Default: 1."""
     cache: Literal["auto", "rows", "none"] = "auto"
     """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
     every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
@@ -227,6 +230,10 @@ class Settings:
             positive("--recovery-batch-size", self.recovery_batch_size),
             positive("--recovery-lr", self.recovery_lr),
             positive("--kappa", self.kappa),
+            positive("--cached-views", self.cached_views),
+            "--cached-views goes with --sil-inputs cached. Leave one of the two out"
+            if self.views > 1 and self.sil_inputs == "synthetic"
+            else "",
             *(positive("--prototype-scale", scale) for scale in self.prototype_scales),
             positive("--clip-grad-norm", self.clip_grad_norm),
             positive("--micro-batch-size", self.micro_batch_size),
@@ -300,6 +307,10 @@ class Settings:
     def prototype_scale_of(self, partition: int, classes: int) -> float:
         scales = self.prototype_scales or default_scales(classes)
         return scales[min(partition, len(scales) - 1)]
+
+    @property
+    def views(self) -> int:
+        return self.cached_views or 1
 
     @property
     def cache_type(self) -> torch.dtype:

@@ -110,6 +110,8 @@ class Trainer:
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
+        self._asked: tuple[Settings, Settings] | None = None
+        """The settings with what the last loader said, and without."""
         self._trained: Path | None = None
         """The weights that the last `fit` left."""
 
@@ -151,8 +153,10 @@ class Trainer:
     def _rows(self, train: object, test: object) -> tuple[Split, Split]:
         """What is given as data; settings take what its loader says of batches and their order."""
         with told(self.device, "the data were looked at"):
-            rows = training_rows(train, self.settings)
-            self.settings = with_loader(self.settings, rows)
+            asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
+            rows = training_rows(train, asked)
+            self.settings = with_loader(asked, rows)
+            self._asked = self.settings, asked
             return rows, test_rows(test, rows, self.settings)
 
     def _fitting(
@@ -213,8 +217,11 @@ class Trainer:
         self, train: object, test: object = None, *, reuse: Plan | None = None, resume: str | Path | None = None,
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
     ) -> Result:  # fmt: skip
-        """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items. Without `test`
-        nothing is evaluated, and the result says so.
+        """Train on `train` and evaluate on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
+        Without `test` nothing is evaluated, and the result says so.
+
+        What stays the same when it is read twice is read once and kept; other data sets, streams and loaders are read anew in
+        every epoch (docs/data.md).
 
         x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
         also be a dict with its `labels`.

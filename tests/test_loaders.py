@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from seqpart import Trainer
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.errors import OptionError
 from seqpart.loaders.draws import Draws, generators_kept, row_order, seed_generators, seed_row
 from seqpart.memory.device import Device
 from tests.augmented import (
@@ -153,7 +155,7 @@ class Noted(Noisy):
 def test_two_epochs_see_other_draws_of_every_row_and_the_test_rows_the_same(tmp_path):
     Noted.read.clear()
     trained(tmp_path, Noted(), Noted(9), batch_size=BATCH, epochs=2, test_every=1)
-    read, tests = Noted.read[-2 * (ROWS + 9) :], []
+    read = Noted.read[-2 * (ROWS + 9) :]
     epochs = [dict(read[:ROWS]), dict(read[ROWS + 9 : 2 * ROWS + 9])]
     tests = [read[ROWS : ROWS + 9], read[2 * ROWS + 9 :]]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(ROWS))
@@ -175,31 +177,21 @@ def test_the_callers_random_numbers_go_on_as_if_nothing_was_drawn(tmp_path):
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-class Looking(nn.Linear):
-    """Notes how many files of rows the run has."""
+@pytest.mark.parametrize(("cache", "kept"), [("auto", []), ("rows", [("train", torch.uint8), ("test", torch.uint8)])])
+def test_rows_are_kept_only_where_that_is_asked_for_and_in_the_type_in_which_they_come(cache, kept, tmp_path, monkeypatch):
+    created, create = [], Boundaries.create
 
-    seen: set = set()  # noqa: RUF012
+    def noting(self, split, partition, layout, count):
+        created.append((split, layout.dtype))
+        return create(self, split, partition, layout, count)
 
-    def forward(self, x):
-        for folder in self.folder.glob("run/rows"):
-            self.seen.add(len(list(folder.glob("*.safetensors"))))
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(("cache", "files"), [("auto", 0), ("rows", 2)])
-def test_rows_are_kept_on_the_disk_only_where_that_is_asked_for(cache, files, tmp_path):
-    Looking.seen.clear()
-    Looking.folder = tmp_path
-    options = {"method": "full", "mem_limit": "2GB", "epochs": 1, "output_dir": tmp_path / "run", "quiet": True}
-    Trainer([Looking(WIDTH, CLASSES)], cache=cache, ram_limit="10MB", **options).fit(Noisy(), Noisy(9))
-    assert max(Looking.seen) == 0 if not files else Looking.seen
-    Looking.seen.clear()
-    wide = TensorDataset(torch.randn(64, 1 << 20), torch.arange(64) % CLASSES)  # no room for them in memory
-    del wide
+    monkeypatch.setattr(Boundaries, "create", noting)
+    trained(tmp_path, Pixels(), Pixels(9), cache=cache, batch_size=BATCH)
+    assert created == kept
 
 
 @pytest.mark.parametrize("data", [Noisy, Pixels])
-def test_kept_rows_are_one_draw_in_the_type_in_which_they_come(data, tmp_path):
+def test_kept_rows_are_one_draw(data, tmp_path):
     one = trained(tmp_path, data(), name="one", cache="rows", batch_size=BATCH)
     x, y = [], []
     for index in range(ROWS):
@@ -216,6 +208,24 @@ def test_a_pair_can_be_read_anew_without_a_copy(tmp_path):
     x, y = clean()
     result = trained(tmp_path, (x, y), cache="none", batch_size=BATCH)
     assert_plain(result, plainly([(x[i], int(y[i])) for i in range(ROWS)]))
+
+
+@pytest.mark.parametrize("views", [2, 3])
+def test_later_partitions_of_sil_take_cached_views_in_turn(views, tmp_path):
+    sil = {"method": "sil", "partitions": 2, "batch_size": BATCH, "epochs": 4}
+    one = trained(tmp_path, Noisy(), name="one", **sil)
+    several = trained(tmp_path, Noisy(), name="several", cached_views=views, **sil)
+    assert several.train_losses[:5] == one.train_losses[:5]  # the first partition, and the first view
+    assert several.train_losses[5] != one.train_losses[5]
+    # Of rows that are not drawn all views are the same.
+    sil["cache"] = "none"
+    same = [trained(tmp_path, clean(), name=f"{n}", cached_views=n, **sil) for n in (1, views)]
+    assert bits(same[0]) == bits(same[1])
+
+
+def test_views_of_rows_that_are_kept_are_refused(tmp_path):
+    with pytest.raises(OptionError, match=r"cached_views keeps several draws of rows that are read anew"):
+        trained(tmp_path, clean(), method="sil", partitions=2, cached_views=2)
 
 
 # --- several inputs ---------------------------------------------------------------------------------------------------
@@ -250,7 +260,6 @@ def test_batches_of_a_collate_fn_may_be_dicts_and_tuples_with_labels(collate, tm
     if collate is as_tuple:
         whole = (tuple(x.values()), labels)
     found = fit(loader, "loader")
-    expected = Trainer
     torch.manual_seed(0)
     model = Reader()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -261,3 +270,26 @@ def test_batches_of_a_collate_fn_may_be_dicts_and_tuples_with_labels(collate, tm
         optimizer.zero_grad(set_to_none=True)
     expected = model.state_dict()
     assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in expected.items())
+
+
+def test_subnets_read_their_shares_anew(tmp_path):
+    def layered():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+    options = {
+        "method": "ist",
+        "subnets": 2,
+        "local_steps": 2,
+        "batch_size": BATCH,
+        "mem_limit": "2GB",
+        "epochs": 2,
+        "quiet": True,
+    }
+    runs = [
+        Trainer(layered(), output_dir=tmp_path / str(n), workers=n, seed=SEED, **options).fit(Noisy(), clean(9)) for n in (0, 1)
+    ]
+    assert bits(runs[0]) == bits(runs[1])
+    assert runs[0].train_losses[0] != runs[0].train_losses[-1]
+    with pytest.raises(OptionError, match=r"gives every subnet rows by their numbers"):
+        Trainer(layered(), output_dir=tmp_path / "stream", **options).fit(Streamed(Noisy()), clean(9))

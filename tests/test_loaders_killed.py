@@ -31,7 +31,7 @@ COMMON = [
     "--output-dir", "out",
 ]  # fmt: skip
 CASES = {
-    "a data set, sil": ("items", ["--method", "sil", "--partitions", "2", "--batch-size", "8", "--workers", "1"]),
+    "a data set, sil": ("items", ["--method", "sil", "--partitions", "2", "--batch-size", "8", "--cached-views", "2"]),
     "batches, streamed": ("batches", ["--method", "streamed", "--partitions", "2"]),
     "a sampler, full": ("drawn", ["--method", "full"]),
     "a stream, full": ("stream", ["--method", "full"]),
@@ -60,7 +60,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch_with_any_number_of_worke
     again = to_go_on(here, arguments)
     assert "--resume" in again
     for more in (["--workers", "0"], ["--workers", "1"]):
-        status, *_ = processes.run(here, [*again, *more], at=("update", 5) if more[1] == "0" else None)
+        status, *_ = processes.run(here, [*again, *more], at=("update", 3) if more[1] == "0" else None)
         assert status in (0, -signal.SIGKILL), (here / "said").read_text()
         again = to_go_on(here, arguments)
     assert ended(here) == ended(tmp_path / "whole")

@@ -20,9 +20,10 @@ from seqpart.loop.lengths import AT_THE_END
 from seqpart.methods import methods_named
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import START, Phase, Position
+from seqpart.schedule.steps import START, Position
 from seqpart.settings import Settings
 from seqpart.units import format_limit
 

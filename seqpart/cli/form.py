@@ -30,7 +30,7 @@ GROUPS = {
         "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "seed",
     ),
     "sil": (
-        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover",
+        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views", "recovery_epochs", "recover",
         "recovery_batch_size", "recovery_lr",
     ),
     "ist": OF_IST,

@@ -73,9 +73,11 @@ class Boundaries:
         return self._rows[split, partition]
 
     def discard(self, split: str, partition: int) -> None:
-        """With what is kept once beside them."""
-        for rows in [self._rows.pop((name, partition), None) for name in (split, once_of(split))]:
-            if rows is not None:
+        """With what is kept once beside them, and with all views of them."""
+        own = split, once_of(split)
+        for name, p in [*self._rows]:
+            if p == partition and (name in own or name.startswith(f"{split}.")):
+                rows = self._rows.pop((name, p))
                 rows.close()
                 for file in rows.files:
                     self._retained.remove(file)

@@ -22,7 +22,7 @@ from seqpart.data.row_file import PassingLayout, RowLayout, Rows
 from seqpart.files.direct import PAGE, aligned, aligned_bytes, bytes_of
 from seqpart.memory.device import Device, Event, keyed_seed
 from seqpart.recording.trace import Watched, unwatched
-from seqpart.schedule.steps import Phase, Span
+from seqpart.schedule.phase import Phase, Span
 
 WINDOW = 8
 """Chunks that are shuffled among themselves."""

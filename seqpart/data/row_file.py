@@ -73,6 +73,8 @@ class PassingLayout(RowLayout):
     """Bytes of one row's labels."""
     work: int = 0
     """Bytes that reading takes beside the rows themselves."""
+    order: int = 0
+    """Bytes of the order of an epoch."""
     processes: int = 0
     """That read; 0: the run's own does."""
 
@@ -87,7 +89,7 @@ class PassingLayout(RowLayout):
         """Of all processes."""
         own = round_up((self.unit or micro_batch) * self.nbytes) + (self.unit or micro_batch) * self.label_row
         work = 0 if self.processes else self.work
-        return own + work + self.converted_bytes(micro_batch) + self.of_workers(micro_batch)
+        return own + work + self.order + self.converted_bytes(micro_batch) + self.of_workers(micro_batch)
 
 
 class Rows:

@@ -32,7 +32,8 @@ from seqpart.methods.method import PartitionLoss, SyntheticLoss
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.parts.statistics import as_it_is, observed
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
+from seqpart.schedule.phase import Phase, PhaseKind, Span
+from seqpart.schedule.steps import Position, Step
 
 
 class Compute:
@@ -336,10 +337,10 @@ class Compute:
         self._resumes, self._began = False, time.perf_counter()
         if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
-            self._sink = PackWriter(pack, self._boundaries, split, p, phase.rows, self._device)
-        rows, entering = self._boundaries.entering(split, source), self._partitions[phase.partition].entering
+            self._sink = PackWriter(pack, self._boundaries, phase.leaves, p, phase.rows, self._device)
+        rows, entering = self._boundaries.entering(phase.enters, source), self._partitions[phase.partition].entering
         pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
-        self._unpacked = PackReader(pack, self._boundaries, split, source, entering, self._device)
+        self._unpacked = PackReader(pack, self._boundaries, phase.enters, source, entering, self._device)
         self._reader = open_reader(
             rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
         )

@@ -31,7 +31,7 @@ class Draws:
     stage: int
     """1 in recovery."""
     epoch: int
-    """From 1 in training; 0 in passes without updates, which so are all alike."""
+    """From 1 in training; 0 in passes without updates, which so are all alike, and below for further views of the rows."""
 
     def seed_for(self, what: str, number: int = 0) -> int:
         """what: "row", "batch" (what a collate_fn draws, by the number of the batch in its epoch) or "order"."""

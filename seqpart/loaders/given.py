@@ -56,14 +56,17 @@ def test_rows(data: object, train: Split, settings: Settings) -> Split:
     """
     if data is None or (isinstance(data, Split) and not data.count):
         return replace(tested_on(data, train), source=None)
+    if train.source is None and not is_loader(data):
+        with generators_kept(), suppress(UnstableRows):
+            return as_split(data, "test")
+    if isinstance(data, Split) and data.source is not None:
+        return data
+    source = _stream_of(data) if isinstance(data, Split) else source_of(data, "test")
+    if source.sampler is not None:
+        raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
     if train.source is None:
-        if not is_loader(data):
-            with generators_kept(), suppress(UnstableRows):
-                return as_split(data, "test")
-        return _kept(_of_source(source_of(data, "test"), settings, whole=True))
-    if isinstance(data, Split):
-        return data if data.source is not None else _of_source(_stream_of(data), settings)
-    return _of_source(source_of(data, "test"), settings)
+        return _kept(_of_source(source, settings, whole=True))
+    return _of_source(source, settings, whole=settings.method == "sil")
 
 
 def is_loader(data: object) -> bool:
@@ -213,11 +216,19 @@ def with_loader(settings: Settings, train: Split) -> Settings:
     if not isinstance(source, Source):
         if settings.workers:
             raise OptionError("--workers read rows that are not kept, and these are. Leave it out, or give --cache none.")
+        if settings.views > 1:
+            raise OptionError(
+                "--cached-views keeps several draws of rows that are read anew, and these rows are kept once. Leave it out."
+            )
         return settings
     if settings.method == "psl":
         raise OptionError(
             "--method psl counts the rows of every pair of classes in all batches beforehand, so its rows are kept: give "
             "--cache rows."
+        )
+    if settings.method == "ist" and source.streams:
+        raise OptionError(
+            "--method ist gives every subnet rows by their numbers, and a stream has none. Give a data set with [i]."
         )
     if settings.method in ("ist", "sil") and source.rows != source.count:
         raise OptionError(
@@ -246,7 +257,7 @@ def with_loader(settings: Settings, train: Split) -> Settings:
 
 
 def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Split:
-    """A split whose rows are read when they are needed. whole: all labels are needed, also those of positions.
+    """A split whose rows are read when they are needed. whole: all labels are needed, also floats and those of positions.
 
     Its labels are all that there are where each is one class; else those of the first rows, which say their type and shape.
     """
@@ -254,8 +265,8 @@ def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Sp
     with generators_kept():
         source = _counted(source)
         like, kept = _first(source, draws)
-        needs_all = not like.labels.is_floating_point() and not _several(like) and (like.labels.ndim == 1 or whole)
-        labels = _labels_of(source, like, kept, draws) if needs_all else like.labels
+        classes = not like.labels.is_floating_point() and not _several(like) and like.labels.ndim == 1
+        labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
     part = Part(source, RowTaker(like, kept))
 
     def passes() -> Iterator[torch.Tensor]:
@@ -324,7 +335,7 @@ def _targets(items: Any) -> Any:
 
 def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> bool:
     """Whether some items, or the first batch that a collate_fn makes, have the labels that `targets` says."""
-    if source.streams or like.labels.ndim != 1:
+    if source.streams or like.labels.ndim != 1 or like.labels.is_floating_point():
         return False
     if source.collate is not None:
         return [int(label) for label in like.labels] == [int(target) for target in targets[: len(like.labels)]]

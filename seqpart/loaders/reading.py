@@ -18,9 +18,11 @@ from seqpart.loaders.workers import Job, Part, Worker, empty, fill, probed
 from seqpart.memory.device import Device, Event
 from seqpart.memory.limit import margin_of
 from seqpart.memory.usage import read_process, read_tree
-from seqpart.schedule.steps import Phase, PhaseKind
+from seqpart.schedule.phase import Phase, PhaseKind
 
 Made = TypeVar("Made")
+_NUMBER, _OF_SAMPLER = 8, 48
+"""Bytes of the number of a row, and while a sampler gives them as a list."""
 SPLITS = "train", "test"
 _PROBE = 8
 """Items, at least, that are read to see what reading takes."""
@@ -38,6 +40,7 @@ class Reading:
         dtype = train.kept if len(kept) == 1 and train.kept is not None and device.shares_memory else train.dtype
         self._parts = [Part(s.source, RowTaker(s, dtype)) for s in (train, test) if isinstance(s.source, Source)]
         self._row = RowLayout(train.shape, dtype, None if dtype == train.dtype else train.dtype)
+        self._readers = [SourceReader(part.source) for part in self._parts]
         self._work, self._asked = 0, 0
         if self._parts:
             source = self._parts[0].source
@@ -66,7 +69,7 @@ class Reading:
             self._work = max(self._work, self.workers[-1].work)
         if not self.workers:
             with generators_kept():
-                self._work = probed(self._parts[0], SourceReader(source), probe)[1]
+                self._work = probed(self._parts[0], self._readers[0], probe)[1]
 
     @property
     def layout(self) -> RowLayout:
@@ -75,8 +78,10 @@ class Reading:
         labels = self._parts[0].taker
         label_row = int(np.prod(labels.label_shape)) * labels.label_dtype.itemsize
         unit = max(part.source.batch if part.source.collate is not None else 0 for part in self._parts)
+        source = self._parts[0].source
         return PassingLayout(
             self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=label_row, work=self._work,
+            order=max(source.rows, source.count) * (_NUMBER if source.sampler is None else _NUMBER + _OF_SAMPLER),
             processes=len(self.workers),
         )  # fmt: skip
 
@@ -105,8 +110,9 @@ class Reading:
             return None
         return PassingRows(self, SPLITS.index(split), self.layout, device)
 
-    def part(self, number: int) -> Part:
-        return self._parts[number]
+    def part(self, number: int) -> tuple[Part, SourceReader]:
+        """What is read of a split, and who reads it in this process."""
+        return self._parts[number], self._readers[number]
 
     @property
     def held(self) -> int:
@@ -163,11 +169,11 @@ class PassingReader:
 
     def __init__(self, rows: PassingRows, phase: Phase, *, seed: int, first_update: int) -> None:
         self._phase, self._rows, self._device, self._skips = phase, rows, rows.device, phase.skips
-        self._part = rows.reading.part(rows.number)
-        self._reader = SourceReader(self._part.source)
+        self._part, self._reader = rows.reading.part(rows.number)
         self._workers, self._asked = list(rows.reading.workers), 0
         training = phase.kind is PhaseKind.TRAIN
-        self._draws = self._part.source.draws(seed, SPLITS[rows.number], phase.stage, phase.epoch if training else 0)
+        epoch = phase.epoch if training else -phase.view
+        self._draws = self._part.source.draws(seed, SPLITS[rows.number], phase.stage, epoch)
         with generators_kept():
             self._order = self._part.source.order(self._draws, shuffle=phase.shuffle)
         self._spans = phase.spans(first_update)

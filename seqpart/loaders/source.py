@@ -153,7 +153,7 @@ class SourceReader:
             if Device().is_out_of_memory(error):
                 raise
             raise DataError(f"{said}: the collate_fn failed: {type(error).__name__}: {error}.") from error
-        x, y = parted(found, said)
+        x, y = (part if is_several(part) or hasattr(part, "shape") else torch.as_tensor(part) for part in parted(found, said))
         count = len(next(iter(x.values())) if isinstance(x, Mapping) else x[0] if is_several(x) else x)
         if count != len(items):
             raise DataError(f"{said}: the collate_fn made {count} rows of {len(items)} items; expected one of each.")

@@ -9,8 +9,8 @@ import torch
 from seqpart.loop.lengths import AT_THE_END, Interval
 from seqpart.model.losses import LossFunction, scores_of
 from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged, takes_classes_first
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 
 
 class PartitionLoss(Protocol):
@@ -101,6 +101,8 @@ class Workload:
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
     tests: Interval = AT_THE_END
     """Of what is trained last, between two passes over the test rows. Updates are those of an exact method."""
+    views: int = 1
+    """Draws of each row whose outputs are kept for a later partition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

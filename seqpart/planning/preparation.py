@@ -306,7 +306,7 @@ class Preparation(Inputs):
             train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
             offloads=kept.offloads, recovery=stage, tests=self.settings.tests,
-            synthetic_inputs=self.settings.sil_inputs == "synthetic",
+            synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
         )  # fmt: skip
 
@@ -332,7 +332,7 @@ class Preparation(Inputs):
         row_packs: Sequence[RowPack],
     ) -> tuple[int, frozenset[int]]:  # fmt: skip
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
-        count = self.train.count + self.test.count
+        count = self.settings.views * self.train.count + self.test.count
         rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
         found = planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
         return boundaries + found.nbytes, found.homes
@@ -364,7 +364,7 @@ class Preparation(Inputs):
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=at_host)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
-        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovers=recovery is not None)
+        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovery is not None, self.settings.views)
         candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
         peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
         used, parts = recovery.candidate if recovery is not None else candidate, []
@@ -391,7 +391,7 @@ class Preparation(Inputs):
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
-                problem, candidate, costs, row_packs, saves=self.settings.saves,
+                problem, candidate, costs, row_packs, saves=self.settings.saves, views=self.settings.views,
                 all_states=not self.alone or bool(self.settings.recovery_epochs),
             ), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),

@@ -23,8 +23,9 @@ from seqpart.planning.plan import Plan, as_text_rows
 from seqpart.recording.tally import Tally
 from seqpart.report.output import standard_output
 from seqpart.report.terminal import as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.schedule.steps import Verb
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"

@@ -30,9 +30,10 @@ from seqpart.planning.preparation import Preparation, Prepared, Stage
 from seqpart.recording.timeline import MEMORY
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb, steps_of
+from seqpart.schedule.steps import Position, Verb, steps_of
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.places import open_places
