@@ -2,55 +2,42 @@
 
 import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 
 from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
+from seqpart.kinds import (
+    AUTOCAST,
+    CACHE_DTYPES,
+    EPOCHS,
+    EXPECTED,
+    MOST,
+    MOST_WORKERS,
+    NO_METHOD,
+    OF_IST,
+    OF_SIL,
+    LrSchedule,
+    Method,
+    Objective,
+    OptimizerName,
+    Precision,
+    positive,
+    refuse_outside,
+    values_of,
+)
+from seqpart.loop import lengths
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
+from seqpart.rates.scheduler import SchedulerFactory, problems
 from seqpart.schedule.learning_rate import rate_schedule
-from seqpart.schedule.scheduler import SchedulerFactory
 from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
-
-T = TypeVar("T", int, float, str)
-
-MOST = 10**9
-"""Epochs, or rows of a batch: whoever gives more has mistyped."""
-OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
-OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
-CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
-OptimizerName = Literal["adam", "adamw", "sgd", "adafactor"]
-LrSchedule = Literal["constant", "linear", "cosine"]
-Objective = Literal["orthogonal", "prototype", "mse"]
-Precision = Literal["fp32", "bf16"]
-
-NO_METHOD = (
-    "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
-    "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), psl (exact, pairs of scores of separable layers), sil (approximate, partitions trained one after the other), ist "
-    "(approximate, subnets trained in turn)."
-)
-EXPECTED = {
-    "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "save_every": "updates (500), a time (30s, 10min, 2h) or never",
-    "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
-    "loss": "cross-entropy, psl, mse or bce, or from Python a function or 'model'",
-    "shuffle": "True, False or auto",
-    "tile": "a size such as 16MB, never or auto",
-}
-"""Where the types do not say it all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +72,10 @@ class Settings:
     tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
     weights_partial: bool = False
     """Let --weights lack some of the model's tensors, which then stay as they are initialized, and have others. Says which."""
-    epochs: int | tuple[int, ...] = 3
-    """Passes over the training rows, per partition."""
+    epochs: float | tuple[float, ...] = EPOCHS
+    """Passes over the training rows, per partition. With exact methods also a part of one: 0.5."""
+    max_steps: int | None = None
+    """Updates to train for, however many epochs these are, in the place of --epochs (exact methods only)."""
     batch_size: int | tuple[int, ...] = 64
     """Rows of one update, per partition."""
     micro_batch_size: int | None = None
@@ -127,6 +116,9 @@ class Settings:
     """Learning rate of all partitions in recovery. Default: each one's own --lr."""
     test_every: int | None = None
     """Test after every so many epochs too (with sil: of the last partition, and of recovery). Default: at the end alone."""
+    eval_every: str | int | None = None
+    """Test after every so many updates (500) or epochs (2epochs) too, counted from the first; updates with exact methods only.
+    Default: as --test-every says, which counts epochs."""
     save_every: str | int = "10min"
     """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: int | Literal["auto"] | tuple[int, ...] = "auto"
@@ -163,6 +155,17 @@ class Settings:
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
+    trace: Path | None = None
+    """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
+    cached_views: int | None = None
+    """Draws of each row that is read anew whose outputs are cached for later partitions, whose epochs take them in turn (sil
+    only). Default: 1."""
+    cache: Literal["auto", "rows", "none"] = "auto"
+    """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
+    every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
+    workers: int | None = None
+    """Processes that read rows which are not kept; each counts against the limit. 0: the run reads them itself. Default: as
+    many as the DataLoader asks for, and 0 without one."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 
@@ -170,9 +173,11 @@ class Settings:
         misfits = self._take_types()
         if isinstance(self.lr_schedule, str):
             rate_schedule(self.lr_schedule, self.warmup_updates)
-        _ = self.saving, self.partition_choice(), self.tile_bytes
-        for name in ("epochs", "batch_size"):
-            _refuse_outside(flag_of(name), values_of(getattr(self, name)))
+        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests
+        epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
+        object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
+        refuse_outside("--epochs", epochs, "numbers above 0", least=0.0)
+        refuse_outside("--batch-size", values_of(self.batch_size), "whole numbers from 1 up")
         for field in fields(self):
             if isinstance(path := getattr(self, field.name), Path):
                 refuse_unusable(flag_of(field.name), path)
@@ -212,7 +217,7 @@ class Settings:
             "--tile goes with exact methods; method ist divides large layers itself"
             if method.name == "ist" and self.tile_bytes
             else "",
-            *(_positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
+            *(positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
             f"--kappa goes with --objective mse; found --objective {kind}"
             if sil and self.kappa is not None and kind != "mse"
             else "",
@@ -228,27 +233,30 @@ class Settings:
             ""
             if 0 <= self.recovery_epochs <= MOST
             else f"--recovery-epochs: expected 0 or more, and at most {MOST}; found {short(self.recovery_epochs)}",
-            _positive("--recovery-batch-size", self.recovery_batch_size),
-            _positive("--recovery-lr", self.recovery_lr),
-            ""
-            if self.ema is None or 0 < self.ema < 1
-            else f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}",
-            *(
-                f"--ema goes with no {what}, {why}. Leave one out"
-                for what, given, why in (
-                    ("--method ist", method.name == "ist", "whose subnets are other neurons in every round"),
-                    ("--recovery-epochs", self.recovery_epochs, "which begins with an optimizer of its own"),
-                )
-                if given and self.ema is not None
-            ),
-            "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
-            if self.warmup_updates and callable(self.lr_schedule)
+            positive("--recovery-batch-size", self.recovery_batch_size),
+            positive("--recovery-lr", self.recovery_lr),
+            *problems(self.lr_schedule, self.warmup_updates, self.ema, self.method, recovers=bool(self.recovery_epochs)),
+            positive("--kappa", self.kappa),
+            positive("--cached-views", self.cached_views),
+            "--cached-views goes with --sil-inputs cached. Leave one of the two out"
+            if self.views > 1 and self.sil_inputs == "synthetic"
             else "",
-            _positive("--kappa", self.kappa),
-            *(_positive("--prototype-scale", scale) for scale in self.prototype_scales),
-            _positive("--clip-grad-norm", self.clip_grad_norm),
-            _positive("--micro-batch-size", self.micro_batch_size),
-            _positive("--test-every", self.test_every),
+            *(positive("--prototype-scale", scale) for scale in self.prototype_scales),
+            positive("--clip-grad-norm", self.clip_grad_norm),
+            positive("--micro-batch-size", self.micro_batch_size),
+            positive("--test-every", self.test_every),
+            *lengths.problems(
+                method=self.method,
+                exact=method.exact,
+                epochs=values_of(self.epochs),
+                default_epochs=EPOCHS,
+                max_steps=self.max_steps,
+                every=self.eval_every,
+                test_every=self.test_every,
+            ),
+            ""
+            if self.workers is None or 0 <= self.workers <= MOST_WORKERS
+            else f"--workers: expected 0 to {MOST_WORKERS}; found {short(self.workers)}",
             *(
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"
@@ -278,8 +286,13 @@ class Settings:
         return cls(**options)
 
     def texts(self) -> dict[str, str]:
-        """Every setting as the command line would have it: what logs and checkpoints say."""
+        """Every setting as the command line would have it: what checkpoints say."""
         return {field.name: as_text(getattr(self, field.name)) for field in fields(Settings)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting as JSON has it: numbers as numbers, several values as a list, a path as text, a function by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(Settings)}
+        return {name: as_text(value) if isinstance(value, Path) or callable(value) else value for name, value in found.items()}
 
     @property
     def loss_name(self) -> LossName | None:
@@ -301,6 +314,10 @@ class Settings:
     def prototype_scale_of(self, partition: int, classes: int) -> float:
         scales = self.prototype_scales or default_scales(classes)
         return scales[min(partition, len(scales) - 1)]
+
+    @property
+    def views(self) -> int:
+        return self.cached_views or 1
 
     @property
     def cache_type(self) -> torch.dtype:
@@ -325,6 +342,16 @@ class Settings:
         if match[2]:
             return None, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
         return int(match[1]), None
+
+    @property
+    def tests(self) -> lengths.Interval:
+        """Between two passes over the test rows; neither: at the end alone. Raises OptionError."""
+        return lengths.interval_of(self.eval_every, self.test_every)
+
+    @property
+    def between_tests(self) -> list[str]:
+        """Flags that were given and need a test set."""
+        return [flag_of(name) for name in ("test_every", "eval_every") if getattr(self, name) is not None]
 
     @property
     def tile_bytes(self) -> int | None:
@@ -362,33 +389,3 @@ class Settings:
 @cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Settings)
-
-
-def _positive(name: str, value: float | None) -> str:
-    return "" if value is None or 0 < value < float("inf") else f"{name}: expected a number above zero; found {value}"
-
-
-def values_of(setting: T | tuple[T, ...]) -> tuple[T, ...]:
-    """Those given: one, or one for each partition."""
-    return setting if isinstance(setting, tuple) else (setting,)
-
-
-def per_partition(name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
-    """One value for each of `count` partitions. Raises OptionError where the numbers differ."""
-    values = values_of(setting)
-    if len(values) == 1:
-        return values * count
-    if len(values) != count:
-        text = as_text(values)
-        raise OptionError(
-            f"{name} {text if len(text) < 60 else '...'} gives {len(values)} values, and the plan has {count} partition(s). "
-            f"Give one value, or {count}; or fix the number with --partitions {len(values)}."
-        )
-    return values
-
-
-def _refuse_outside(name: str, values: Sequence[int]) -> None:
-    if min(values) < 1:
-        raise OptionError(f"{name}: expected whole numbers from 1 up; found {min(values)}.")
-    if max(values) > MOST:
-        raise OptionError(f"{name}: expected whole numbers up to {MOST}; found {short(max(values))}.")

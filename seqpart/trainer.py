@@ -11,12 +11,16 @@ from typing import Any, Unpack
 import torch
 
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.data.splits import as_split, first_rows
+from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
+from seqpart.kinds import values_of
+from seqpart.loaders.given import test_rows, training_rows, with_loader
+from seqpart.loaders.reading import with_fewer_workers
+from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
@@ -33,7 +37,8 @@ from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
-from seqpart.settings import Settings, values_of
+from seqpart.session.tracing import traced
+from seqpart.settings import Settings
 from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
@@ -106,28 +111,30 @@ class Trainer:
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
+        self._asked: tuple[Settings, Settings] | None = None
+        """The settings with what the last loader said, and without."""
         self._trained: Path | None = None
         """The weights that the last `fit` left."""
 
-    def plan(self, train: object, test: object, *, reuse: Plan | None = None) -> Plan:
+    def plan(self, train: object, test: object = None, *, reuse: Plan | None = None) -> Plan:
         """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
         with self.planned(train, test, reuse=reuse, dry=True) as (_, prepared):
             return prepared.plan
 
     @contextmanager
     def planned(
-        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False
+        self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False
     ) -> Iterator[tuple[Preparation, Prepared]]:
         """Everything checked, measured and planned. Modules given alive are empty inside.
 
         dry: no file of any name is made for that, not for a moment.
         """
         with self.device.at_work(), ExitStack() as stack:
-            prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
+            prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
-        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
+        self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
         model: object = None,
     ) -> Preparation:  # fmt: skip
         """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
@@ -135,11 +142,23 @@ class Trainer:
         resumes: weights come from a checkpoint. model: in the place of the trainer's own.
         """
         with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
+            rows = as_split(train, "training")
+            tests = tested_on(test, rows)
+            refuse_untested(self.settings.between_tests, tests.count)
             return preparation_of(self.settings)(
-                self.model if model is None else model, self.settings, as_split(train, "training"), as_split(test, "test"),
-                self.device, final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
+                self.model if model is None else model, self.settings, rows, tests, self.device,
+                final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes,
             )  # fmt: skip
+
+    def _rows(self, train: object, test: object) -> tuple[Split, Split]:
+        """What is given as data; settings take what its loader says of batches and their order."""
+        with told(self.device, "the data were looked at"):
+            asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
+            rows = training_rows(train, asked)
+            self.settings = with_loader(asked, rows)
+            self._asked = self.settings, asked
+            return rows, test_rows(test, rows, self.settings)
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
@@ -152,7 +171,7 @@ class Trainer:
 
         def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
             preparation = attempt.enter_context(closing(prepare(model=model)))
-            return preparation, plan(preparation)
+            return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
 
         model = self.model
         if in_pairs:
@@ -196,10 +215,14 @@ class Trainer:
         return self.settings.offload_dir or self.settings.output_dir or Path("runs")
 
     def fit(
-        self, train: object, test: object, *, reuse: Plan | None = None, resume: str | Path | None = None,
+        self, train: object, test: object = None, *, reuse: Plan | None = None, resume: str | Path | None = None,
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
     ) -> Result:  # fmt: skip
-        """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items.
+        """Train on `train` and evaluate on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
+        Without `test` nothing is evaluated, and the result says so.
+
+        What stays the same when it is read twice is read once and kept; other data sets, streams and loaders are read anew in
+        every epoch (docs/data.md).
 
         x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
         also be a dict with its `labels`.
@@ -217,6 +240,9 @@ class Trainer:
         began = time.perf_counter()
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
+            observer = Observer() if before_update is None else Observer(before_update=before_update)
+            observer = traced(self.settings.trace, observer, sampler, reporter.say, stack)
+            train, test = self._rows(train, test)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
@@ -224,12 +250,11 @@ class Trainer:
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
             preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
-            observer = Observer() if before_update is None else Observer(before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             adapted = self.model if is_adapted(self.model) else None
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
         self._trained = result.weights
-        if result.average is None:
+        if result.average is None or not test.count:
             return result
         return with_average(result, self.evaluate(test, weights=result.average))
 
@@ -244,7 +269,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split, reporter = as_split(data, "evaluation"), Reporter(quiet=self._quiet)
+        split, reporter = training_rows(data, self.settings, "evaluation"), Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))

@@ -111,6 +111,14 @@ def test_any_optimizer_may_have_it(optimizer, tmp_path):
         assert torch.equal(found[name], tensor), name
 
 
+def test_without_test_rows_it_is_written_and_not_tested(tmp_path):
+    trainer = Trainer(
+        chain(), mem_limit="2GB", method="full", batch_size=BATCH, epochs=1, quiet=True, ema=DECAY, output_dir=tmp_path / "run"
+    )
+    result = trainer.fit(numbers((6,))[0])
+    assert result.average.exists() and result.average_loss is None
+
+
 def test_the_weights_are_those_of_a_run_without_it(tmp_path):
     with_it = trained(tmp_path / "a", chain(), method="streamed", partitions=3)
     without = Trainer(

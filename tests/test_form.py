@@ -74,12 +74,12 @@ def test_a_job_that_version_0_2_0_kept_as_texts_is_found_again(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--epochs", "1.5"], "--epochs: expected a whole number, or whole numbers with commas; found '1.5'"),
+        (["--batch-size", "1.5"], "--batch-size: expected a whole number, or whole numbers with commas; found '1.5'"),
         *(
             (["--partitions", text], f"--partitions: expected a whole number, or whole numbers with commas; found '{text}'")
             for text in ("0,x", "", "1.5", "0,")
         ),
-        (["--epochs", "0"], "--epochs: expected whole numbers from 1 up; found 0"),
+        (["--epochs", "0"], "--epochs: expected numbers above 0; found 0"),
         (["--lr", ",1"], "--lr: expected a number, or numbers with commas; found ',1'"),
         (["--prototype-scale", "large"], "--prototype-scale: expected a number, or numbers with commas; found 'large'"),
         (

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from seqpart import Settings, Trainer
 from seqpart.errors import Interrupted, OptionError
 from seqpart.model.optimizers import choose
-from seqpart.schedule.scheduler import Scheduler
+from seqpart.rates.scheduler import Scheduler
 from tests.exactly import FULL, How, Trained, first_difference, numbers
 from tests.resuming import Arm, Stopping, interrupt, kill
 

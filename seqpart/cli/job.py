@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.data.classes import count_classes
-from seqpart.data.splits import Split, as_split, count_tokens
+from seqpart.data.splits import Split, count_tokens
 from seqpart.errors import OptionError
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, short
+from seqpart.kinds import CACHE_DTYPES, MOST, LrSchedule, Method, OptimizerName, Precision
+from seqpart.loaders.given import test_rows, training_rows
 from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import CACHE_DTYPES, MOST, LrSchedule, Method, OptimizerName, Precision, Settings
+from seqpart.settings import Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.zoo import convolutional, datasets, libraries, models
+from seqpart.zoo import convolutional, datasets, images, libraries, models
 from seqpart.zoo.loading import called
 
 
@@ -45,14 +47,18 @@ class Job(Settings):
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
     data: str = "digits"
     """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
-    CLASS), text:FILE (its characters, to predict the next one), hf-text:FILE (its tokens, by --tokenizer), or
-    package.module:function that returns a training and a test set."""
+    CLASS), imagefolder:DIR (the same, read anew in every epoch: see --augment), text:FILE (its characters, to predict the
+    next one), hf-text:FILE (its tokens, by --tokenizer), or package.module:function that returns a training and a test set, or
+    two data loaders; what stands for the second may be empty."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False
     """Fetch mnist, fashion-mnist or emnist into --data-dir."""
     image_size: int | None = None
-    """Resize the images of folder:DIR to this many pixels square."""
+    """Make the images of folder:DIR or imagefolder:DIR so many pixels square."""
+    augment: images.Augmentation | None = None
+    """What happens to the training images of imagefolder:DIR whenever they are read: imagenet (a random part, resized to
+    --image-size or 224, and a flip), cifar (shifted by up to 4 pixels of 32, and a flip) or none. Default: imagenet."""
     context: int | None = None
     """Characters in a row of text:FILE, or tokens in one of hf-text:FILE. Default: 128."""
     tokenizer: Path | None = None
@@ -135,9 +141,10 @@ def data_of(job: Job) -> tuple[Split, Split]:
         raise OptionError(f"--tokenizer goes with --data hf-text:FILE; found --data {job.data}.")
     train, test = datasets.load(
         job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context,
-        tokenizer=tokenizer,
+        augment=job.augment, tokenizer=tokenizer,
     )  # fmt: skip
-    return as_split(train, "training"), as_split(test, "test")
+    rows = training_rows(train, job)
+    return rows, test_rows(test, rows, job)
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:

@@ -9,7 +9,7 @@ tables often come as whole numbers of 8 to 32 bits and are quantities; token ids
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,19 @@ READ_TWICE = 32
 """Items of a data set that are read a second time, to find out whether they stay the same."""
 
 
+class UnstableRows(DataError):
+    """Items of a data set are others when they are read again."""
+
+
+class RowSource(Protocol):
+    """Where rows come from that are read anew in every epoch."""
+
+    @property
+    def rows(self) -> int:
+        """Of an epoch."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Split:
     """Training or test rows. `open` starts a new pass over them: tensors (some rows, *shape) of numbers, in order."""
@@ -44,6 +57,15 @@ class Split:
     """How a row of bytes is made of several inputs."""
     label_form: Form = ()
     """How a row of bytes is made of several labels."""
+    source: RowSource | None = None
+    """Reads its rows whenever they are needed, none of which are kept; None: they are read once and kept."""
+    kept: torch.dtype | None = None
+    """The type in which they are kept or travel, of those that come in a smaller one; None: as `dtype`."""
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch of training."""
+        return self.count if self.source is None else self.source.rows
 
     @property
     def tokens(self) -> bool:
@@ -99,6 +121,13 @@ def as_split(data: object, name: str) -> Split:
     if not prod(split.shape):
         raise DataError(f"{name} data: rows of shape {split.shape} hold no numbers.")
     return split
+
+
+def tested_on(data: object, train: Split) -> Split:
+    """`data` as the test rows of a run that trains on `train`. None, and what comes of it here: there are none."""
+    if data is None or (isinstance(data, Split) and not data.count):
+        return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: ())
+    return as_split(data, "test")
 
 
 def _are_labels(y: object) -> bool:
@@ -231,7 +260,7 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     del read
     for i in chosen:
         if _digest(*_item(items, i, name, form)) != first[i]:
-            raise DataError(
+            raise UnstableRows(
                 f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
                 "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
                 "without that, and let the model's first block augment, which draws anew in every epoch; or keep one draw on "

@@ -29,7 +29,7 @@ from seqpart.model.packs import Pack
 from seqpart.offload.store import Store
 from seqpart.offload.transfer import Transfer
 from seqpart.parts.statistics import Around, as_it_is
-from seqpart.schedule.scheduler import Groups, tune
+from seqpart.rates.scheduler import Groups, tune
 
 _Copy = tuple[Block, str, torch.Tensor]
 """(block, name, value) of a buffer."""

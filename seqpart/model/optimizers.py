@@ -169,6 +169,12 @@ def averaging(choice: Optimizer, decay: float | None) -> Optimizer:
     return replace(choice, state=(*choice.state, StateTensor(AVERAGE, Extent.ALL)), average=decay)
 
 
+def chosen(name: str, lr: float, weight_decay: float, momentum: float, ema: float | None) -> Optimizer:
+    """As `choose`, with momentum where that is for it, and with a moving average of decay `ema`."""
+    found = choose(name, lr=lr, weight_decay=weight_decay, momentum=momentum if name == "sgd" else 0.0)
+    return averaging(found, ema)
+
+
 def describe(name: str, build: Build) -> Optimizer:
     """Any optimizer that keeps all it knows in a state that starts at zero: found by trial steps.
 

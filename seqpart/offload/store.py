@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ from seqpart.offload.layout import Layout
 from seqpart.offload.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost
 from seqpart.offload.tensor_file import TensorFiles, Version
 from seqpart.offload.transfer import Transfer
+from seqpart.recording.trace import Watched, unwatched
 
 IO_THREADS = 2
 
@@ -63,6 +64,8 @@ class Store:
 
     def __init__(self, folder: Path, device: Device, host_pool: HostPool | None = None) -> None:
         self.folder, self.traffic = folder, Traffic()
+        self.watched: Watched = unwatched
+        """What the I/O threads stand in while they move a home."""
         self._device, self._host_pool = device, host_pool
         self._files, self._retained = TensorFiles(device), RetainedFiles(folder)
         self._homes: dict[str, _Home] = {}
@@ -157,8 +160,16 @@ class Store:
             after()
             taken = tuple(arguments)
             arguments.clear()
-            work(*taken)
+            with self._seen(way, *taken[:1]):
+                work(*taken)
             return self._device.mark()
+
+    def _seen(self, way: str, name: str = "") -> AbstractContextManager[None]:
+        if not name:
+            return unwatched(way, name)
+        tier, stream = self.tier(name), "prefetch" if way == UP else "write-back"
+        link = f"{tier} to device" if way == UP else f"device to {tier}"
+        return self.watched(stream, name, link=link, nbytes=self._homes[name].layout.nbytes)
 
     def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         self.begin_put(items, _at_once).wait()

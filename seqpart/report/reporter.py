@@ -20,10 +20,12 @@ from seqpart.files.direct import explained
 from seqpart.files.owned import added_to, made
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan, as_text_rows
+from seqpart.recording.tally import Tally
 from seqpart.report.output import standard_output
 from seqpart.report.terminal import as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.schedule.steps import Verb
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
@@ -42,7 +44,7 @@ class Reporter:
         self._log: IO[str] | None = None
         self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
-        self._began = time.perf_counter()
+        self._began, self._tally = time.perf_counter(), Tally()
 
     def open_log(self, path: Path, *, add: bool = False) -> None:
         """Write events to `path`; `add` behind those of the run that goes on."""
@@ -86,6 +88,8 @@ class Reporter:
         if isinstance(event, StepDone):
             if self._bar is not None:
                 self._bar.step(event)
+            self._tally.add(event.step.verb.name.lower(), event.seconds, event.bytes_read, event.bytes_written)
+            self._tell_time()
             if event.step.verb in (Verb.LOAD, Verb.DROP):
                 self.record(
                     "step", step=str(event.step), bytes_read=event.bytes_read, bytes_written=event.bytes_written,
@@ -97,6 +101,10 @@ class Reporter:
         else:
             self._phase_done(event)
 
+    def _tell_time(self, **after: float) -> None:
+        if self._log is not None and self._tally.due(**after):
+            self.record("time", steps=self._tally.told())
+
     def _phase_done(self, event: PhaseDone) -> None:
         if event.loss is None:  # nothing but rows for the next partition
             return
@@ -106,9 +114,9 @@ class Reporter:
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
             accuracy=event.accuracy, rows=event.rows, took=round(event.seconds, 3), samples_per_second=round(speed, 1),
         )  # fmt: skip
-        if phase.updates_of_epoch not in (None, phase.done + phase.updates):  # of the turns of an epoch the last is shown
+        if phase.is_turn and phase.epochs_done != phase.epoch:  # of an epoch the last is shown
             return
-        epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
+        epoch = f" epoch {_share(phase.epochs_done)}" if phase.kind is PhaseKind.TRAIN else ""
         accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
         parts = (
             f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}", accuracy, f"  {event.seconds:6.1f} s",
@@ -120,6 +128,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        self._tell_time(after=0.0)
 
     def proof(self, proof: Proof) -> None:
         self.say(str(proof))
@@ -139,6 +148,11 @@ def _console(quiet: bool) -> Console:
 
 def _who(phase: Phase) -> str:
     return f"partition {phase.partition}" if phase.through is None else f"partitions {phase.partition}-{phase.through}"
+
+
+def _share(epochs: float) -> str:
+    """3, or 2.75 in the midst of one."""
+    return f"{epochs:.2f}".rstrip("0").rstrip(".")
 
 
 def _passes(phase: Phase) -> int:

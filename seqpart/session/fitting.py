@@ -12,6 +12,7 @@ from seqpart.result import Evaluation, Result
 from seqpart.schedule.steps import Position
 from seqpart.session.places import PLAN
 from seqpart.session.session import Session
+from seqpart.units import now
 
 RESULT = "result.json"
 
@@ -43,9 +44,9 @@ def with_average(result: Result, found: Evaluation) -> Result:
 def _conclude(session: Session, seconds: float) -> Result:
     directory, reporter, sampler, plan = session.places.directory, session.reporter, session.sampler, session.prepared.plan
     weights, proof = directory.root / WEIGHTS, session.proof()
-    assert session.test is not None
+    test_loss, accuracy = session.test or (None, None)
     result = Result(
-        weights=weights, test_loss=session.test[0], accuracy=session.test[1],
+        weights=weights, test_loss=test_loss, accuracy=accuracy,
         train_losses=tuple(session.losses), proof=proof, plan=plan,
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
         average=directory.root / AVERAGE if session.averages else None,
@@ -56,13 +57,21 @@ def _conclude(session: Session, seconds: float) -> Result:
         del summary[name]
     if result.average is not None:
         summary["average"] = str(result.average)
+    summary |= {"finished": now(), "settings": session.settings.to_json()}
     write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
     directory.publish()
     reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
-    accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
-    reporter.say(f"{accuracy}test loss {result.test_loss:.4f}; {seconds:.1f} s; weights in {weights}")
+    reporter.say(f"{tested(result)}; {seconds:.1f} s; weights in {weights}")
     if result.average is not None:
         reporter.say(f"their moving average is in {result.average}")
     reporter.proof(proof)
     session.finish(f"the run is finished; its results are in {directory.root}.")
     return result
+
+
+def tested(result: Result) -> str:
+    """What the test rows said, in words."""
+    if result.test_loss is None:
+        return "not tested: there is no test set"
+    accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
+    return f"{accuracy}test loss {result.test_loss:.4f}"

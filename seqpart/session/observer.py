@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from seqpart.execution.events import Event
 from seqpart.execution.executor import Executor
 from seqpart.execution.partition import Partition
+from seqpart.recording.trace import Watched, unwatched
 from seqpart.schedule.steps import Position, Step
 
 BeforeUpdate = Callable[[Partition, Step], None]
@@ -30,5 +32,9 @@ class Observer:
     """Sees a partition with its gradients before each of its updates."""
     at_rest: Callable[[Executor], bool] = lambda _: True
     """Everything stands at a position. Returns whether to go on; if not the stages end there, with everything at home."""
+    listen: Callable[[Event], None] = lambda _: None
+    """Told of each step, and of the beginning and end of each pass."""
+    watched: Watched = unwatched
+    """Threads that move homes and read rows stand in it while they do."""
     failed: Callable[[Failure], None] = lambda _: None
     """Called before the run goes on behind a failed allocation, under another plan."""

@@ -28,15 +28,18 @@ from seqpart.parts.parting import Parting
 from seqpart.parts.parts import JointChain
 from seqpart.planning.plan import PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared, Stage
+from seqpart.rates.scheduler import Groups, Scheduler
+from seqpart.recording.timeline import MEMORY
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.scheduler import Groups, Scheduler
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb, steps_of
+from seqpart.schedule.steps import Position, Verb, steps_of
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.places import open_places
+from seqpart.settings import Settings
 from seqpart.units import format_limit, format_size
 
 _GRANT_SECONDS = 0.5
@@ -73,11 +76,17 @@ class Session:
         self.places = open_places(
             prepared.plan, self._settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
         )
+        sampler.timeline.leave(
+            self.places.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
+            add=resumed is not None and resumed.manifest is not None,
+        )  # fmt: skip
         if resumed is not None:
             reporter.say(resumed.words(prepared.phases))
         self._thread = stack.enter_context(ReaderThread())
+        self._thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes.store.watched = self._observer.watched
         self._digest = data_digest(preparation.train, preparation.test)
         self.saving = Saving(
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
@@ -91,9 +100,15 @@ class Session:
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled."""
-        with enforced(self._device, self.prepared.plan.limit) as self._grant:
+        reading = self._preparation.reading
+        beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
+        with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
             self.homes.fill(self._resumed)
             yield
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
 
     def finish(self, words: str) -> None:
         """The run is done. `words`: for the answer to a signal that waits."""
@@ -317,6 +332,7 @@ class Session:
             elif event.phase.kind is PhaseKind.TRAIN:
                 self.losses.append(event.loss)
         self.reporter.listen(event)
+        self._observer.listen(event)
 
     def _guard(self) -> None:
         """Between two steps."""

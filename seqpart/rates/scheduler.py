@@ -6,7 +6,8 @@ groups of the partition that learns. What a scheduler says depends on how many u
 it there from the beginning, to the same bits.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,15 +96,22 @@ def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
         group.update(options)
 
 
-def refuse_unfit(schedule: str | SchedulerFactory, warmup: int, runs: Mapping[str, int], builds: Iterable[Build]) -> None:
-    """Raises OptionError where one of `runs`, by its name so many updates, never comes to the end of its warm-up, or to its own
-    end, by a scheduler that ends before."""
-    for what, updates in runs.items():
-        if warmup >= updates > 0:
-            raise OptionError(
-                f"--warmup-updates {warmup}: {what} has {updates} updates, so the learning rate would never be reached. "
-                "Give fewer."
-            )
-        if not isinstance(schedule, str):
-            for build in builds:
-                Scheduler(schedule, build).at(min(updates - 1, _TRIED))
+def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[Build]) -> None:
+    """Raises OptionError for a scheduler that cannot be had, or ends before one of `runs`, of so many updates, does."""
+    if not isinstance(schedule, str):
+        for updates, build in itertools.product(runs, builds):
+            Scheduler(schedule, build).at(max(0, min(updates - 1, _TRIED)))
+
+
+def problems(schedule: str | SchedulerFactory, warmup: int, ema: float | None, method: str, *, recovers: bool) -> Iterator[str]:
+    """What is wrong with settings of rates and averages, and of what they do not go with."""
+    if warmup and not isinstance(schedule, str):
+        yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
+    if ema is None:
+        return
+    if not 0 < ema < 1:
+        yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {ema}"
+    if method == "ist":
+        yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
+    if recovers:
+        yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"
