@@ -24,18 +24,33 @@ def load(path: Path, context: int | None = None) -> tuple[Split, Split]:
 
     Raises DataError for a file that is no UTF-8 text, too short, or of too many different characters.
     """
-    context = CONTEXT if context is None else context
-    if context < 1:
-        raise OptionError(f"--context: expected characters from 1 up; found {context}.")
+    context = context_of(context, "characters")
     characters, count = _looked_through(path)
+    refuse_short(path, count, context, "character")
+    return splits_of(_tokens(path, characters, count), context)
+
+
+def context_of(asked: int | None, what: str) -> int:
+    """What --context says, or its default. Raises OptionError."""
+    context = CONTEXT if asked is None else asked
+    if context < 1:
+        raise OptionError(f"--context: expected {what} from 1 up; found {context}.")
+    return context
+
+
+def refuse_short(path: Path, count: int, context: int, what: str) -> None:
+    """Raises DataError where a file's `count` characters or tokens, `what` of them one is, make no rows for both splits."""
     if count <= 10 * context:
         raise DataError(
-            f"{path}: {count} characters are too few for rows of {context}: the last tenth is the test split, and a row needs "
-            f"the character behind it too. Give at least {10 * context + 1} characters, or a smaller --context."
+            f"{path}: {count} {what}s are too few for rows of {context}: the last tenth is the test split, and a row needs the "
+            f"{what} behind it too. Give at least {10 * context + 1} {what}s, or a smaller --context."
         )
-    tokens = _tokens(path, characters, count)
-    first_of_test = count * 9 // 10
-    return windows("training", tokens[:first_of_test], context), windows("test", tokens[first_of_test:], context)
+
+
+def splits_of(tokens: torch.Tensor, context: int) -> tuple[Split, Split]:
+    """(training, test): the last tenth of the tokens is the test split."""
+    first_of_test = len(tokens) * 9 // 10
+    return _windows("training", tokens[:first_of_test], context), _windows("test", tokens[first_of_test:], context)
 
 
 def vocabulary(path: Path) -> str:
@@ -43,7 +58,7 @@ def vocabulary(path: Path) -> str:
     return "".join(map(chr, _looked_through(path)[0]))
 
 
-def windows(name: str, tokens: torch.Tensor, context: int) -> Split:
+def _windows(name: str, tokens: torch.Tensor, context: int) -> Split:
     """Rows of `context` tokens side by side, and as labels the same one token later; what is left at the end is not used."""
     rows = (len(tokens) - 1) // context
     x, y = (tokens[start : start + rows * context].view(rows, context) for start in (0, 1))

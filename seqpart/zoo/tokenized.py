@@ -14,7 +14,7 @@ import torch
 
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, OptionError
-from seqpart.zoo.text import CONTEXT, pieces, windows
+from seqpart.zoo.text import context_of, pieces, refuse_short, splits_of
 
 Encode = Callable[[str], list[int]]
 
@@ -28,20 +28,12 @@ def load(path: Path, folder: Path | None, context: int | None = None) -> tuple[S
 
     folder: with the tokenizer. Raises OptionError for what is none, DataError for a file that is no text or too short.
     """
-    context = CONTEXT if context is None else context
-    if context < 1:
-        raise OptionError(f"--context: expected tokens from 1 up; found {context}.")
+    context = context_of(context, "tokens")
     if not path.is_file():
         raise DataError(f"--data hf-text:{path}: no such file.")
     tokens = _tokens(path, tokenizer(folder))
-    count = len(tokens)
-    if count <= 10 * context:
-        raise DataError(
-            f"{path}: {count} tokens are too few for rows of {context}: the last tenth is the test split, and a row needs the "
-            f"token behind it too. Give at least {10 * context + 1} tokens, or a smaller --context."
-        )
-    first_of_test = count * 9 // 10
-    return windows("training", tokens[:first_of_test], context), windows("test", tokens[first_of_test:], context)
+    refuse_short(path, len(tokens), context, "token")
+    return splits_of(tokens, context)
 
 
 def tokenizer(folder: Path | None) -> Encode:
