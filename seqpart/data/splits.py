@@ -126,7 +126,7 @@ def as_split(data: object, name: str) -> Split:
 def tested_on(data: object, train: Split) -> Split:
     """`data` as the test rows of a run that trains on `train`. None, and what comes of it here: there are none."""
     if data is None or (isinstance(data, Split) and not data.count):
-        return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: ())
+        return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: (), source=None)
     return as_split(data, "test")
 
 

@@ -55,7 +55,7 @@ def test_rows(data: object, train: Split, settings: Settings) -> Split:
     None, and what comes of it here: there are none.
     """
     if data is None or (isinstance(data, Split) and not data.count):
-        return replace(tested_on(data, train), source=None)
+        return tested_on(data, train)
     if train.source is None and not is_loader(data):
         with generators_kept(), suppress(UnstableRows):
             return as_split(data, "test")
