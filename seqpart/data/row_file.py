@@ -59,8 +59,8 @@ class RowLayout:
 
     def converted_bytes(self, rows: int) -> int:
         """Of so many rows in the type that they become; 0 where that is theirs."""
-        other = self.becomes is not None and self.becomes != self.dtype
-        return rows * prod(self.shape) * self.becomes.itemsize if other and self.becomes is not None else 0
+        becomes = self.becomes or self.dtype
+        return 0 if becomes == self.dtype else rows * prod(self.shape) * becomes.itemsize
 
 
 @dataclass(frozen=True, slots=True)

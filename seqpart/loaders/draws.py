@@ -17,14 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from seqpart.data.reader import Ints
 from seqpart.memory.device import keyed_seed
 
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+SPLITS = "train", "test"
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Of one pass over the rows of a split, "train" or "test"."""
+    """Of one pass over the rows of a split, one of SPLITS."""
 
     seed: int
     split: str

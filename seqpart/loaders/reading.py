@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from seqpart.data.reader import Batch
 from seqpart.data.row_file import PassingLayout, RowLayout
 from seqpart.data.splits import Split
 from seqpart.errors import DoesNotFit
-from seqpart.loaders.draws import generators_kept
+from seqpart.loaders.draws import SPLITS, generators_kept
 from seqpart.loaders.source import PIECE_BYTES, PIECE_ROWS, RowTaker, Source, SourceReader
 from seqpart.loaders.workers import Job, Part, Worker, empty, fill, probed
 from seqpart.memory.device import Device, Event
@@ -23,7 +22,6 @@ from seqpart.schedule.phase import Phase, PhaseKind
 Made = TypeVar("Made")
 _NUMBER, _OF_SAMPLER = 8, 48
 """Bytes of the number of a row, and while a sampler gives them as a list."""
-SPLITS = "train", "test"
 _PROBE = 8
 """Items, at least, that are read to see what reading takes."""
 
@@ -75,12 +73,10 @@ class Reading:
     def layout(self) -> RowLayout:
         if not self._parts:
             return self._row
-        labels = self._parts[0].taker
-        label_row = int(np.prod(labels.label_shape)) * labels.label_dtype.itemsize
         unit = max(part.source.batch if part.source.collate is not None else 0 for part in self._parts)
-        source = self._parts[0].source
+        source, taker = self._parts[0].source, self._parts[0].taker
         return PassingLayout(
-            self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=label_row, work=self._work,
+            self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=taker.label_nbytes, work=self._work,
             order=max(source.rows, source.count) * (_NUMBER if source.sampler is None else _NUMBER + _OF_SAMPLER),
             processes=len(self.workers),
         )  # fmt: skip
@@ -237,12 +233,7 @@ class PassingReader:
             self._asked += 1
 
     def _nbytes(self, unit: _Unit) -> int:
-        return (unit.stop - unit.first) * (self._rows.layout.nbytes + self._label_row)
-
-    @property
-    def _label_row(self) -> int:
-        taker = self._part.taker
-        return int(np.prod(taker.label_shape)) * taker.label_dtype.itemsize
+        return (unit.stop - unit.first) * (self._rows.layout.nbytes + self._part.taker.label_nbytes)
 
     def _fill(self, unit: _Unit) -> None:
         count, layout = unit.stop - unit.first, self._rows.layout

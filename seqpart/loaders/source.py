@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from seqpart.data.reader import Ints
 from seqpart.data.splits import Split, as_split, write_rows
 from seqpart.errors import DataError, SeqpartError
-from seqpart.loaders.draws import Draws, Ints, seed_generators, shuffled
+from seqpart.loaders.draws import Draws, seed_generators, shuffled
 from seqpart.memory.device import Device, keyed_seed
 from seqpart.tracing.inputs import is_several
 
@@ -210,6 +211,11 @@ class RowTaker:
         """like: some rows of the data. kept: the type in which they travel."""
         self._like, self.kept = like, kept
         self.shape, self.label_shape, self.label_dtype = like.shape, tuple(like.labels.shape[1:]), like.labels.dtype
+
+    @property
+    def label_nbytes(self) -> int:
+        """Of one row."""
+        return int(np.prod(self.label_shape)) * self.label_dtype.itemsize
 
     def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, said: str) -> int:
         """Into the first places of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""

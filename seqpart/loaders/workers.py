@@ -21,9 +21,10 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from seqpart.data.reader import Ints
 from seqpart.errors import DataError, OutOfMemory, SeqpartError
 from seqpart.files.direct import bytes_of
-from seqpart.loaders.draws import Draws, Ints
+from seqpart.loaders.draws import SPLITS, Draws
 from seqpart.loaders.source import RowTaker, Source, SourceReader
 from seqpart.memory.device import Device
 from seqpart.memory.usage import highest, read_process, set_mark_back
@@ -196,7 +197,7 @@ def _serve(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int)
         seed = int(_SEED.unpack(_read(jobs, _SEED.size))[0].rstrip(b"\0"))
         numbers = np.frombuffer(_read(jobs, 8 * count), np.int64)
         try:
-            draws = Draws(seed, ("train", "test")[part], stage, epoch)
+            draws = Draws(seed, SPLITS[part], stage, epoch)
             rows, labels = empty(parts[part], count)
             fill(parts[part], readers[part], Job(part, draws, batch, numbers), rows, labels)
         except BaseException as error:
