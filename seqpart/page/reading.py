@@ -196,11 +196,7 @@ def _together(processes: list[_Process]) -> dict[str, Sum]:
     found: dict[str, Sum] = {}
     for process in processes:
         for kind, one in process.steps.items():
-            all_of = found.setdefault(kind, Sum())
-            all_of.count += one.count
-            all_of.seconds += one.seconds
-            all_of.bytes_read += one.bytes_read
-            all_of.bytes_written += one.bytes_written
+            found.setdefault(kind, Sum()).add(one.seconds, one.bytes_read, one.bytes_written, count=one.count)
     return found
 
 

@@ -14,6 +14,12 @@ class Sum:
     bytes_read: int = 0
     bytes_written: int = 0
 
+    def add(self, seconds: float, bytes_read: int, bytes_written: int, *, count: int = 1) -> None:
+        self.count += count
+        self.seconds += seconds
+        self.bytes_read += bytes_read
+        self.bytes_written += bytes_written
+
 
 class Tally:
     """Of one process."""
@@ -23,11 +29,7 @@ class Tally:
         self._told, self._changed = time.monotonic(), False
 
     def add(self, kind: str, seconds: float, bytes_read: int, bytes_written: int) -> None:
-        found = self._sums.setdefault(kind, Sum())
-        found.count += 1
-        found.seconds += seconds
-        found.bytes_read += bytes_read
-        found.bytes_written += bytes_written
+        self._sums.setdefault(kind, Sum()).add(seconds, bytes_read, bytes_written)
         self._changed = True
 
     def due(self, after: float = _SECONDS) -> bool:
