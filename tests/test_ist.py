@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from seqpart import Trainer
 from seqpart.data.reader import windows
 from seqpart.parts.indices import index_sets
 from seqpart.zoo import models
+from tests.subnets import BATCH, trained
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 
-ROWS, BATCH = 72, 8
+ROWS = 72
 
 
 def data(rows=ROWS, seed=1):
@@ -42,12 +42,7 @@ def residual():
 
 
 def fitted(folder, model, **options):
-    options = {
-        "mem_limit": "2GB", "method": "ist", "epochs": 2, "batch_size": BATCH, "lr": 1e-2, "optimizer": "adam", "seed": 5,
-        **options,
-    }  # fmt: skip
-    trainer = Trainer(model, None, options.pop("optimizer"), output_dir=folder, quiet=True, **options)
-    return trainer.fit(data(), data(30, 2))
+    return trained(folder, model, data(), data(30, 2), **options)
 
 
 def order(seed, epoch, rows=ROWS):

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from seqpart import Trainer
 from seqpart.errors import ModelError, OptionError
 from seqpart.model.blocks import as_chain, tensors_of
 from seqpart.parts.indices import index_sets
 from seqpart.parts.parts import parted
+from tests.subnets import BATCH, trained
 from tests.test_ist import order
 
 machine = pytest.mark.usefixtures("known_machine")
-SUBNETS, LOCAL, BATCH, ROWS = 2, 2, 8, 48
+SUBNETS, LOCAL, ROWS = 2, 2, 48
 
 
 class Block(nn.Module):
@@ -72,12 +72,7 @@ def images(rows=ROWS, seed=1):
 
 
 def fitted(folder, model, **options):
-    options = {
-        "mem_limit": "2GB", "method": "ist", "epochs": 2, "batch_size": BATCH, "lr": 1e-2, "optimizer": "adam", "seed": 5,
-        **options,
-    }  # fmt: skip
-    trainer = Trainer(model, None, options.pop("optimizer"), output_dir=folder, quiet=True, **options)
-    return trainer.fit(images(), images(16, 2))
+    return trained(folder, model, images(), images(16, 2), **options)
 
 
 # --- a plain loop ----------------------------------------------------------------------------------------------------------
