@@ -38,8 +38,6 @@ class Job(Settings):
     the three that fits), psl (one pair of scores of the partially-separable loss at a time; a model that ends in separable
     layers, such as --model psnet)."""
     optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
-    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
-    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
     lr_schedule: LrSchedule = "constant"
     """constant, linear or cosine (down to zero at the last update)."""
     model: str = "mlp"

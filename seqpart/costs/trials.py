@@ -166,11 +166,13 @@ class Trials:
                 held = self._meter.restart()
                 self._forward(module, tensors, xs)
                 inference = self._most() - held
+        kept_seconds = 0.0
+        if self._device.keeps_heap:
+            kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
         return Excess(
             forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
             backward=max(0, backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
-            forward_seconds=seconds[0], backward_seconds=seconds[1],
-            kept_seconds=max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault()),
+            forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:

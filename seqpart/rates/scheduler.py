@@ -8,6 +8,7 @@ it there from the beginning, to the same bits.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,18 +64,13 @@ class Scheduler:
             )
 
 
-class _told:
+@contextmanager
+def _told(what: str) -> Iterator[None]:
     """Around code of the user's: what it raises is an OptionError."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception):
-            raise OptionError(f"--lr-schedule: {self._what}: {type(error).__name__}: {error}") from error
+    try:
+        yield
+    except Exception as error:
+        raise OptionError(f"--lr-schedule: {what}: {type(error).__name__}: {error}") from error
 
 
 def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:

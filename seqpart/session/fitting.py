@@ -15,6 +15,8 @@ from seqpart.session.session import Session
 from seqpart.units import now
 
 RESULT = "result.json"
+_NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy"}
+"""Of a result: what is no JSON, and what only some runs have."""
 
 
 def carry_out(session: Session, began: float) -> Result:
@@ -51,10 +53,8 @@ def _conclude(session: Session, seconds: float) -> Result:
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
         average=directory.root / AVERAGE if session.averages else None,
     )  # fmt: skip
-    summary = {**asdict(result), "weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
-    del summary["config"], summary["model"]
-    for name in ("average", "average_loss", "average_accuracy"):
-        del summary[name]
+    summary = {name: value for name, value in asdict(result).items() if name not in _NOT_TOLD}
+    summary |= {"weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
     if result.average is not None:
         summary["average"] = str(result.average)
     summary |= {"finished": now(), "settings": session.settings.to_json()}
