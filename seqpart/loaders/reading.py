@@ -253,7 +253,7 @@ class PassingReader:
         self._labels = empty(self._part, count)[1]
         self._first, self._stop = unit.first, unit.stop
         if not self._workers:
-            with generators_kept():
+            with generators_kept(), self._device.heap.aside():
                 fill(self._part, self._reader, unit.job, self._x, self._labels)
             return
         worker = self._workers[(self._asked - len(self._ahead)) % len(self._workers)]
