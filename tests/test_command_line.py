@@ -27,6 +27,7 @@ FLAGS = {
     "--weights", "--weights-partial", "--weights-dtype", "--tile",
     "--lr-schedule", "--warmup-updates", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--recovery-lr",
     "--save-every", "--test-every", "--eval-every", "--max-steps", "--sil-inputs", "--resume",
+    "--save-every", "--test-every", "--sil-inputs", "--resume", "--augment", "--cache", "--workers", "--cached-views",
     "--subnets", "--local-steps", "--subnet-groups", "--subnet-rows", "--subnet-moments",
     "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
 }  # fmt: skip

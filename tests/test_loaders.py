@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from seqpart import Trainer
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.errors import OptionError
+from seqpart.errors import DataError, OptionError
 from seqpart.loaders.draws import Draws, generators_kept, row_order, seed_generators, seed_row
 from seqpart.memory.device import Device
 from tests.augmented import (
@@ -293,3 +293,24 @@ def test_subnets_read_their_shares_anew(tmp_path):
     assert runs[0].train_losses[0] != runs[0].train_losses[-1]
     with pytest.raises(OptionError, match=r"gives every subnet rows by their numbers"):
         Trainer(layered(), output_dir=tmp_path / "stream", **options).fit(Streamed(Noisy()), clean(9))
+
+
+def test_evaluate_takes_what_fit_takes(tmp_path):
+    trainer = Trainer(
+        network(), method="full", mem_limit="2GB", epochs=1, batch_size=BATCH, output_dir=tmp_path / "run", quiet=True
+    )
+    tested = DataLoader(TensorDataset(*clean(9)), batch_size=4, num_workers=1)
+    result = trainer.fit(Noisy(), tested)
+    found = trainer.evaluate(tested)
+    assert (found.loss, found.accuracy) == pytest.approx((result.test_loss, result.accuracy))
+    assert trainer.evaluate(clean(9)).loss == pytest.approx(result.test_loss)
+    assert not found.proof.violations
+
+
+def test_a_trainer_takes_another_loader_the_next_time():
+    trainer = Trainer(network(), method="full", mem_limit="2GB", epochs=1, seed=SEED, optimizer="sgd", lr=0.1, quiet=True)
+    for batch in (8, 12):
+        plan = trainer.plan(DataLoader(Noisy(), batch_size=batch, shuffle=True), clean(9))
+        assert plan.partitions[0].micro_batch == batch
+    with pytest.raises(DataError, match=r"without a sampler"):
+        trainer.plan(Noisy(), DataLoader(Noisy(), batch_size=4, sampler=[1, 2, 3]))

@@ -59,15 +59,15 @@ class Reading:
         source = self._parts[0].source
         piece = min(PIECE_ROWS, PIECE_BYTES // self._row.nbytes + 1)
         probe = max(_PROBE, piece if source.collate is None else source.batch)
+        with generators_kept():
+            self._work = probed(self._parts[0], self._readers[0], probe)[1]
         for number in range(self._asked):
-            if device.shares_memory and read_tree().held + read_process().held > limit - margin_of(limit):
+            another = read_process().held + self._work + probe * self._row.nbytes
+            if device.shares_memory and read_tree().held + another > limit - margin_of(limit):
                 self._say_fewer()
                 break
             self.workers.append(Worker(self._parts, number, probe, self.workers))
             self._work = max(self._work, self.workers[-1].work)
-        if not self.workers:
-            with generators_kept():
-                self._work = probed(self._parts[0], self._readers[0], probe)[1]
 
     @property
     def layout(self) -> RowLayout:
@@ -244,7 +244,7 @@ class PassingReader:
         self._labels = empty(self._part, count)[1]
         self._first, self._stop = unit.first, unit.stop
         if not self._workers:
-            with generators_kept():
+            with generators_kept(), self._device.heap.aside():
                 fill(self._part, self._reader, unit.job, self._x, self._labels)
             return
         worker = self._workers[(self._asked - len(self._ahead)) % len(self._workers)]

@@ -79,6 +79,20 @@ class Heap:
             _libc.malloc_trim(0)
 
     @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what does not fit into a heap that is kept is a mapping, which leaves the process when it is free.
+
+        For work beside the blocks', which would make that heap larger for good."""
+        kept = self._kept
+        if _libc is not None and kept:
+            _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+        try:
+            yield
+        finally:
+            if _libc is not None and kept:
+                _libc.mallopt(_M_MMAP_MAX, 0)
+
+    @contextmanager
     def kept(self, nbytes: int) -> Iterator[None]:
         """While the body runs, memory stays, `nbytes` of it from the beginning; with 0 bytes none does."""
         if _libc is None or not nbytes:

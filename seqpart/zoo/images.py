@@ -41,6 +41,8 @@ def load(folder: Path, image_size: int | None, augment: Augmentation | None) -> 
     if not folder.is_dir():
         raise DataError(f"--data imagefolder:{folder}: no such directory.")
     kind = augment or "imagenet"
+    if kind not in _SIZES:
+        raise OptionError(f"--augment: expected {', '.join(_SIZES)}; found {kind!r}.")
     size = image_size or _SIZES[kind]
     train, test = _changes(kind, size)
     splits = splits_of(folder, "imagefolder")
