@@ -14,11 +14,15 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import children
-from benchmarks.record import FOLDER, load, origin, save
+from benchmarks.record import FOLDER, origin, path_of, save
+from seqpart.memory.device import describe_versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from watch import watch
@@ -150,6 +154,7 @@ def measure(case: Case | Architecture) -> dict[str, object]:
         "limit_bytes": plan["limit"], "predicted": predicted, "measured": watched.peak,
         "error": predicted / watched.peak - 1, "within": -UNDER <= predicted / watched.peak - 1 <= OVER,
         "kept": watched.peak <= plan["limit"], "seconds": watched.seconds,
+        "made": made({"date": time.strftime("%Y-%m-%d"), **describe_versions()}),
     }  # fmt: skip
 
 
@@ -193,13 +198,21 @@ def keep(what: str, found: list[dict[str, object]]) -> None:
     save(what, {"cases": found, "summary": summary})
     columns = ["options" if name == "extra" else name for name in (*HEADS[what], *PREDICTED)]
     rows = [row(one, HEADS[what]) for one in found]
-    (FOLDER / f"{what}.md").write_text(markdown(columns, rows, f"{summary}\n\n{origin()}"))
+    times = Counter(one["made"] for one in found if "made" in one)
+    several = "".join(f"\n{count} of them: {when}." for when, count in times.items()) if len(times) > 1 else ""
+    (FOLDER / f"{what}.md").write_text(markdown(columns, rows, f"{summary}\n\n{origin()}{several}"))
+
+
+def made(document: Mapping[str, object]) -> str:
+    """When, and with which versions."""
+    return f"{document['date']}, seqpart {document['seqpart']}, torch {document['torch']}"
 
 
 def known(what: str, case: Case | Architecture) -> dict[str, object] | None:
     """What earlier results on this machine say of the case, where it was run to its end."""
     asked = json.loads(json.dumps(asdict(case)))
-    found = ({"extra": [], **one} for one in load(what).get("cases", []) if not one["exit_code"])
+    document = json.loads(path_of(what).read_text()) if path_of(what).exists() else {"result": {"cases": []}}
+    found = ({"extra": [], "made": made(document), **one} for one in document["result"]["cases"] if not one["exit_code"])
     return next((one for one in found if one.items() >= asked.items()), None)
 
 
