@@ -2,6 +2,7 @@
 
     python -m benchmarks.prediction
     python -m benchmarks.prediction architectures          models that no constant was tuned on (benchmarks/architectures)
+    python -m benchmarks.prediction --new                  cases that the results on this machine do not have yet
 
 The claim: predicted within 5 % of the measured peak, and never under it by more than 1 %. Prints a table and writes
 benchmarks/results/prediction-*.json and prediction.md, or architectures-*.json and architectures.md.
@@ -13,11 +14,15 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import children
-from benchmarks.record import FOLDER, origin, save
+from benchmarks.record import FOLDER, origin, path_of, save
+from seqpart.memory.device import describe_versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from watch import watch
@@ -51,13 +56,14 @@ class Architecture:
     batch: int
     method: str = "full"
     limit: str = "3GB"
+    extra: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         folder = "benchmarks.architectures"
         return [
             "--model", f"{folder}.{self.module}:{self.name}", "--data", f"{folder}.rows:{self.rows}", "--batch-size",
             str(self.batch), "--method", self.method, "--mem-limit", self.limit, "--epochs", "1", "--save-every", "never",
-            "--quiet",
+            "--quiet", *self.extra,
         ]  # fmt: skip
 
 
@@ -80,10 +86,19 @@ def architectures() -> list[Architecture]:
         ("generator", "images64", {}), ("dilated", "waves", streamed), ("volumes", "cubes", {}),
         ("orthogonal", "vectors", streamed), ("experts", "vectors", {}),
     ]  # fmt: skip
+    parts = [
+        Architecture("vision", "resnet50", "images64", 16, "ist", "1.2GB", ("--subnets", "2", "--local-steps", "1")),
+        Architecture("vision", "resnet50", "images64", 16, "ist", "600MB", ("--subnets", "5", "--local-steps", "1")),
+        Architecture("sequences", "vit", "images64", 16, "ist", "600MB", ("--subnets", "3", "--local-steps", "1")),
+        Architecture("others", "psnet", "images64", 32, "psl", "600MB"),
+        Architecture("others", "psnet", "images64", 64, "psl", "600MB", ("--micro-batch-size", "8")),
+        Architecture("others", "psnet_wide", "images64", 64, "psl", "1GB"),
+    ]
     return [
         *(Architecture("vision", name, "images64", 32, **how) for name, how in vision),
         *(Architecture("sequences", name, rows, 16, **how) for name, rows, how in sequences),
         *(Architecture("others", name, rows, 16, **how) for name, rows, how in others),
+        *parts,
     ]
 
 
@@ -116,7 +131,13 @@ def cases() -> list[Case]:
         Case(1024, 24, 512, "adam", "900MB", ("--method", "checkpointed")),
         Case(1024, 24, 128, "adam", "600MB", ("--recovery-epochs", "1", "--partitions", "4")),
     ]
-    return grid + more + exact
+    ist = [
+        Case(2048, 12, 64, "adam", "700MB", ("--method", "ist", "--subnets", "2")),
+        Case(4096, 3, 128, "adam", "800MB", ("--method", "ist", "--subnets", "4", "--local-steps", "1")),
+        Case(4096, 3, 64, "sgd", "600MB", ("--method", "ist", "--subnets", "8", "--subnet-moments", "zero")),
+        Case(1024, 24, 256, "adamw", "480MB", ("--method", "ist", "--subnets", "2", "--partitions", "3")),
+    ]
+    return grid + more + exact + ist
 
 
 def measure(case: Case | Architecture) -> dict[str, object]:
@@ -133,15 +154,20 @@ def measure(case: Case | Architecture) -> dict[str, object]:
         "limit_bytes": plan["limit"], "predicted": predicted, "measured": watched.peak,
         "error": predicted / watched.peak - 1, "within": -UNDER <= predicted / watched.peak - 1 <= OVER,
         "kept": watched.peak <= plan["limit"], "seconds": watched.seconds,
+        "made": made({"date": time.strftime("%Y-%m-%d"), **describe_versions()}),
     }  # fmt: skip
 
 
 PREDICTED = ("limit", "parts", "micro", "predicted MB", "measured MB", "error")
-HEADS = {"prediction": ("width", "depth", "batch", "optimizer", "extra"), "architectures": ("name", "rows", "batch", "method")}
+HEADS = {
+    "prediction": ("width", "depth", "batch", "optimizer", "extra"),
+    "architectures": ("name", "rows", "batch", "method", "extra"),
+}
 
 
 def row(found: dict[str, object], head: tuple[str, ...]) -> list[str]:
-    told = [" ".join(value) if isinstance(value, tuple) else str(value) for value in map(found.get, (*head, "limit"))]
+    values = map(found.get, (*head, "limit"))
+    told = [" ".join(value) if isinstance(value, list | tuple) else str("" if value is None else value) for value in values]
     if found["exit_code"]:
         return [*told, "-", "-", "-", f"exit code {found['exit_code']}", "-"]
     return [
@@ -172,21 +198,38 @@ def keep(what: str, found: list[dict[str, object]]) -> None:
     save(what, {"cases": found, "summary": summary})
     columns = ["options" if name == "extra" else name for name in (*HEADS[what], *PREDICTED)]
     rows = [row(one, HEADS[what]) for one in found]
-    (FOLDER / f"{what}.md").write_text(markdown(columns, rows, f"{summary}\n\n{origin()}"))
+    times = Counter(one["made"] for one in found if "made" in one)
+    several = "".join(f"\n{count} of them: {when}." for when, count in times.items()) if len(times) > 1 else ""
+    (FOLDER / f"{what}.md").write_text(markdown(columns, rows, f"{summary}\n\n{origin()}{several}"))
+
+
+def made(document: Mapping[str, object]) -> str:
+    """When, and with which versions."""
+    return f"{document['date']}, seqpart {document['seqpart']}, torch {document['torch']}"
+
+
+def known(what: str, case: Case | Architecture) -> dict[str, object] | None:
+    """What earlier results on this machine say of the case, where it was run to its end."""
+    asked = json.loads(json.dumps(asdict(case)))
+    document = json.loads(path_of(what).read_text()) if path_of(what).exists() else {"result": {"cases": []}}
+    found = ({"extra": [], "made": made(document), **one} for one in document["result"]["cases"] if not one["exit_code"])
+    return next((one for one in found if one.items() >= asked.items()), None)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=list(HEADS), default="prediction")
     parser.add_argument("--only", default="", help="names of architectures, separated by commas: nothing is written")
+    parser.add_argument("--new", action="store_true", help="only cases that the results on this machine do not have yet")
     options = parser.parse_args()
     head, found = HEADS[options.what], []
     wanted: list[Case] | list[Architecture] = cases()
     if options.what == "architectures":
         names = options.only.split(",") if options.only else []
         wanted = [case for case in architectures() if not names or case.name in names]
-    for case in wanted:
-        found.append(measure(case))
+    before = [known(options.what, case) if options.new else None for case in wanted]
+    for case, earlier in zip(wanted, before, strict=True):
+        found.append(earlier or measure(case))
         print("  ".join(row(found[-1], head)), flush=True)
         if not options.only:
             keep(options.what, found)

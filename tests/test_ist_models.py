@@ -146,14 +146,19 @@ def encoder_block():
     return EncoderBlock(4, 24, 64, 0.0, 0.0)
 
 
+def encoder_layer():
+    return nn.TransformerEncoderLayer(24, 4, 64, activation="gelu", batch_first=True, norm_first=True)
+
+
 @pytest.mark.parametrize(
     ("make", "silent", "cut"),
     [
         (vit_block, "mlp.fc2", {"attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight"}),
         (vit_block, "attn.proj", {"mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight"}),
+        (encoder_layer, "self_attn.out_proj", {"linear1.weight", "linear1.bias", "linear2.weight"}),
         (encoder_block, "self_attention.out_proj", {"mlp.0.weight", "mlp.0.bias", "mlp.3.weight"}),
     ],
-    ids=["timm's heads", "timm's neurons", "torchvision's neurons"],
+    ids=["timm's heads", "timm's neurons", "torch's neurons", "torchvision's neurons"],
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_branches_of_a_transformer_block_of_a_library_are_the_means_of_its_parts(make, silent, cut, count):
@@ -238,6 +243,15 @@ def test_a_limit_that_a_refusal_names_is_enough(tmp_path):
     with pytest.raises(DoesNotFit) as found:
         fitted(tmp_path / "run", blocks(), subnets=2, mem_limit="550MB")
     assert fitted(tmp_path / "run", blocks(), subnets=2, mem_limit=found.value.smallest).proof.violations == 0
+
+
+@machine
+def test_a_limit_that_a_refusal_names_is_no_larger_than_it_must_be(tmp_path):
+    """It was 16 MB more: as for blocks that could not be run for real, which those of the whole network never are."""
+    with pytest.raises(DoesNotFit) as found:
+        fitted(tmp_path / "run", blocks(), subnets=2, mem_limit="550MB")
+    with pytest.raises(DoesNotFit):
+        fitted(tmp_path / "run", blocks(), subnets=2, mem_limit=found.value.smallest - (8 << 20))
 
 
 # --- where memory runs out, and elsewhere than on the CPU -----------------------------------------------------------------

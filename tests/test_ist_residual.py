@@ -1,6 +1,7 @@
 """ResIST: residual blocks dealt out whole among subnets; a run of it is a plain loop over shallower networks."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from seqpart.errors import ModelError, OptionError
 from seqpart.model.blocks import as_chain, tensors_of
 from seqpart.parts.indices import index_sets
 from seqpart.parts.parts import parted
+from tests.command import run as command
 from tests.subnets import BATCH, trained
 from tests.test_ist import order
 
@@ -242,6 +244,19 @@ def test_a_block_of_a_library_adds_as_much_more_as_there_are_subnets(name):
     x = 9 + torch.rand(2, *block.conv1.weight.shape[1:2], 5, 5)
     whole, copied = halves(x, block)
     assert (whole > 0).all() and torch.allclose(copied - x, 2 * (whole - x), atol=1e-4) and not torch.allclose(whole, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subnets", ["2", "5"])
+def test_the_peak_of_a_library_s_network_is_predicted_and_the_limit_kept(subnets, tmp_path):
+    chance = np.random.default_rng(0)
+    x, y = chance.normal(size=(160, 3, 32, 32)).astype(np.float32), np.arange(160) % 10
+    np.savez(tmp_path / "rows.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40])
+    words = ["--model", "torchvision:resnet50", "--data", "npz:rows.npz", "--mem-limit", "800MB", "--batch-size", "16"]
+    ran = command(tmp_path, *words, "--method", "ist", "--subnets", subnets, "--epochs", "1", "--output-dir", "run")
+    assert ran.code == 0 and "residual blocks 12..16 dealt out among them, 5 in all" in ran.out, ran.err
+    proof = json.loads((tmp_path / "run" / "result.json").read_text())["proof"]
+    assert -0.01 <= proof["predicted"] / proof["peak"] - 1 <= 0.05 and proof["violations"] == 0
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.architectures.rows import CLASSES
+from seqpart.model import SeparableLinear
+from seqpart.zoo import convolutional as networks
 
 Blocks = list[Callable[[], nn.Module]]
 WIDTH = 256
@@ -141,3 +143,18 @@ class Bank(nn.Module):
 
 def experts() -> Blocks:
     return [lambda: nn.Linear(64, 512), *[lambda: Bank(512, 8)] * 4, _linear(512)]
+
+
+def psnet() -> Blocks:
+    return networks.psnet((3, 64, 64), CLASSES)
+
+
+def psnet_wide() -> Blocks:
+    """Scores of which each has many weights."""
+    groups, inputs = CLASSES, 3 * CLASSES * 13 * 13
+    return [
+        *networks.psnet((3, 64, 64), CLASSES)[:2],
+        lambda: nn.Sequential(SeparableLinear(inputs, 1024 * groups, groups), nn.ReLU()),
+        lambda: nn.Sequential(SeparableLinear(1024 * groups, 512 * groups, groups), nn.ReLU()),
+        lambda: SeparableLinear(512 * groups, groups, groups),
+    ]

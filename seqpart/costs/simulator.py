@@ -237,7 +237,7 @@ class Simulator:
         if learns:
             peak += part.update_peak - self._held.get(("gradients", p, 0), 0)
         self._free("gradients", p, 0)
-        if phase.in_pairs and p == phase.partition:  # the rows that waited for the next pair
+        if phase.keeps_rows(p):
             for m, _ in phase.spans_of(self.progress.position.updates):
                 self._free_values(part.entering, m)
         if learns or part.buffers:
@@ -262,7 +262,7 @@ class Simulator:
             seconds = max(computing, read / self._speeds.read) + written / self._speeds.write
             return peak, read, written, seconds
         if p == phase.partition:
-            self._hold_values(part.entering, step.micro_batch, rows if phase.in_pairs else None)
+            self._hold_values(part.entering, step.micro_batch, rows if phase.keeps_rows(p) else None)
             self._keep("labels", 0, step.micro_batch, rows * self._resources.label_row)
         offloads = phase.offloads_graph(p)  # then saved tensors die like others
         work = part.inference_peak if offloads else part.forward_peak
@@ -274,7 +274,7 @@ class Simulator:
         if phase.keeps_graph(p) and not offloads:
             sides = [*part.entering, *part.leaving] if self._resources.tiers else []  # on the device they are held already
             held = self._waiting(sides, "disk") + self._waiting(sides, "host")
-            held += part.input if phase.in_pairs and p == phase.partition else 0  # the pair's rows are copies
+            held += part.input if phase.keeps_rows(p) else 0
             self._keep("graph", p, step.micro_batch, part.kept + held)
         if p < phase.lowest:
             self._free_values(self._handing.used_up(p), step.micro_batch)
@@ -305,7 +305,7 @@ class Simulator:
             self._hold("tied", p, m, part.tied, -1)
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
-        if not (phase.in_pairs and p == phase.partition):
+        if not phase.keeps_rows(p):
             self._pass_down(p, phase.lowest, m)
         if p == phase.lowest:
             for borrower in range(p, len(self._partitions)):
@@ -343,7 +343,7 @@ class Simulator:
 
     def _entered(self, phase: Phase, p: int, part: PartitionCost, m: int) -> int:
         """Bytes held of what enters, counted in the step's own peak too. Of rows that wait for other pairs it has copies."""
-        return 0 if phase.in_pairs and p == phase.partition else self._one_boundary(part, m)
+        return 0 if phase.keeps_rows(p) else self._one_boundary(part, m)
 
     def _hold_values(self, values: Sequence[Value], m: int, rows: int | None = None) -> None:
         for value in values:

@@ -73,6 +73,8 @@ class Trials:
         self._meter = HighWater(device)
         self._found: dict[Kind, dict[int, Excess]] = {}
         self._structures: dict[object, Kind] = {}
+        self.first = 0
+        """The first block that is run: those before it are never trained, and may be larger than the limit."""
         self.peak = 0
         """Most bytes that were held during any trial: too short, perhaps, for a sampler."""
         self.untold: list[str] = []
@@ -92,8 +94,8 @@ class Trials:
         return tuple(found)
 
     def has_run(self, rows: int) -> bool:
-        """Whether every kind of block has been run with so many rows, or more."""
-        kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)))
+        """Whether every kind of block that is run has been, with so many rows or more."""
+        kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)) if number >= self.first)
         return all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds)
 
     def held(self) -> int:
@@ -107,7 +109,7 @@ class Trials:
         Those that take more than `available` bytes alone are left out: what was counted stands. Returns whether any was run.
         """
         fresh, costs = False, self._costs_at(rows)
-        for number in range(first, last) if self._meter.works else ():
+        for number in range(max(first, self.first), last) if self._meter.works else ():
             known = self._found.setdefault(self._kind(number, costs[number]), {})
             if rows not in known and _alone(costs[number]) <= available:
                 known[rows], fresh = self._measured(number, rows), True

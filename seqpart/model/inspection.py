@@ -12,6 +12,12 @@ import torch
 from torch import nn
 
 Kind = tuple[object, ...]
+ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign, nn.Tanh,
+    nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
+    nn.Identity,
+)  # fmt: skip
+"""Layers that make of each number another one by itself, the same every time, and have no tensors."""
 _NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"})
 """Settings that tell layers which are alike apart: their own numbers."""
 

@@ -10,17 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import ModelError
-from seqpart.model.inspection import is_listened_to
+from seqpart.model.inspection import ACTIVATIONS, is_listened_to
 
 NORMS = (nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm)
-ELEMENTWISE = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign, nn.Tanh,
-    nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
-    nn.Identity, nn.Dropout,
-)  # fmt: skip
+ELEMENTWISE = (*ACTIVATIONS, nn.Dropout)
 _SILENT = (nn.Identity, nn.Dropout)
 
 
@@ -184,6 +181,9 @@ def _of_library(module: nn.Module) -> list[Hidden]:
     """Of transformers' blocks whose code is known: heads, where nothing goes over all of them, and the neurons of the MLP."""
     if kind_of(module) == "torchvision.models.vision_transformer.EncoderBlock":
         return _perceptron(module, "mlp.0", "mlp.3")
+    if type(module) is nn.TransformerEncoderLayer:
+        elementwise = module.activation in (F.relu, F.gelu) or type(module.activation) in ACTIVATIONS
+        return _perceptron(module, "linear1", "linear2") if elementwise else []
     if kind_of(module) != "timm.models.vision_transformer.Block":
         return []
     found, attention, mlp = list[Hidden](), module.get_submodule("attn"), module.get_submodule("mlp")

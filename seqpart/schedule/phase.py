@@ -98,6 +98,11 @@ class Phase:
     def partitions(self) -> range:
         return range(self.partition, self.last + 1)
 
+    def keeps_rows(self, p: int) -> bool:
+        """Whether the rows that enter partition p wait on the device for every pair of scores of an update, and each pair works
+        on copies of its own."""
+        return self.in_pairs and p == self.partition
+
     @property
     def reads(self) -> tuple[str, int]:
         """(split, partition) of the rows that it begins with."""

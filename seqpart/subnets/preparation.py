@@ -49,6 +49,7 @@ class SubnetPreparation(Preparation):
         joint_chain = parted(self.chain, count=self.count, group=settings.subnet_groups or GROUP, seed=settings.seed)
         self.chain, self.parts = joint_chain, joint_chain.parts
         super()._begin(final_loss, learns)
+        self.trials.first = self.parts.blocks
         self._refuse_shapes()
 
     def _refuse_shapes(self) -> None:
@@ -78,11 +79,6 @@ class SubnetPreparation(Preparation):
             raise OptionError(
                 f"--partitions: block {starts[-1]} does not exist; a subnet has blocks 0..{self.parts.blocks - 1}."
             )
-
-    def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
-        """Those of subnets: the whole network is never trained, and may be larger than the limit."""
-        own = ((rows, max(first, self.parts.blocks), last) for rows, first, last in wanted)
-        return super().try_blocks([(rows, first, last) for rows, first, last in own if first < last])
 
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
         (method,) = request.methods

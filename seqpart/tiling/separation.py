@@ -20,12 +20,11 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
 from seqpart.model.blocks import as_chain
-from seqpart.model.inspection import is_listened_to
+from seqpart.model.inspection import ACTIVATIONS, is_listened_to
 from seqpart.model.separable import SeparableLinear
 from seqpart.tiling.modules import LinearTile
 from seqpart.tiling.tiling import Split
 
-_ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.Identity)
 _BY_CHANNEL = (nn.AvgPool2d, nn.MaxPool2d, nn.Flatten)
 """What leaves a convolution's channels in their order, one after the other."""
 _CUT = (nn.Conv2d, nn.Linear, SeparableLinear)
@@ -165,7 +164,7 @@ def _first_of_head(layers: Sequence[tuple[str, nn.Module]]) -> int:
     groups, first = last.groups, len(layers) - 1
     if last.out_features != groups or groups < 2:
         raise _unseparable(f"its last layer has {last.out_features} outputs in {groups} groups, and each score is a group")
-    while first and (isinstance(layers[first - 1][1], (SeparableLinear, *_ELEMENTWISE, *_BY_CHANNEL))):
+    while first and (isinstance(layers[first - 1][1], (SeparableLinear, *ACTIVATIONS, *_BY_CHANNEL))):
         first -= 1
         layer = layers[first][1]
         if isinstance(layer, SeparableLinear) and layer.groups != groups:
@@ -181,7 +180,7 @@ def _first_of_head(layers: Sequence[tuple[str, nn.Module]]) -> int:
             f"or nn.Linear with outputs in {groups} equal groups, with a layer before it that all scores share"
         )
     for name, layer in layers[first - 1 :]:
-        if type(layer) not in (*_CUT, *_ELEMENTWISE, *_BY_CHANNEL) or is_listened_to(layer):
+        if type(layer) not in (*_CUT, *ACTIVATIONS, *_BY_CHANNEL) or is_listened_to(layer):
             raise _unseparable(f"layer {name} is a {type(layer).__name__} with hooks, or of a kind that is not cut")
     _refuse_disorder(feeds, layers[first:])
     return first - 1
