@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from seqpart.settings import LrSchedule, Method, Objective, Precision
+from seqpart.settings import LrSchedule, Method, Objective, Precision, TrackerName
 
 
 class Options(TypedDict, total=False):
@@ -49,4 +49,5 @@ class Options(TypedDict, total=False):
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
     trace: str | Path | None
+    log: TrackerName | Sequence[TrackerName] | None
     seed: int

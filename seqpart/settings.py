@@ -33,6 +33,7 @@ OptimizerName = Literal["adam", "adamw", "sgd"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
 Precision = Literal["fp32", "bf16"]
+TrackerName = Literal["tensorboard", "wandb"]
 
 NO_METHOD = (
     "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
@@ -109,7 +110,7 @@ class Settings:
     warmup_updates: int = 0
     """Updates of linear growth before the learning rate is reached."""
     dtype: Precision = "fp32"
-    """fp32, or bf16: mixed precision by autocast, weights and optimizer state stay float32."""
+    """fp32, or bf16: mixed precision by autocast, weights and optimizer state stay float32. The command takes --bf16 too."""
     recovery_epochs: int = 0
     """After sil: epochs of exact back-propagation through the whole network, under the same limit."""
     recover: Literal["left", "all"] | None = None
@@ -158,6 +159,8 @@ class Settings:
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
     trace: Path | None = None
     """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
+    log: TrackerName | tuple[TrackerName, ...] | None = None
+    """Tell loss, accuracy, learning rate, memory and rows per second to tensorboard, wandb (Weights & Biases), or both."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 
@@ -262,6 +265,11 @@ class Settings:
         """Every setting as JSON has it: numbers as numbers, several values as a list, a path as its text."""
         found = {field.name: getattr(self, field.name) for field in fields(Settings)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+
+    @property
+    def trackers(self) -> tuple[TrackerName, ...]:
+        asked = self.log if isinstance(self.log, tuple) else (self.log,)
+        return tuple(dict.fromkeys(name for name in asked if name is not None))
 
     @property
     def loss_name(self) -> LossName | None:

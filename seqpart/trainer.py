@@ -28,6 +28,7 @@ from seqpart.model.optimizers import Build, describe
 from seqpart.options import Options
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out
@@ -38,6 +39,8 @@ from seqpart.settings import Settings, values_of
 from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
+from seqpart.tracking.libraries import load
+from seqpart.tracking.tracking import tracked
 from seqpart.units import format_size
 
 __all__ = ["Result", "Trainer"]
@@ -96,6 +99,7 @@ class Trainer:
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
         self.settings = settings
+        load(settings.trackers)  # the plan is to see what they hold
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
@@ -210,15 +214,19 @@ class Trainer:
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
-            observer = traced(self.settings.trace, observer, sampler, reporter.say, stack)
+            observer = traced(self.settings.trace, observer, sampler, reporter, stack)
+            observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
-            preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
+            with planning_shown(reporter):
+                preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
+            if tracking is not None:
+                tracking.open(run.places.directory, prepared.phases, resumed, self.settings)
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None))
         self._trained = result.weights
         return result

@@ -145,11 +145,16 @@ def _time(run: Run) -> str:
         for kind, found in sorted(run.steps.items(), key=lambda item: -item[1].seconds)
     ]  # fmt: skip
     rows.append(("outside of steps", max(0.0, run.seconds - known), f"{max(0.0, run.seconds - known):.1f} s"))
+    issued = " On a card a step lasts as long as it took to issue it." if _on_a_card(run) else ""
     return (
         f"<section><h2>Where the time went</h2>{bars('Seconds by kind of step', rows)}<p>What comes from a home or goes there "
         "while another partition computes costs only the seconds that were waited for. Outside of steps: planning, writing of "
-        "the first homes and rows, checkpoints, results.</p></section>"
+        f"the first homes and rows, checkpoints, results.{issued}</p></section>"
     )
+
+
+def _on_a_card(run: Run) -> bool:
+    return run.plan is not None and not run.plan.device.startswith("CPU")
 
 
 def _moved(read: int, written: int) -> str:
