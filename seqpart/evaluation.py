@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from seqpart.kinds import values_of
 from seqpart.result import Evaluation
 from seqpart.session.session import Session
-from seqpart.settings import Settings, values_of
+from seqpart.settings import Settings
 
 
 def evaluation_settings(settings: Settings, rows: int, folder: Path) -> Settings:
@@ -18,7 +19,7 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path) -> Settings
         mem_limit=settings.mem_limit, method="streamed", device=settings.device, ram_limit=settings.ram_limit,
         output_dir=folder / "run", batch_size=batch, micro_batch_size=None if micro_batch is None else min(micro_batch, batch),
         loss=settings.loss_name, optimizer="sgd", dtype=settings.dtype, seed=settings.seed, save_every="never", epochs=1,
-        weights=settings.weights, weights_partial=settings.weights_partial,
+        weights=settings.weights, weights_partial=settings.weights_partial, cache=settings.cache, workers=settings.workers,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from seqpart.settings import LrSchedule, Method, Objective, Precision, TrackerName
+from seqpart.kinds import LrSchedule, Method, Objective, Precision, TrackerName
 
 
 class Options(TypedDict, total=False):
@@ -19,7 +19,8 @@ class Options(TypedDict, total=False):
     overwrite: bool
     weights: str | Path | None
     weights_partial: bool
-    epochs: int | Sequence[int]
+    epochs: float | Sequence[float]
+    max_steps: int | None
     batch_size: int | Sequence[int]
     micro_batch_size: int | None
     lr: float | Sequence[float]
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     recovery_batch_size: int | None
     recovery_lr: float | None
     test_every: int | None
+    eval_every: str | int | None
     save_every: str | int
     partitions: int | Literal["auto"] | Sequence[int]
     tile: str | int
@@ -50,4 +52,7 @@ class Options(TypedDict, total=False):
     cache_dtype: Precision | None
     trace: str | Path | None
     log: TrackerName | Sequence[TrackerName] | None
+    cached_views: int | None
+    cache: Literal["auto", "rows", "none"]
+    workers: int | None
     seed: int

@@ -16,11 +16,11 @@ from seqpart.weights.pretrained import write_pretrained
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a run left. `accuracy` is None for a regression."""
+    """What a run left. `accuracy` is None for a regression, and `test_loss` too where there was no test set."""
 
     weights: Path
     """A safetensors file with the model's own parameter names."""
-    test_loss: float
+    test_loss: float | None
     accuracy: float | None
     train_losses: tuple[float, ...]
     """Mean loss of every training pass, in order."""

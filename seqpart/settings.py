@@ -2,55 +2,42 @@
 
 import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 
 from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
+from seqpart.kinds import (
+    AUTOCAST,
+    CACHE_DTYPES,
+    EPOCHS,
+    EXPECTED,
+    MOST,
+    MOST_WORKERS,
+    NO_METHOD,
+    OF_IST,
+    OF_SIL,
+    LrSchedule,
+    Method,
+    Objective,
+    OptimizerName,
+    Precision,
+    TrackerName,
+    positive,
+    refuse_outside,
+    values_of,
+)
+from seqpart.loop import lengths
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
-
-T = TypeVar("T", int, float, str)
-
-MOST = 10**9
-"""Epochs, or rows of a batch: whoever gives more has mistyped."""
-OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
-OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
-CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
-OptimizerName = Literal["adam", "adamw", "sgd"]
-LrSchedule = Literal["constant", "linear", "cosine"]
-Objective = Literal["orthogonal", "prototype", "mse"]
-Precision = Literal["fp32", "bf16"]
-TrackerName = Literal["tensorboard", "wandb"]
-
-NO_METHOD = (
-    "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
-    "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), psl (exact, pairs of scores of separable layers), sil (approximate, partitions trained one after the other), ist "
-    "(approximate, subnets trained in turn)."
-)
-EXPECTED = {
-    "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "save_every": "updates (500), a time (30s, 10min, 2h) or never",
-    "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
-    "loss": "cross-entropy, psl or mse, or from Python a function or 'model'",
-    "shuffle": "True, False or auto",
-    "tile": "a size such as 16MB, never or auto",
-}
-"""Where the types do not say it all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +72,10 @@ class Settings:
     tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
     weights_partial: bool = False
     """Let --weights lack some of the model's tensors, which then stay as they are initialized, and have others. Says which."""
-    epochs: int | tuple[int, ...] = 3
-    """Passes over the training rows, per partition."""
+    epochs: float | tuple[float, ...] = EPOCHS
+    """Passes over the training rows, per partition. With exact methods also a part of one: 0.5."""
+    max_steps: int | None = None
+    """Updates to train for, however many epochs these are, in the place of --epochs (exact methods only)."""
     batch_size: int | tuple[int, ...] = 64
     """Rows of one update, per partition."""
     micro_batch_size: int | None = None
@@ -96,9 +85,11 @@ class Settings:
     loss: LossName | None = None
     """What the network's end learns: cross-entropy, psl (for classes: the partially-separable loss, the mean over rows of the
     sum of exp(score - the label's score) over all other classes, from a difference of 10 on its tangent; with the label's own
-    class it would be exp(cross-entropy)), or mse (for floats). Default: cross-entropy for classes, mse for floats."""
-    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
-    """adam, adamw or sgd, per partition."""
+    class it would be exp(cross-entropy)), mse (for floats of any shape), or bce (yes-or-no labels, from 0 to 1, as many as
+    outputs). Default: cross-entropy for classes, mse for floats."""
+    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adamw"
+    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
+    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     momentum: float = 0.0
@@ -121,6 +112,9 @@ class Settings:
     """Learning rate of all partitions in recovery. Default: each one's own --lr."""
     test_every: int | None = None
     """Test after every so many epochs too (with sil: of the last partition, and of recovery). Default: at the end alone."""
+    eval_every: str | int | None = None
+    """Test after every so many updates (500) or epochs (2epochs) too, counted from the first; updates with exact methods only.
+    Default: as --test-every says, which counts epochs."""
     save_every: str | int = "10min"
     """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: int | Literal["auto"] | tuple[int, ...] = "auto"
@@ -161,15 +155,26 @@ class Settings:
     """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
     log: TrackerName | tuple[TrackerName, ...] | None = None
     """Tell loss, accuracy, learning rate, memory and rows per second to tensorboard, wandb (Weights & Biases), or both."""
+    cached_views: int | None = None
+    """Draws of each row that is read anew whose outputs are cached for later partitions, whose epochs take them in turn (sil
+    only). Default: 1."""
+    cache: Literal["auto", "rows", "none"] = "auto"
+    """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
+    every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
+    workers: int | None = None
+    """Processes that read rows which are not kept; each counts against the limit. 0: the run reads them itself. Default: as
+    many as the DataLoader asks for, and 0 without one."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 
     def __post_init__(self) -> None:
         misfits = self._take_types()
         rate_schedule(self.lr_schedule, self.warmup_updates)
-        _ = self.saving, self.partition_choice(), self.tile_bytes
-        for name in ("epochs", "batch_size"):
-            _refuse_outside(flag_of(name), values_of(getattr(self, name)))
+        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests
+        epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
+        object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
+        refuse_outside("--epochs", epochs, "numbers above 0", least=0.0)
+        refuse_outside("--batch-size", values_of(self.batch_size), "whole numbers from 1 up")
         for field in fields(self):
             if isinstance(path := getattr(self, field.name), Path):
                 refuse_unusable(flag_of(field.name), path)
@@ -209,7 +214,7 @@ class Settings:
             "--tile goes with exact methods; method ist divides large layers itself"
             if method.name == "ist" and self.tile_bytes
             else "",
-            *(_positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
+            *(positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
             f"--kappa goes with --objective mse; found --objective {kind}"
             if sil and self.kappa is not None and kind != "mse"
             else "",
@@ -225,19 +230,38 @@ class Settings:
             ""
             if 0 <= self.recovery_epochs <= MOST
             else f"--recovery-epochs: expected 0 or more, and at most {MOST}; found {short(self.recovery_epochs)}",
-            _positive("--recovery-batch-size", self.recovery_batch_size),
-            _positive("--recovery-lr", self.recovery_lr),
-            _positive("--kappa", self.kappa),
-            *(_positive("--prototype-scale", scale) for scale in self.prototype_scales),
-            _positive("--clip-grad-norm", self.clip_grad_norm),
-            _positive("--micro-batch-size", self.micro_batch_size),
-            _positive("--test-every", self.test_every),
+            positive("--recovery-batch-size", self.recovery_batch_size),
+            positive("--recovery-lr", self.recovery_lr),
+            positive("--kappa", self.kappa),
+            positive("--cached-views", self.cached_views),
+            "--cached-views goes with --sil-inputs cached. Leave one of the two out"
+            if self.views > 1 and self.sil_inputs == "synthetic"
+            else "",
+            *(positive("--prototype-scale", scale) for scale in self.prototype_scales),
+            positive("--clip-grad-norm", self.clip_grad_norm),
+            positive("--micro-batch-size", self.micro_batch_size),
+            positive("--test-every", self.test_every),
+            *lengths.problems(
+                method=self.method,
+                exact=method.exact,
+                epochs=values_of(self.epochs),
+                default_epochs=EPOCHS,
+                max_steps=self.max_steps,
+                every=self.eval_every,
+                test_every=self.test_every,
+            ),
+            ""
+            if self.workers is None or 0 <= self.workers <= MOST_WORKERS
+            else f"--workers: expected 0 to {MOST_WORKERS}; found {short(self.workers)}",
             *(
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"
                 for name in ("clip_grad_norm", "partitions", "tile")
                 if method.in_pairs and getattr(self, name) not in (None, "auto", "never")
             ),
+            f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
+            if self.divides_weights and "adafactor" in values_of(self.optimizer)
+            else "",
             f"--method psl trains by --loss psl; found --loss {self.loss}. Leave it out"
             if method.in_pairs and self.loss not in (None, "psl")
             else "",
@@ -293,6 +317,10 @@ class Settings:
         return scales[min(partition, len(scales) - 1)]
 
     @property
+    def views(self) -> int:
+        return self.cached_views or 1
+
+    @property
     def cache_type(self) -> torch.dtype:
         return CACHE_DTYPES[self.cache_dtype or "fp32"]
 
@@ -317,6 +345,16 @@ class Settings:
         return int(match[1]), None
 
     @property
+    def tests(self) -> lengths.Interval:
+        """Between two passes over the test rows; neither: at the end alone. Raises OptionError."""
+        return lengths.interval_of(self.eval_every, self.test_every)
+
+    @property
+    def between_tests(self) -> list[str]:
+        """Flags that were given and need a test set."""
+        return [flag_of(name) for name in ("test_every", "eval_every") if getattr(self, name) is not None]
+
+    @property
     def tile_bytes(self) -> int | None:
         """0: never; None: auto. Raises OptionError."""
         if self.tile in ("never", "auto"):
@@ -325,6 +363,11 @@ class Settings:
             return parse_size(self.tile)
         except OptionError:
             raise OptionError(f"--tile: expected {EXPECTED['tile']}; found {short(self.tile)}.") from None
+
+    @property
+    def divides_weights(self) -> str:
+        """What cuts weights into pieces that are updated one by one; "" where nothing is known to."""
+        return f"method {self.method}" if self.method in ("psl", "ist") else "--tile" if self.tile_bytes else ""
 
     @property
     def shuffles(self) -> bool:
@@ -347,33 +390,3 @@ class Settings:
 @cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Settings)
-
-
-def _positive(name: str, value: float | None) -> str:
-    return "" if value is None or 0 < value < float("inf") else f"{name}: expected a number above zero; found {value}"
-
-
-def values_of(setting: T | tuple[T, ...]) -> tuple[T, ...]:
-    """Those given: one, or one for each partition."""
-    return setting if isinstance(setting, tuple) else (setting,)
-
-
-def per_partition(name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
-    """One value for each of `count` partitions. Raises OptionError where the numbers differ."""
-    values = values_of(setting)
-    if len(values) == 1:
-        return values * count
-    if len(values) != count:
-        text = as_text(values)
-        raise OptionError(
-            f"{name} {text if len(text) < 60 else '...'} gives {len(values)} values, and the plan has {count} partition(s). "
-            f"Give one value, or {count}; or fix the number with --partitions {len(values)}."
-        )
-    return values
-
-
-def _refuse_outside(name: str, values: Sequence[int]) -> None:
-    if min(values) < 1:
-        raise OptionError(f"{name}: expected whole numbers from 1 up; found {min(values)}.")
-    if max(values) > MOST:
-        raise OptionError(f"{name}: expected whole numbers up to {MOST}; found {short(max(values))}.")

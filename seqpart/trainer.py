@@ -11,12 +11,16 @@ from typing import Any, Unpack
 import torch
 
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.data.splits import as_split, first_rows
+from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
+from seqpart.kinds import values_of
+from seqpart.loaders.given import test_rows, training_rows, with_loader
+from seqpart.loaders.reading import with_fewer_workers
+from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
 from seqpart.memory.sampler import Sampler
@@ -35,7 +39,7 @@ from seqpart.session.fitting import carry_out
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.session import Session
 from seqpart.session.tracing import traced
-from seqpart.settings import Settings, values_of
+from seqpart.settings import Settings
 from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
@@ -53,8 +57,10 @@ class Trainer:
         list of factories that each return a module (then the model never exists whole). Modules given alive are emptied into
         a file while the run lasts, and get their trained weights at the end; a run that ends early leaves them as they came.
     loss: (output, labels) -> loss, for the end of the network, or the name of one: "cross-entropy", the default for classes
-        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels,
-        or "psl", `seqpart.model.losses.partially_separable`. An update is that of the whole batch, whatever micro-batches it
+        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels of
+        any shape, "bce" for yes-or-no labels, as many as outputs (binary cross-entropy of scores before their sigmoid), or
+        "psl", `seqpart.model.losses.partially_separable`. A function gets labels as they were given, a dict or a tuple where a
+        row has several. An update is that of the whole batch, whatever micro-batches it
         is divided into; so what a function divides by must be known. It may be
         - a mean over rows, or over equally many numbers of each row: micro-batches count by their rows;
         - torch's cross_entropy or nll_loss with ignore_index or weights of classes, as a module, a function or a
@@ -65,7 +71,7 @@ class Trainer:
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
-    optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
+    optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
         value.
@@ -92,6 +98,11 @@ class Trainer:
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = settings or Settings.of(**given)
+        if self._optimizer is not None and self._optimizer.whole and settings.divides_weights:
+            raise OptionError(
+                f"optimizer {self._optimizer.name} looks at a weight as a whole, and {settings.divides_weights} divides it. "
+                "Take another."
+            )
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
         self.model, self._loss, self._quiet = model, loss, quiet
@@ -103,28 +114,30 @@ class Trainer:
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
+        self._asked: tuple[Settings, Settings] | None = None
+        """The settings with what the last loader said, and without."""
         self._trained: Path | None = None
         """The weights that the last `fit` left."""
 
-    def plan(self, train: object, test: object, *, reuse: Plan | None = None) -> Plan:
+    def plan(self, train: object, test: object = None, *, reuse: Plan | None = None) -> Plan:
         """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
         with self.planned(train, test, reuse=reuse, dry=True) as (_, prepared):
             return prepared.plan
 
     @contextmanager
     def planned(
-        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False
+        self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False
     ) -> Iterator[tuple[Preparation, Prepared]]:
         """Everything checked, measured and planned. Modules given alive are empty inside.
 
         dry: no file of any name is made for that, not for a moment.
         """
         with self.device.at_work(), ExitStack() as stack:
-            prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
+            prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
-        self, train: object, test: object, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
+        self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
         model: object = None,
     ) -> Preparation:  # fmt: skip
         """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
@@ -132,11 +145,23 @@ class Trainer:
         resumes: weights come from a checkpoint. model: in the place of the trainer's own.
         """
         with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
+            rows = as_split(train, "training")
+            tests = tested_on(test, rows)
+            refuse_untested(self.settings.between_tests, tests.count)
             return preparation_of(self.settings)(
-                self.model if model is None else model, self.settings, as_split(train, "training"), as_split(test, "test"),
-                self.device, final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
+                self.model if model is None else model, self.settings, rows, tests, self.device,
+                final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes,
             )  # fmt: skip
+
+    def _rows(self, train: object, test: object) -> tuple[Split, Split]:
+        """What is given as data; settings take what its loader says of batches and their order."""
+        with told(self.device, "the data were looked at"):
+            asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
+            rows = training_rows(train, asked)
+            self.settings = with_loader(asked, rows)
+            self._asked = self.settings, asked
+            return rows, test_rows(test, rows, self.settings)
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
@@ -149,7 +174,7 @@ class Trainer:
 
         def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
             preparation = attempt.enter_context(closing(prepare(model=model)))
-            return preparation, plan(preparation)
+            return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
 
         model = self.model
         if in_pairs:
@@ -171,8 +196,9 @@ class Trainer:
             method.exact and method.cuts and not (method.stays or method.in_pairs)
             for method in methods_named(self.settings.method)
         )
-        # A function may return an optimizer that looks at a weight as a whole.
-        return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
+        # Adafactor looks at a weight as a whole, and so may what a function returns.
+        alone = self._optimizer is None and "adafactor" not in values_of(self.settings.optimizer)
+        return sizes_to_try(self.model) if streams and alone else (0,)
 
     def count_from_start(self) -> None:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""
@@ -192,10 +218,14 @@ class Trainer:
         return self.settings.offload_dir or self.settings.output_dir or Path("runs")
 
     def fit(
-        self, train: object, test: object, *, reuse: Plan | None = None, resume: str | Path | None = None,
+        self, train: object, test: object = None, *, reuse: Plan | None = None, resume: str | Path | None = None,
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
     ) -> Result:  # fmt: skip
-        """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items.
+        """Train on `train` and evaluate on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
+        Without `test` nothing is evaluated, and the result says so.
+
+        What stays the same when it is read twice is read once and kept; other data sets, streams and loaders are read anew in
+        every epoch (docs/data.md).
 
         x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
         also be a dict with its `labels`.
@@ -216,6 +246,7 @@ class Trainer:
             observer = Observer() if before_update is None else Observer(before_update=before_update)
             observer = traced(self.settings.trace, observer, sampler, reporter, stack)
             observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
+            train, test = self._rows(train, test)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
@@ -241,7 +272,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split, reporter = as_split(data, "evaluation"), Reporter(quiet=self._quiet)
+        split, reporter = training_rows(data, self.settings, "evaluation"), Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))

@@ -125,12 +125,12 @@ def test_where_there_is_no_pyyaml_a_yaml_file_is_refused_with_the_command_that_i
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--epochs", "1.5"], "--epochs: expected a whole number, or whole numbers with commas; found '1.5'"),
+        (["--batch-size", "1.5"], "--batch-size: expected a whole number, or whole numbers with commas; found '1.5'"),
         *(
             (["--partitions", text], f"--partitions: expected a whole number, or whole numbers with commas; found '{text}'")
             for text in ("0,x", "", "1.5", "0,")
         ),
-        (["--epochs", "0"], "--epochs: expected whole numbers from 1 up; found 0"),
+        (["--epochs", "0"], "--epochs: expected numbers above 0; found 0"),
         (["--lr", ",1"], "--lr: expected a number, or numbers with commas; found ',1'"),
         (["--prototype-scale", "large"], "--prototype-scale: expected a number, or numbers with commas; found 'large'"),
         (

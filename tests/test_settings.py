@@ -11,8 +11,9 @@ from torch import nn
 
 from seqpart import BadInput, Trainer
 from seqpart.errors import OptionError
+from seqpart.kinds import per_partition
 from seqpart.options import Options
-from seqpart.settings import Settings, per_partition
+from seqpart.settings import Settings
 
 
 def test_a_limit_and_a_method_are_all_that_must_be_given():
@@ -79,11 +80,11 @@ def test_python_values_are_kept_as_the_types_of_their_fields(name, value, kept):
         ("seed", True, "seed: expected a whole number; found True"),
         ("seed", None, "seed: expected a whole number; found None"),
         ("weight_decay", "0.1", r"weight_decay: expected a number; found '0\.1'"),
-        ("epochs", "5,160", "epochs: expected a whole number, or a list of them; found '5,160'"),
-        ("epochs", [5, "6"], r"epochs: expected a whole number, or a list of them; found \[5, '6'\]"),
-        ("epochs", [], r"epochs: expected a whole number, or a list of them; found \[\]"),
+        ("epochs", "5,160", "epochs: expected a number, or a list of them; found '5,160'"),
+        ("epochs", [5, "6"], r"epochs: expected a number, or a list of them; found \[5, '6'\]"),
+        ("epochs", [], r"epochs: expected a number, or a list of them; found \[\]"),
         ("lr", 10**400, "lr: expected a number, or a list of them; found 1000"),
-        ("epochs", 0, "epochs: expected whole numbers from 1 up; found 0"),
+        ("epochs", 0, "epochs: expected numbers above 0; found 0"),
         ("batch_size", (8, 0), "batch_size: expected whole numbers from 1 up; found 0"),
         ("lr", True, "lr: expected a number, or a list of them; found True"),
         ("mem_limit", None, r"mem_limit: expected a size such as 2GB, 1\.5GiB, 0\.8 \(a share\) or auto; found None"),

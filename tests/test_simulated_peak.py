@@ -22,8 +22,9 @@ from seqpart.planning.exact import cuts_of
 from seqpart.planning.prediction import predict, rows_for_memory, rows_held
 from seqpart.planning.problem import buffers_of, exchange_bytes, largest_boundary, parts_of
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import PhaseKind, Position, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
 from tests import exactly, forced, given, machine
 from tests.choice import only_quick

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from seqpart.errors import OptionError
+from seqpart.loop.lengths import interval_of
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
@@ -16,7 +17,7 @@ from seqpart.values import flag_of
 
 FREE = {
     "mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size",
-    "weights", "weights_partial", "trace", "log",
+    "weights", "weights_partial", "trace", "workers", "log",
 }  # fmt: skip
 """Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
 TUNED = {"lr", "recovery_lr", "lr_schedule", "warmup_updates", "clip_grad_norm", "weight_decay", "epochs", "recovery_epochs"}
@@ -86,6 +87,8 @@ def refuse_fixed(
 ) -> None:
     """Raises OptionError for settings that must be what they were, and are not."""
     tuned = TUNED - FIXED_OF.get(before.get("method", ""), set())
+    if _in_pieces(before) or _in_pieces(now):
+        tuned = tuned - {"epochs"}
     free = FREE | tuned | (set() if recovers else OF_RECOVERY)
     fixed = [name for name in names if name not in free]
     if not fixed:
@@ -98,12 +101,21 @@ def refuse_fixed(
     )
 
 
+def _in_pieces(settings: Mapping[str, str]) -> bool:
+    """Whether training is counted in updates: then positions of other numbers of epochs are others."""
+    numbers = settings.get("epochs", "1").split(",")
+    if settings.get("max_steps", "None") != "None" or not all(float(number).is_integer() for number in numbers):
+        return True
+    every = settings.get("eval_every", "None")
+    return every != "None" and interval_of(every, None).updates is not None
+
+
 def told(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What the run goes on with otherwise, for the user."""
     return [f"{name} was {before[name]}, is {now[name]}" for name in names if name not in FREE]
 
 
-def trained_epochs(place: Place, before: Sequence[int], changed: Sequence[str], *, exact: bool) -> tuple[int, ...]:
+def trained_epochs(place: Place, before: Sequence[float], changed: Sequence[str], *, exact: bool) -> tuple[float, ...]:
     """Epochs of the partitions whose training is over: those that they had. Raises OptionError where nothing is left that
     another number could be for."""
     count = len(before)
@@ -119,7 +131,7 @@ def trained_epochs(place: Place, before: Sequence[int], changed: Sequence[str], 
     return tuple(before[:done])
 
 
-def kept_words(trained: Sequence[int], asked: Sequence[int]) -> list[str]:
+def kept_words(trained: Sequence[float], asked: Sequence[float]) -> list[str]:
     """What is said of partitions that keep the epochs that they had."""
     kept = [p for p, (had, want) in enumerate(zip(trained, asked, strict=False)) if had != want]
     return [f"partition(s) {_listed(kept)} are done and keep {_listed([trained[p] for p in kept])} epoch(s)"] if kept else []

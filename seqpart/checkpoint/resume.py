@@ -16,12 +16,14 @@ from seqpart.directory.run_directory import finish_what_was_published
 from seqpart.errors import CorruptFile, DoesNotFit, OptionError
 from seqpart.execution.metrics import Metrics
 from seqpart.files.scratch import WEIGHTS, has_checkpoint
+from seqpart.loop.lengths import AT_THE_END
 from seqpart.methods import methods_named
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import START, Phase, Position
+from seqpart.schedule.steps import START, Position
 from seqpart.settings import Settings
 from seqpart.units import format_limit
 
@@ -52,7 +54,7 @@ class ResumePoint:
     said: list[str] = field(default_factory=list)
     """The same, for the user."""
     place: Place | None = None
-    epochs: tuple[int, ...] = ()
+    epochs: tuple[float, ...] = ()
     """Of each partition, as they were."""
     data: str = ""
     functions: dict[str, str] | None = None
@@ -98,7 +100,7 @@ class ResumePoint:
         if self.tuned != preparation.tuned:
             self.said.append(f"the optimizer's options were {self.tuned}, are {preparation.tuned}")
         request = self._request(preparation)
-        tests_between = preparation.settings.test_every is not None  # as many phases as there are partitions
+        tests_between = preparation.settings.tests != AT_THE_END  # as many phases as there are partitions
         cut_matters = not preparation.exact or tests_between or (self.place is None or self.place.behind is not None)
         if cut_matters:  # `auto` must not take another method, whose phases are others
             request = replace(request, methods=methods_named(self.plan.method))
@@ -215,6 +217,10 @@ def data_digest(train: Split, test: Split) -> str:
     """Tells data sets apart by shape, number and labels; the rows of the first boundary have checksums of their own."""
     digest = xxhash.xxh3_64()
     for split in (train, test):
-        digest.update(repr((split.count, split.shape, str(split.dtype), tuple(split.labels.shape), *split.form)).encode())
+        digest.update(
+            repr(
+                (split.count, split.shape, str(split.dtype), tuple(split.labels.shape), *split.form, *split.label_form)
+            ).encode()
+        )
         digest.update(split.labels.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ import tyro
 from seqpart.cli.spelling import SPELLINGS
 from seqpart.errors import OptionError
 from seqpart.files.text import short
-from seqpart.settings import OF_IST
+from seqpart.kinds import OF_IST
 from seqpart.values import alternatives, as_text, choices_of, flag_of, items_of
 
 T = TypeVar("T")
@@ -27,26 +27,26 @@ GROUPS = {
         "plan",
     ),
     "training": (
-        "epochs", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "lr_schedule",
-        "warmup_updates", "dtype", "shuffle", "test_every", "seed",
+        "epochs", "max_steps", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm",
+        "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "seed",
     ),
     "data-and-model": (
         "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",
-        "image_size", "context",
+        "image_size", "augment", "context", "cache", "workers",
     ),
     "files-and-checkpoints": (
         "output_dir", "overwrite", "offload_dir", "save_every", "resume", "config",
     ),
     "output": ("dry_run", "plan_out", "print_schedule", "trace", "log", "quiet", "debug"),
     "sil": (
-        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover",
+        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views", "recovery_epochs", "recover",
         "recovery_batch_size", "recovery_lr",
     ),
     "ist": OF_IST,
 }  # fmt: skip
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
 _METAVARS = {
-    "mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "partitions": "auto|INT[,...]",
+    "mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "eval_every": "OFTEN", "partitions": "auto|INT[,...]",
     "tile": "SIZE|never|auto",
 }  # fmt: skip
 

@@ -63,6 +63,8 @@ class BlockCost:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """Of a real run with as many rows; 0 where there was none."""
+    kept_seconds: float = 0.0
+    """Of both, where memory that is free stays for what comes: see memory/heap.py."""
     borrows: "tuple[BlockCost, ...]" = ()
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0

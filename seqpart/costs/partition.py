@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.files.direct import round_up
+from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Value
 from seqpart.offload.layout import Layout
@@ -56,6 +57,8 @@ class PartitionCost:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """Of the blocks that were run for real, with `rows` rows."""
+    kept_share: float = COMPUTING_SHARE
+    """Of these seconds, those that are left where memory that is free stays for what comes."""
     rows: int = 1
     """Of the micro-batch that all this is for."""
     parameters: int
@@ -102,7 +105,7 @@ def growing(
     heaps = [0] * len(shares)
     slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = graph = 0
-    trainable, seconds = False, (0.0, 0.0)
+    trainable, seconds, with_heap = False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
     tied = lent = adding = adding_again = 0
@@ -141,6 +144,7 @@ def growing(
         inference = max(inference, block.inference_peak + given_inside)
         flops += 0 if block.forward_seconds else block.flops
         seconds = seconds[0] + block.forward_seconds, seconds[1] + block.backward_seconds
+        with_heap += block.kept_seconds or COMPUTING_SHARE * (block.forward_seconds + block.backward_seconds)
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
         parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
         largest = max([largest, *(spec.nbytes for spec in trained)])
@@ -163,6 +167,7 @@ def growing(
             update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
             row_flops=flops // rows,
             parameters=parameters, trainable=trainable, forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
+            kept_share=with_heap / sum(seconds) if with_heap else COMPUTING_SHARE,
         )  # fmt: skip
 
 

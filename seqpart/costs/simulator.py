@@ -12,10 +12,11 @@ from seqpart.costs.clock import Clock
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import PartitionCost
 from seqpart.model.packs import DEVICE, Handing, Tiers, Value
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.shortened import shortened
-from seqpart.schedule.steps import AT_HOME, START, Phase, PhaseKind, Position, Step, Verb, steps_of
+from seqpart.schedule.steps import AT_HOME, START, Position, Step, Verb, steps_of
 
 REQUEST_SECONDS = 3e-4
 """Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from seqpart.data.reader import Passing
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.files.direct import aligned_bytes
 from seqpart.files.retained import RetainedFiles
@@ -38,6 +39,10 @@ class Boundaries:
         self._rows: dict[tuple[str, int], Rows] = {}
         self._retained, self._created = RetainedFiles(folder), 0
         self.labels: dict[str, torch.Tensor] = {}
+        self.label_types: dict[str, torch.dtype] = {}
+        """In which a loss gets them."""
+        self.passing: dict[str, Passing] = {}
+        """What stands for the data's own rows of a split, where none of them are kept."""
 
     def create(self, split: str, partition: int, layout: RowLayout, count: int) -> Rows:
         """Empty rows to be appended to; rows of the same place that were left half-written are discarded."""
@@ -58,15 +63,21 @@ class Boundaries:
                 rows.leave_memory()
 
     def __contains__(self, place: tuple[str, int]) -> bool:
-        return place in self._rows
+        return place in self._rows or (place[1] == 0 and place[0] in self.passing)
+
+    def entering(self, split: str, partition: int) -> "Rows | Passing":
+        """What a partition reads."""
+        return self.passing[split] if partition == 0 and split in self.passing else self._rows[split, partition]
 
     def rows(self, split: str, partition: int) -> Rows:
         return self._rows[split, partition]
 
     def discard(self, split: str, partition: int) -> None:
-        """With what is kept once beside them."""
-        for rows in [self._rows.pop((name, partition), None) for name in (split, once_of(split))]:
-            if rows is not None:
+        """With what is kept once beside them, and with all views of them."""
+        own = split, once_of(split)
+        for name, p in [*self._rows]:
+            if p == partition and (name in own or name.startswith(f"{split}.")):
+                rows = self._rows.pop((name, p))
                 rows.close()
                 for file in rows.files:
                     self._retained.remove(file)

@@ -13,16 +13,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 
-from seqpart.data.row_file import RowLayout, Rows
+from seqpart.data.row_file import PassingLayout, RowLayout, Rows
 from seqpart.files.direct import PAGE, aligned, aligned_bytes, bytes_of
 from seqpart.memory.device import Device, Event, keyed_seed
 from seqpart.recording.trace import Watched, unwatched
-from seqpart.schedule.steps import Phase, Span
+from seqpart.schedule.phase import Phase, Span
 
 WINDOW = 8
 """Chunks that are shuffled among themselves."""
@@ -36,11 +36,14 @@ RING = 3
 
 def reader_bytes(layout: RowLayout, count: int, micro_batch: int, *, in_memory: bool = False) -> int:
     """Host memory that reading takes: one window and the ring; one batch where the rows lie in memory."""
+    if isinstance(layout, PassingLayout):
+        return layout.reading_bytes(min(micro_batch, count))
+    converted = layout.converted_bytes(min(micro_batch, count))
     if in_memory:
-        return aligned_bytes(min(micro_batch, count) * layout.nbytes)
+        return aligned_bytes(min(micro_batch, count) * layout.nbytes) + converted
     window = min(WINDOW, -(-count // layout.chunk_rows)) * layout.chunk_bytes
     # Pages of the ring that no row ever reaches are never touched.
-    return aligned_bytes(window) + RING * 2 * PAGE + min(RING * micro_batch, count) * layout.nbytes
+    return aligned_bytes(window) + RING * 2 * PAGE + min(RING * micro_batch, count) * layout.nbytes + converted
 
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -258,10 +261,29 @@ class MemoryReader:
         self._batch = self._batch[:0].clone()
 
 
+class BatchReader(Protocol):
+    """Batches of one phase in order."""
+
+    def take(self) -> Batch: ...
+    def done(self, batch: Batch) -> None: ...
+    def close(self) -> None: ...
+
+
+class Passing(Protocol):
+    """Rows that are read anew in every pass."""
+
+    @property
+    def layout(self) -> RowLayout: ...
+    def open_reader(self, phase: Phase, *, seed: int, first_update: int) -> BatchReader: ...
+
+
 def open_reader(
-    rows: Rows, labels: torch.Tensor, phase: Phase, device: Device, thread: ReaderThread, *, seed: int, first_update: int = 0
-) -> Reader | MemoryReader:
-    """Of `rows`, wherever they lie."""
+    rows: Rows | Passing, labels: torch.Tensor, phase: Phase, device: Device, thread: ReaderThread,
+    *, seed: int, first_update: int = 0,
+) -> BatchReader:  # fmt: skip
+    """Of `rows`, wherever they lie or come from."""
+    if not isinstance(rows, Rows):
+        return rows.open_reader(phase, seed=seed, first_update=first_update)
     if rows.in_memory is not None:
         return MemoryReader(rows, labels, phase, seed=seed, first_update=first_update)
     return Reader(rows, labels, phase, device, thread, seed=seed, first_update=first_update)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from seqpart.schedule.steps import Phase, Step
+from seqpart.schedule.phase import Phase
+from seqpart.schedule.steps import Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,10 +22,11 @@ from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
 from seqpart.offload.store import Store
 from seqpart.parts.parting import Parting
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.prefetch import Lookahead
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import AT_HOME, Phase, PhaseKind, Position, Step, Verb
+from seqpart.schedule.steps import AT_HOME, Position, Step, Verb
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
 

@@ -16,8 +16,8 @@ class Metrics:
     """What the sum of losses is to be divided by: rows, or what the loss counted."""
 
     def add(self, total: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None, *, weight: float) -> None:
-        """`total` is the mean loss of `rows` rows times `weight`; `judged` scores (n, classes) and labels (n,), of which
-        those below 0 do not count, where there are classes."""
+        """`total` is the mean loss of `rows` rows times `weight`; `judged` scores (n, classes, ...) and labels (n, ...), of
+        which those below 0 do not count, where there are classes."""
         self.loss = self.loss + total
         self.rows += rows
         self.weight += weight

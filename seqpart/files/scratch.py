@@ -25,7 +25,7 @@ PUBLISHING = "seqpart-publishing.json"
 """Lists the results that are taking the earlier ones' places this moment, or were when the run was killed."""
 HOME_FILES = re.compile(r"block-\d+(\.[a-z]+)*\.\d+\.safetensors")
 ROW_FILES = re.compile(
-    r"(train|test)(-once)?-\d+\.\d+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{8}\.part)?)|(relay|graphs)\.part"
+    r"(train|test)(\.\d+)?(-once)?-\d+\.\d+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{8}\.part)?)|(relay|graphs)\.part"
 )
 FOLDERS = {"homes": HOME_FILES, "rows": ROW_FILES}
 _PARTS = {f"{name}.part" for name in (WEIGHTS, CHECKPOINT, PREVIOUS)}

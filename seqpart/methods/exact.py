@@ -10,8 +10,9 @@ The three give the same bits: of every parameter, gradient, moment, buffer and l
 from dataclasses import replace
 
 from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind
+from seqpart.schedule.pieces import training
 
 
 def whole_network(work: Workload, *, streamed: bool) -> Phase:
@@ -29,9 +30,13 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
 
 def exact_phases(work: Workload, *, streamed: bool) -> Phases:
     """All epochs, then the test rows."""
-    epochs = work.partitions[0].epochs
-    train = replace(whole_network(work, streamed=streamed), epochs=epochs)
-    return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work, stays=not streamed), every=work.test_every)])
+    return trained(work, whole_network(work, streamed=streamed), test_phases(work, stays=not streamed))
+
+
+def trained(work: Workload, train: Phase, behind: tuple[Phase, ...]) -> Phases:
+    """All updates of `train`, with `behind` between them and after the last."""
+    first = work.partitions[0]
+    return Phases([training(train, first.epochs, first.updates, behind, work.tests)])
 
 
 def staying_phases(work: Workload) -> Phases:
@@ -60,7 +65,7 @@ def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
     train = replace(train, frozen=train.frozen | recovery.frozen)
     size = recovery.micro_batch
     tests = tuple(replace(phase, stage=1, batch=size, micro_batch=size) for phase in test_phases(work))
-    return (Epochs(train=train, epochs=recovery.epochs, behind=tests, every=work.test_every),)
+    return (Epochs(train=train, epochs=recovery.epochs, behind=tests, every=work.tests.epochs),)
 
 
 def true_loss(targets: Targets) -> PartitionLoss | None:

@@ -6,10 +6,11 @@ from typing import Protocol
 
 import torch
 
+from seqpart.loop.lengths import AT_THE_END, Interval
 from seqpart.model.losses import LossFunction, scores_of
-from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged
+from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged, takes_classes_first
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 
 
 class PartitionLoss(Protocol):
@@ -22,8 +23,8 @@ class PartitionLoss(Protocol):
         """Loss of `output`, (rows, *boundary), with `labels`, (rows, ...): the mean over the rows, a scalar, or a verdict."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(scores (n, classes), labels (n,)), larger is likelier; None where the output says nothing of classes. A label
-        below 0 counts for nothing."""
+        """(scores (n, classes, ...), labels (n, ...)), larger is likelier; None where the output says nothing of classes. A
+        label below 0 counts for nothing."""
 
 
 class SyntheticLoss(PartitionLoss, Protocol):
@@ -40,6 +41,8 @@ class PartitionTraining:
     epochs: int
     batch_size: int
     micro_batch: int
+    updates: int | None = None
+    """Of the whole training, where it is not `epochs` whole ones."""
     trainable: bool = True
     rows: int = 0
     """Of a micro-batch those that pass at once, where it is not all of them."""
@@ -80,6 +83,7 @@ class Workload:
 
     train_rows: int
     test_rows: int
+    """0: there is no test set."""
     shuffle: bool
     partitions: tuple[PartitionTraining, ...]
     clips: bool = False
@@ -95,8 +99,10 @@ class Workload:
     subnets: Subnets | None = None
     synthetic_inputs: bool = False
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
-    test_every: int | None = None
-    """Epochs of what is trained last, between two passes over the test rows; None: at the end alone."""
+    tests: Interval = AT_THE_END
+    """Of what is trained last, between two passes over the test rows. Updates are those of an exact method."""
+    views: int = 1
+    """Draws of each row whose outputs are kept for a later partition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +149,8 @@ def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
     """The test rows through one partition after the other; where all of them stay, or hand each other more than rows in a
     file hold, through all of them at once, as many rows at a time as an update has."""
     last, first = len(work.partitions) - 1, work.partitions[0]
+    if not work.test_rows:
+        return ()
     if last and (stays or not work.one_value):
         whole = Phase(
             kind=PhaseKind.TEST, partition=0, through=last, rows=work.test_rows, batch=first.micro_batch,
@@ -172,4 +180,5 @@ class TrueLoss:
             found: tuple[torch.Tensor, torch.Tensor] | None = scores(output, labels)
             return found
         ignored = self._reduction.ignored if self._reduction is not None else None
-        return scores_of(output, labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1))
+        ours = labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1)
+        return scores_of(output, ours, first=takes_classes_first(self._function))

@@ -18,11 +18,11 @@ from seqpart.data.reader import windows
 from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, OptionError
-from seqpart.methods.exact import true_loss, whole_network
+from seqpart.methods.exact import trained, true_loss, whole_network
 from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.model.losses import LossFunction, partially_separable
-from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import Phases
 
 COMMON = 0
 """The partition that all scores share; behind it comes one for each score, and then what puts them side by side."""
@@ -43,10 +43,9 @@ def in_pairs(work: Workload) -> Phase:
 def psl_phases(work: Workload) -> Phases:
     """All epochs, then the test rows, through the whole network, no more of them at once than of a pair."""
     first = work.partitions[0]
-    train = replace(in_pairs(work), epochs=first.epochs)
     fewer = replace(first, micro_batch=min(first.micro_batch, first.rows or first.micro_batch))
     behind = test_phases(replace(work, partitions=(fewer, *work.partitions[1:])))
-    return Phases([Epochs(train=train, epochs=first.epochs, behind=behind, every=work.test_every)])
+    return trained(work, in_pairs(work), behind)
 
 
 PSL = Method(name="psl", exact=True, cuts=True, phases=psl_phases, loss=true_loss, in_pairs=True)
@@ -94,7 +93,7 @@ def _rows_of_a_pair(
 def _refuse_inseparable(loss: LossFunction, splits: Sequence[Split]) -> None:
     if loss is not partially_separable:
         raise OptionError("--method psl trains by --loss psl alone, a sum over pairs of scores: leave out the other loss.")
-    if any(split.labels.ndim > 1 or split.labels.min() < 0 for split in splits):
+    if any(split.labels.ndim > 1 or bool((split.labels < 0).any()) for split in splits):
         raise DataError(
             "--method psl needs one class for each row, from 0 up; found labels of positions, or below 0. Use --method auto."
         )

@@ -197,7 +197,7 @@ class Chain(Sequence[Block]):
     @property
     def whole(self) -> "Chain":
         """Without those of parts."""
-        return self if len(self.begins) == 1 else Chain(self._blocks[: self.ends[0]])
+        return self if len(self.begins) == 1 else Chain(self._blocks[: self.ends[0]], aliases=self.aliases)
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -175,7 +175,7 @@ class PlanRequest:
     """None: that of the settings."""
     starts: tuple[int, ...] | None = None
     """First blocks of the partitions; None: as the settings say."""
-    trained_epochs: tuple[int, ...] = ()
+    trained_epochs: tuple[float, ...] = ()
     """Of the first partitions, in a run that goes on after they were trained."""
     may_keep_heap: bool = True
     """Until memory ran out where it was kept."""

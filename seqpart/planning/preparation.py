@@ -12,6 +12,7 @@ from seqpart.costs.simulator import Resources, simulate
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.errors import DoesNotFit, OptionError
+from seqpart.kinds import OF_SIL, values_of
 from seqpart.memory.limit import margin_of, refused
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
@@ -34,7 +35,6 @@ from seqpart.planning.prediction import (
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
 from seqpart.schedule.phases import Phases, counted
-from seqpart.settings import OF_SIL, values_of
 from seqpart.units import format_size, parse_size
 from seqpart.values import flag_of
 
@@ -103,8 +103,8 @@ class Preparation(Inputs):
     def problem(self, request: PlanRequest) -> Problem:
         count, asked = self.settings.partition_choice()
         batch = self.full_batch
-        heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
+        heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
         return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
             limit=request.limit, runtime=self.runtime + request.spare,
@@ -116,7 +116,7 @@ class Preparation(Inputs):
             host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
             host_budget=self._host_budget(), pair_rows=self.pair_rows,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
-            starts=self._starts or request.starts or asked, count=count, input_row=self.input_layout, row_pack=self.row_pack,
+            starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
@@ -147,7 +147,7 @@ class Preparation(Inputs):
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
             wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
-            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.count % size)]
+            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.epoch_rows % size)]
             sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
             if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
                 return prepared
@@ -193,9 +193,8 @@ class Preparation(Inputs):
         method, candidate, reasons = self._choose(problem, request)
         training = self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
-        if recovery is not None:
-            reasons = (*reasons, *self._recovery_reasons(recovery))
-        reasons = (*reasons, *self.chain.said, *self.trials.untold)
+        reasons = (*reasons, *self._recovery_reasons(recovery))
+        reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.untold)
         optimizers = self._optimizers(candidate)
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
@@ -218,7 +217,7 @@ class Preparation(Inputs):
         return Prepared(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
-            row_packs=row_packs, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
+            row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
             loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), at_host=at_host,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
@@ -234,18 +233,19 @@ class Preparation(Inputs):
         """Of each partition."""
         return self.optimizers(len(candidate.parts), recovery=recovery)
 
-    def epochs(self, count: int, trained: tuple[int, ...] = ()) -> list[int]:
+    def epochs(self, count: int, trained: tuple[float, ...] = ()) -> list[float]:
         """Of each of `count` partitions; `trained`: those that the first of them had, which are trained."""
         return [*trained, *self.values("--epochs", self.settings.epochs, count)[len(trained) :]]
 
     def _training(self, request: PlanRequest, candidate: Candidate) -> tuple[PartitionTraining, ...]:
         count, micro = len(candidate.parts), candidate.micro_batch
         epochs = self.epochs(count, request.trained_epochs)
-        batches = self.values("--batch-size", self.settings.batch_size, count)
-        batches = tuple(min(batch, self.epoch_rows) for batch in batches)
+        batches = [min(size, self.epoch_rows) for size in self.values("--batch-size", self.settings.batch_size, count)]
         return tuple(
-            PartitionTraining(epochs=e, batch_size=b, micro_batch=min(micro, b), trainable=c.trainable, rows=c.rows)
-            for e, b, (_, _, c) in zip(epochs, batches, candidate.parts, strict=True)
+            PartitionTraining(
+                epochs=n.epochs, updates=n.counted, batch_size=b, micro_batch=min(micro, b), trainable=c.trainable, rows=c.rows
+            )
+            for n, b, (_, _, c) in zip(map(self.length, epochs, batches), batches, candidate.parts, strict=True)
         )
 
     def _recovery(self, request: PlanRequest, problem: Problem, candidate: Candidate) -> Prediction | None:
@@ -273,7 +273,9 @@ class Preparation(Inputs):
         spare = len(self.settings.prototype_scales) - max(1, count - 1)
         return [f"--prototype-scale: the last {spare} without effect on {count - 1} inner partition(s)"] if spare > 0 else []
 
-    def _recovery_reasons(self, recovery: Prediction) -> list[str]:
+    def _recovery_reasons(self, recovery: Prediction | None) -> list[str]:
+        if recovery is None:
+            return []
         candidate, settings = recovery.candidate, self.settings
         learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
         rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
@@ -293,20 +295,18 @@ class Preparation(Inputs):
         return (begun,) if recovery is None else (begun, stage(len(phases), recovery.candidate, recovers=True))
 
     def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
-        stage = None
+        stage, kept = None, candidate
         if recovery is not None:
+            kept = recovery.candidate
             stage = Recovery(
-                epochs=self.settings.recovery_epochs,
-                batch_size=self.recovery_batch,
-                micro_batch=recovery.candidate.micro_batch,
+                epochs=self.settings.recovery_epochs, batch_size=self.recovery_batch, micro_batch=kept.micro_batch,
                 frozen=frozenset() if self.settings.recover == "all" else frozenset({len(training) - 1}),
-            )
-        kept = recovery.candidate if recovery is not None else candidate
+            )  # fmt: skip
         return Workload(
             train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
-            offloads=kept.offloads, recovery=stage, test_every=self.settings.test_every,
-            synthetic_inputs=self.settings.sil_inputs == "synthetic",
+            offloads=kept.offloads, recovery=stage, tests=self.settings.tests,
+            synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
         )  # fmt: skip
 
@@ -332,8 +332,8 @@ class Preparation(Inputs):
         row_packs: Sequence[RowPack],
     ) -> tuple[int, frozenset[int]]:  # fmt: skip
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
-        count = self.train.count + self.test.count
-        rows = self.input_layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
+        count = self.settings.views * self.train.count + self.test.count
+        rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
         found = planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
         return boundaries + found.nbytes, found.homes
 
@@ -364,7 +364,7 @@ class Preparation(Inputs):
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=at_host)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
-        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovers=recovery is not None)
+        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovery is not None, self.settings.views)
         candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
         peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
         used, parts = recovery.candidate if recovery is not None else candidate, []
@@ -391,7 +391,7 @@ class Preparation(Inputs):
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
-                problem, candidate, costs, row_packs, saves=self.settings.saves,
+                problem, candidate, costs, row_packs, saves=self.settings.saves, views=self.settings.views,
                 all_states=not self.alone or bool(self.settings.recovery_epochs),
             ), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),

@@ -26,8 +26,9 @@ from seqpart.recording.tally import Tally
 from seqpart.report.log import LOGGER, is_heard
 from seqpart.report.output import standard_output
 from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.schedule.steps import Verb
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
@@ -126,9 +127,9 @@ class Reporter:
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
             accuracy=event.accuracy, rows=event.rows, took=round(event.seconds, 3), samples_per_second=round(speed, 1),
         )  # fmt: skip
-        if phase.updates_of_epoch not in (None, phase.done + phase.updates):  # of the turns of an epoch the last is shown
+        if phase.is_turn and phase.epochs_done != phase.epoch:  # of an epoch the last is shown
             return
-        epoch = f" epoch {phase.epoch}" if phase.kind is PhaseKind.TRAIN else ""
+        epoch = f" epoch {_share(phase.epochs_done)}" if phase.kind is PhaseKind.TRAIN else ""
         accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
         short = f"{_spellings(phase)[-1]} loss {event.loss:.4f}"
         parts = (
@@ -170,6 +171,11 @@ def _spellings(phase: Phase) -> tuple[str, ...]:
     if phase.kind is not PhaseKind.TRAIN:
         return f"{_who(phase)} {what}", f"p{where} {what}"
     return f"{_who(phase)} {what} epoch {phase.epoch}", f"p{where} {what} {phase.epoch}", f"p{where} e{phase.epoch}"
+
+
+def _share(epochs: float) -> str:
+    """3, or 2.75 in the midst of one."""
+    return f"{epochs:.2f}".rstrip("0").rstrip(".")
 
 
 def _passes(phase: Phase) -> int:

@@ -34,9 +34,9 @@ def carry_out(session: Session, began: float) -> Result:
 def _conclude(session: Session, seconds: float) -> Result:
     directory, reporter, sampler, plan = session.places.directory, session.reporter, session.sampler, session.prepared.plan
     weights, proof = directory.root / WEIGHTS, session.proof()
-    assert session.test is not None
+    test_loss, accuracy = session.test or (None, None)
     result = Result(
-        weights=weights, test_loss=session.test[0], accuracy=session.test[1],
+        weights=weights, test_loss=test_loss, accuracy=accuracy,
         train_losses=tuple(session.losses), proof=proof, plan=plan,
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
     )  # fmt: skip
@@ -46,8 +46,15 @@ def _conclude(session: Session, seconds: float) -> Result:
     write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
     directory.publish()
     reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
-    accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
-    reporter.say(f"{accuracy}test loss {result.test_loss:.4f}; {seconds:.1f} s; weights in {weights}")
+    reporter.say(f"{tested(result)}; {seconds:.1f} s; weights in {weights}")
     reporter.proof(proof)
     session.finish(f"the run is finished; its results are in {directory.root}.")
     return result
+
+
+def tested(result: Result) -> str:
+    """What the test rows said, in words."""
+    if result.test_loss is None:
+        return "not tested: there is no test set"
+    accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
+    return f"{accuracy}test loss {result.test_loss:.4f}"

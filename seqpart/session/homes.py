@@ -75,7 +75,9 @@ class Homes:
     def fill(self, resumed: ResumePoint | None) -> None:
         """Weights and rows: from the checkpoint, or from the model and the data."""
         for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
-            self.boundaries.labels[name] = split.labels
+            self.boundaries.labels[name], self.boundaries.label_types[name] = split.labels, split.label_type
+            if (rows := self._preparation.reading.rows(name, self._preparation.device)) is not None:
+                self.boundaries.passing[name] = rows
         manifest = resumed.manifest if resumed is not None else None
         with self._told("the blocks were built"):
             self._build(keep=manifest is not None)
@@ -104,8 +106,10 @@ class Homes:
         self._write_rows(name)
 
     def _write_rows(self, name: str) -> None:
-        """Boundary 0: the data set's rows, checked and sent home."""
+        """Boundary 0: the data set's rows, checked and sent home, where there are any."""
         split = self._preparation.train if name == "train" else self._preparation.test
+        if not split.count or split.source is not None:
+            return
         rows = self.boundaries.create(name, 0, self._prepared.input_layout, split.count)
         write_rows(split, rows.append)
         rows.finish()

@@ -30,9 +30,10 @@ from seqpart.planning.preparation import Preparation, Prepared, Stage
 from seqpart.recording.timeline import MEMORY
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb, steps_of
+from seqpart.schedule.steps import Position, Verb, steps_of
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.places import open_places
@@ -93,7 +94,9 @@ class Session:
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled."""
-        with enforced(self._device, self.prepared.plan.limit) as self._grant:
+        reading = self._preparation.reading
+        beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
+        with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
             self.homes.fill(self._resumed)
             yield
 

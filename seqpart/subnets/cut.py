@@ -24,8 +24,8 @@ from seqpart.planning.problem import (
     parts_of,
     starts_of,
 )
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 from seqpart.units import format_size
 
 
@@ -121,7 +121,13 @@ def _longer(problem: Problem, rows: int, first: int) -> Iterator[tuple[int, Part
 
 def test_peak(problem: Problem, part: Part, rows: int) -> int:
     """Of the process or device, while the partition alone sees test rows."""
-    test = Phase(kind=PhaseKind.TEST, partition=0, rows=min(problem.test_rows, 2 * rows), batch=rows, micro_batch=rows)
+    test = Phase(
+        kind=PhaseKind.TEST,
+        partition=0,
+        rows=min(problem.test_rows or problem.train_rows, 2 * rows),
+        batch=rows,
+        micro_batch=rows,
+    )
     phases = Phases([Epochs(train=test, epochs=0, behind=(test,))])
     candidate: Candidate = Candidate(rows, (part,))
     walked, steps, _ = simulate(phases, [part[2]], problem.speeds, candidate.resources)

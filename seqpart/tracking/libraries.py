@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from seqpart.errors import OptionError
-from seqpart.settings import TrackerName
+from seqpart.kinds import TrackerName
 
 
 class Tracker(Protocol):

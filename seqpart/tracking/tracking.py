@@ -25,12 +25,14 @@ from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.files.atomic import write_text
 from seqpart.files.direct import explained
+from seqpart.kinds import TrackerName
 from seqpart.memory.sampler import Sampler
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb
+from seqpart.schedule.steps import Position, Step, Verb
 from seqpart.session.observer import Observer
-from seqpart.settings import Settings, TrackerName
+from seqpart.settings import Settings
 from seqpart.tracking.libraries import Tracker, opened
 
 TRACKED = "tracking.json"

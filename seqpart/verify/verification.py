@@ -32,8 +32,8 @@ from seqpart.model.optimizers import Build
 from seqpart.model.packs import tiers_in_words
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import PhaseKind
 from seqpart.tiling.tiling import first_that_fits
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
 from seqpart.files.text import refuse_unusable
-from seqpart.zoo import folders, text
+from seqpart.zoo import folders, images, text
 from seqpart.zoo.loading import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
@@ -32,14 +33,18 @@ Array = npt.NDArray[Any]
 
 def load(
     name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None,
-    context: int | None = None,
+    context: int | None = None, augment: images.Augmentation | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(training, test) data. Raises DataError for missing or damaged files, OptionError for unknown names."""
+    """(training, test) data; None where there is no test set.
+
+    Raises DataError for missing or damaged files, OptionError for unknown names.
+    """
     prefix, _, rest = name.partition(":")
-    if prefix in ("idx", "npz", "folder", "text"):
+    images.refuse_misplaced(name, augment)
+    if prefix in ("idx", "npz", "folder", "imagefolder", "text"):
         refuse_unusable("--data", Path(rest))
-    if image_size is not None and prefix != "folder":
-        raise OptionError(f"--image-size goes with --data folder:DIR; found --data {name}.")
+    if image_size is not None and prefix not in ("folder", "imagefolder"):
+        raise OptionError(f"--image-size goes with --data folder:DIR or imagefolder:DIR; found --data {name}.")
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise OptionError(f"--image-size: expected pixels from 1 up, and at most {LARGEST_IMAGE}; found {image_size}.")
     if context is not None and prefix != "text":
@@ -56,16 +61,20 @@ def load(
         return _npz(Path(rest))
     if prefix == "folder" and rest:
         return folders.load(Path(rest), image_size)
+    if prefix == "imagefolder" and rest:
+        return images.load(Path(rest), image_size, augment)
     if prefix == "text" and rest:
         return text.load(Path(rest), context)
     if rest:
         found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
-            raise DataError(f"--data {name}: expected a pair (training, test); found {type(found).__name__}.")
+            raise DataError(
+                f"--data {name}: expected a pair (training, test), where test may be None; found {type(found).__name__}."
+            )
         return found[0], found[1]
     raise OptionError(
-        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, text:FILE or package.module:function; "
-        f"found {name!r}."
+        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, imagefolder:DIR, text:FILE or "
+        f"package.module:function; found {name!r}."
     )
 
 
@@ -217,12 +226,15 @@ def _ended(file: BinaryIO, path: Path) -> None:
         raise DataError(f"{path} is damaged: it is longer than its header says. Fetch it again.")
 
 
-def _npz(path: Path) -> tuple[Split, Split]:
-    """x_train, y_train, x_test, y_test; or images and labels (x and y), with test.npz beside train.npz or every fifth row."""
+def _npz(path: Path) -> tuple[Split, Split | None]:
+    """x_train, y_train, and x_test, y_test where there is a test set; or images and labels (x and y), with test.npz beside
+    train.npz or every fifth row."""
     if not path.is_file():
         raise DataError(f"--data npz:{path}: no such file.")
     with _archive(path) as archive:
         names = {name.removesuffix(".npy") for name in archive.namelist()}
+    if {"x_train", "y_train"} <= names and not {"x_test", "y_test"} & names:
+        return _npz_split(path, "training", "x_train", "y_train"), None
     if {"x_train", "y_train", "x_test", "y_test"} <= names:
         return _npz_split(path, "training", "x_train", "y_train"), _npz_split(path, "test", "x_test", "y_test")
     pair = next((pair for pair in (("images", "labels"), ("x", "y")) if set(pair) <= names), None)
@@ -290,8 +302,6 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
     shape, dtype, stream = _npz_rows(path, x)
     if shape[0] != label_shape[0]:
         raise DataError(f"{path}: {shape[0]} rows in {x} and {label_shape[0]} in {y}; the numbers must be equal.")
-    if math.prod(label_shape) != label_shape[0]:
-        raise DataError(f"{path}: expected one number for each row in {y}; found shape {label_shape}.")
     chosen = np.flatnonzero(keep(np.arange(shape[0])))
     scale = 255.0 if dtype == np.uint8 else 1.0
 
@@ -303,5 +313,6 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
             yield torch.from_numpy(kept.astype(np.float32) / np.float32(scale))
 
     kind = np.float32 if label_dtype.kind == "f" else np.int64
-    labels = np.concatenate([np.zeros(0, kind), *(rows.reshape(-1).astype(kind) for rows in label_stream())])
-    return Split(name=title, count=len(chosen), shape=shape[1:], labels=torch.from_numpy(labels[chosen]), open=passes)
+    own = () if math.prod(label_shape) == label_shape[0] else label_shape[1:]
+    labels = np.concatenate([np.zeros((0, *own), kind), *(rows.reshape(-1, *own).astype(kind) for rows in label_stream())])
+    return Split(name=title, count=len(chosen), shape=shape[1:], labels=as_labels(labels[chosen], title), open=passes)

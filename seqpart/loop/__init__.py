@@ -1,0 +1,1 @@
+"""How long a run trains, when it is tested in between, who hears of it, and when it ends early."""

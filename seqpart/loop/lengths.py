@@ -1,0 +1,97 @@
+"""How long a run trains and how often it is tested, in updates."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from seqpart.errors import OptionError
+
+EXPECTED = "updates (500 or '500 updates') or epochs ('2 epochs')"
+_ROUNDING = 1e-9
+"""0.1 x 30 is a little more than 3 as a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Between two evaluations: so many epochs or so many updates. The one that does not count is None."""
+
+    epochs: int | None = None
+    updates: int | None = None
+
+
+AT_THE_END = Interval()
+"""And at no other time."""
+
+
+def interval_of(every: str | int | None, epochs: int | None) -> Interval:
+    """Of --eval-every, and of --test-every, which counts epochs. Raises OptionError."""
+    if every is None:
+        return Interval(epochs=epochs)
+    match = re.fullmatch(r"(\d+)\s*(epochs?|updates?|)", str(every).strip())
+    if match is None or not int(match[1]):
+        raise OptionError(f"--eval-every: expected {EXPECTED}; found {every!r}.")
+    count = int(match[1])
+    return Interval(epochs=count) if match[2].startswith("epoch") else Interval(updates=count)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a partition, or the network, trains."""
+
+    epochs: int
+    """That are begun."""
+    updates: int
+    """In all."""
+    counted: int | None = None
+    """The same, where it was not given as whole epochs."""
+
+
+def length_of(epochs: float, max_steps: int | None, per_epoch: int) -> Length:
+    """max_steps: updates in the place of `epochs`. per_epoch: updates of a whole epoch."""
+    if max_steps is None and float(epochs).is_integer():
+        return Length(int(epochs), int(epochs) * per_epoch)
+    updates = max_steps if max_steps is not None else math.ceil(epochs * per_epoch - _ROUNDING)
+    return Length(-(-updates // per_epoch), updates, updates)
+
+
+def whole_where_it_is(epochs: float) -> float:
+    """3.0 as 3: what a run says of itself, and what its checkpoints compare."""
+    return int(epochs) if float(epochs).is_integer() else epochs
+
+
+def problems(
+    *, method: str, exact: bool, epochs: Sequence[float], default_epochs: float, max_steps: int | None, every: str | int | None,
+    test_every: int | None,
+) -> Iterator[str]:  # fmt: skip
+    """What does not go together, in words."""
+    if every is not None and test_every is not None:
+        yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
+    if max_steps is not None and max_steps < 1:
+        yield f"--max-steps: expected a number above zero; found {max_steps}"
+    if max_steps is not None and tuple(epochs) != (default_epochs,):
+        yield "--max-steps comes in the place of --epochs: leave one out"
+    if exact:
+        return
+    if max_steps is not None:
+        yield f"--max-steps goes with exact methods; method {method} trains its parts for whole --epochs. Leave it out"
+    if not all(float(number).is_integer() for number in epochs):
+        yield f"--epochs: method {method} trains its parts for whole epochs; found {', '.join(map(str, epochs))}"
+    if interval_of(every, None).updates is not None:
+        yield f"--eval-every: method {method} is tested between epochs; give it as '1 epoch'"
+
+
+def refuse_untested(names: Sequence[str], rows: int) -> None:
+    """names: of settings that say something of evaluations. Raises OptionError where there are no `rows` to test on."""
+    if names and not rows:
+        raise OptionError(f"{', '.join(names)}: there is no test set to evaluate on. Give one, or leave this out.")
+
+
+def refuse_endless_warmup(warmup: int, updates: dict[str, int]) -> None:
+    """updates: of each that warms up anew, by what it is called. Raises OptionError where it would be over before."""
+    for what, count in updates.items():
+        if warmup >= count > 0:
+            raise OptionError(
+                f"--warmup-updates {warmup}: {what} has {count} updates, so the learning rate would never be reached. "
+                "Give fewer."
+            )

@@ -1,0 +1,131 @@
+"""The phases of training that is counted in updates: it is tested in the midst of epochs, or ends there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import lcm
+
+from seqpart.loop.lengths import Interval
+from seqpart.schedule.phase import Phase
+from seqpart.schedule.phases import Epochs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """A stretch of phases: `updates` updates of `train`, epoch after epoch, with `behind` after each `every`-th of them and
+    after the last.
+
+    `train` is a whole epoch. A piece ends where an epoch does, where `behind` comes, or with the last update.
+    """
+
+    train: Phase
+    updates: int
+    behind: tuple[Phase, ...]
+    every: int | None = None
+    """Updates."""
+
+    @property
+    def epochs(self) -> int:
+        """That are begun."""
+        return -(-self.updates // self.train.updates)
+
+    def __len__(self) -> int:
+        return self._begins(self.updates - 1) + 1 + len(self.behind)
+
+    def _begins(self, update: int) -> int:
+        """Phases before the piece that `update` is in."""
+        epoch, every = self.train.updates, self.every
+        if every is None:
+            return update // epoch
+        return update // epoch + update // every - update // lcm(epoch, every) + len(self.behind) * (update // every)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """(the first update of the last piece that begins before `index` or there, phases since)."""
+        low, high = 0, self.updates - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._begins(middle) <= index else (low, middle - 1)
+        epoch = self.train.updates
+        first = max(low // epoch * epoch, low // self.every * self.every if self.every is not None else 0)
+        return first, index - self._begins(first)
+
+    def __getitem__(self, index: int) -> Phase:
+        first, at = self._place(index)
+        return self._piece(first) if at == 0 else self.behind[at - 1]
+
+    def _piece(self, first: int) -> Phase:
+        """From update number `first` on, which counts from 0."""
+        train, done = self.train, first % self.train.updates
+        stop = min(first - done + train.updates, self.updates)
+        if self.every is not None:
+            stop = min(stop, first // self.every * self.every + self.every)
+        before = done * train.batch
+        return replace(
+            train, epoch=first // train.updates + 1, epochs=self.epochs, done=done, updates_of_epoch=train.updates,
+            updates_of_stage=self.updates, skips=train.skips + before,
+            rows=min((stop - first) * train.batch, train.rows - before),
+        )  # fmt: skip
+
+    @property
+    def _last(self) -> int:
+        """Number of the first phase behind all pieces."""
+        return len(self) - len(self.behind)
+
+    def stands(self, index: int) -> tuple[int, int | None]:
+        """(epochs that are over before `index`, phases since; None: none). All are over behind the last piece."""
+        if index >= self._last:
+            return self.epochs, index - self._last
+        epoch = self._place(index)[0] // self.train.updates
+        since = index - self._begins(epoch * self.train.updates)
+        return epoch, since or None
+
+    def index_of(self, epochs: int, behind: int | None) -> int:
+        """Where `stands` says so."""
+        return (self._last if epochs >= self.epochs else self._begins(epochs * self.train.updates)) + (behind or 0)
+
+    def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
+        """Phases among those from `first` to `stop`, and how often each comes. Pieces are not told apart: they have as many
+        rows as they have on average."""
+        behind = [self._tests(stop, which) - self._tests(first, which) for which in range(len(self.behind))]
+        pieces = stop - first - sum(behind)
+        if pieces:
+            rows, more = divmod(self._rows(stop) - self._rows(first), pieces)
+            begun = self._piece(self._place(first)[0])
+            yield from ((replace(begun, rows=n), times) for n, times in ((rows + 1, more), (rows, pieces - more)) if times)
+        yield from ((phase, times) for phase, times in zip(self.behind, behind, strict=True) if times)
+
+    def _tests(self, index: int, which: int) -> int:
+        """How often number `which` of `behind` came before `index`."""
+        first, at = self._place(index)
+        return (first // self.every if self.every is not None else 0) + (at > which + 1)
+
+    def _rows(self, index: int) -> int:
+        """Of the pieces before `index`."""
+        first, at = self._place(index)
+        epoch, done = divmod(first, self.train.updates)
+        return epoch * self.train.rows + done * self.train.batch + (self._piece(first).rows if at else 0)
+
+    def trainings(self) -> Iterator[tuple[int, Phase]]:
+        """The last piece, with its number in the stretch."""
+        yield self._last - 1, self._piece(self._place(self._last - 1)[0])
+
+    def walked(self) -> Iterator[tuple[Phase, int]]:
+        """The first piece, one that stands for all others, and what is behind them; and how many phases of the stretch each of
+        these stands for."""
+        tests = (self.updates - 1) // self.every if self.every is not None else 0
+        pieces = self._last - tests * len(self.behind)
+        first = self._piece(0)
+        yield first, 1
+        if tests:
+            yield from ((phase, tests) for phase in self.behind)
+        if pieces > 1:
+            updates = max(1, round((self.updates - first.updates) / (pieces - 1)))
+            yield replace(first, rows=min(updates * first.batch, self.train.rows)), pieces - 1
+        yield from ((phase, 1) for phase in self.behind)
+
+
+def training(train: Phase, epochs: int, updates: int | None, behind: tuple[Phase, ...], tests: Interval) -> Epochs | Pieces:
+    """`train`, a whole epoch, for so many of them or for `updates`, with `behind` as often as `tests` says and at the end."""
+    if updates is None and tests.updates is None:
+        return Epochs(train=replace(train, epochs=epochs), epochs=epochs, behind=behind, every=tests.epochs)
+    every = tests.updates if tests.epochs is None else tests.epochs * train.updates
+    return Pieces(train=train, updates=epochs * train.updates if updates is None else updates, behind=behind, every=every)
