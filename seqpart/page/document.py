@@ -45,7 +45,8 @@ def _head(run: Run) -> str:
     model, data = run.job.get("model"), run.job.get("data")
     what = [f"method {method}" if method else "", f"model {model}" if model else "", f"data {data}" if data else ""]
     when = run.result.get("finished") or run.start.get("time", "")
-    words = [run.said, *(word for word in what if word), f"{run.processes} processes" if run.processes > 1 else "", str(when)]
+    day = str(when)[:19].replace("T", " ") + " UTC" if when else ""  # without the parts of a second
+    words = [run.said, *(word for word in what if word), f"{run.processes} processes" if run.processes > 1 else "", day]
     return (
         f"<header><h1>{escape(run.root.resolve().name)}</h1>"
         f'<p class="state {escape(run.state)}">{escape(" · ".join(word for word in words if word))}</p></header>'
