@@ -30,6 +30,7 @@ FLAGS = {
     "--save-every", "--test-every", "--eval-every", "--max-steps", "--sil-inputs", "--resume",
     "--subnets", "--local-steps", "--subnet-groups", "--subnet-rows", "--subnet-moments",
     "--dry-run", "--plan-out", "--plan", "--print-schedule", "--trace", "--log", "--quiet", "--debug",
+    "--augment", "--cache", "--cached-views", "--workers",
 }  # fmt: skip
 
 

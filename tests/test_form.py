@@ -137,7 +137,7 @@ def test_where_there_is_no_pyyaml_a_yaml_file_is_refused_with_the_command_that_i
             ["--method", "boosting"],
             "--method: expected one of auto, sil, ist, streamed, checkpointed, full, psl; found 'boosting'",
         ),
-        (["--optimizer", "lion"], "--optimizer: expected one of adam, adamw, sgd; found 'lion'"),
+        (["--optimizer", "lion"], "--optimizer: expected one of adam, adamw, sgd, adafactor; found 'lion'"),
         (["--shuffle", "perhaps"], "--shuffle: expected yes, no or auto; found 'perhaps'"),
         (["--cache-dtype", "fp8"], "--cache-dtype: expected fp32 or bf16; found 'fp8'"),
         *(
@@ -170,7 +170,7 @@ def test_the_help_is_in_groups_that_list_choices_and_fits_80_columns(capsys, mon
     for words in (
         "--method {auto,sil,ist,streamed,checkpointed,full,psl}",
         "--recover {left,all}",
-        "--optimizer {adam,adamw,sgd}[,...]",
+        "--optimizer {adam,adamw,sgd,adafactor}[,...]",
     ):
         assert words in said
     assert all(len(line) <= 80 for line in said.splitlines())
