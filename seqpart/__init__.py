@@ -18,7 +18,7 @@ if "torch" not in sys.modules:
     try:
         os.getcwd()  # noqa: PTH109 (pathlib is not needed for it)
     except OSError as error:  # the matrix library would end the process while torch loads, in words of its own
-        print(f"seqpart: the working directory cannot be used: {error.strerror}. Go to one that exists.", file=sys.stderr)
+        sys.stderr.write(f"seqpart: the working directory cannot be used: {error.strerror}. Go to one that exists.\n")
         sys.exit(6)
 
 from seqpart.errors import (

@@ -26,6 +26,7 @@ OptimizerName = Literal["adam", "adamw", "sgd", "adafactor"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
 Precision = Literal["fp32", "bf16"]
+TrackerName = Literal["tensorboard", "wandb"]
 
 NO_METHOD = (
     "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "

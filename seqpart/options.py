@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from seqpart.kinds import LrSchedule, Method, Objective, Precision
+from seqpart.kinds import LrSchedule, Method, Objective, Precision, TrackerName
 from seqpart.rates.scheduler import SchedulerFactory
 
 
@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
     trace: str | Path | None
+    log: TrackerName | Sequence[TrackerName] | None
     cached_views: int | None
     cache: Literal["auto", "rows", "none"]
     workers: int | None

@@ -26,6 +26,7 @@ from seqpart.kinds import (
     Objective,
     OptimizerName,
     Precision,
+    TrackerName,
     positive,
     refuse_outside,
     values_of,
@@ -105,7 +106,7 @@ class Settings:
     warmup_updates: int = 0
     """Updates of linear growth before the learning rate is reached."""
     dtype: Precision = "fp32"
-    """fp32, or bf16: mixed precision by autocast, weights and optimizer state stay float32."""
+    """fp32, or bf16: mixed precision by autocast, weights and optimizer state stay float32. The command takes --bf16 too."""
     recovery_epochs: int = 0
     """After sil: epochs of exact back-propagation through the whole network, under the same limit."""
     recover: Literal["left", "all"] | None = None
@@ -157,6 +158,8 @@ class Settings:
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
     trace: Path | None = None
     """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
+    log: TrackerName | tuple[TrackerName, ...] | None = None
+    """Tell loss, accuracy, learning rate, memory and rows per second to tensorboard, wandb (Weights & Biases), or both."""
     cached_views: int | None = None
     """Draws of each row that is read anew whose outputs are cached for later partitions, whose epochs take them in turn (sil
     only). Default: 1."""
@@ -293,6 +296,11 @@ class Settings:
         """Every setting as JSON has it: numbers as numbers, several values as a list, a path as text, a function by name."""
         found = {field.name: getattr(self, field.name) for field in fields(Settings)}
         return {name: as_text(value) if isinstance(value, Path) or callable(value) else value for name, value in found.items()}
+
+    @property
+    def trackers(self) -> tuple[TrackerName, ...]:
+        asked = self.log if isinstance(self.log, tuple) else (self.log,)
+        return tuple(dict.fromkeys(name for name in asked if name is not None))
 
     @property
     def loss_name(self) -> LossName | None:

@@ -17,7 +17,9 @@ from seqpart.memory.compiler import without_distributed_tensors
 from seqpart.memory.device import Device
 from seqpart.memory.limit import told
 from seqpart.page.command import reported
+from seqpart.report.log import printing
 from seqpart.report.output import lasting_output
+from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
 from seqpart.schedule.steps import steps_of, to_text
@@ -59,7 +61,7 @@ def run_command(command: str, arguments: list[str]) -> int:
 def _guarded(work: Callable[[], None], *, debug: bool) -> int:
     """Run `work`; a user's mistake becomes one message and its exit code."""
     atexit.register(end_at_once)
-    with lasting_output(), like_ctrl_c():
+    with lasting_output(), like_ctrl_c(), printing():
         return _ended(work, debug=debug)
 
 
@@ -120,7 +122,7 @@ def _train(arguments: list[str], *, alone: bool) -> None:
             without_distributed_tensors()
         job, trainer, train, test = opened(job, reporter, alone=alone)
     if job.print_schedule or job.plan_out or job.dry_run:
-        with trainer.planned(train, test, reuse=reuse, dry=job.dry_run) as (_, prepared):
+        with planning_shown(reporter), trainer.planned(train, test, reuse=reuse, dry=job.dry_run) as (_, prepared):
             pass
         if job.plan_out:
             write_text(job.plan_out, prepared.plan.to_json())

@@ -32,6 +32,7 @@ from seqpart.model.optimizers import Build, describe
 from seqpart.options import Options
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
@@ -42,6 +43,8 @@ from seqpart.settings import Settings
 from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
+from seqpart.tracking.libraries import load
+from seqpart.tracking.tracking import tracked
 from seqpart.units import format_size
 from seqpart.weights.adapter import is_adapted
 
@@ -108,6 +111,7 @@ class Trainer:
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
         self.settings = settings
+        load(settings.trackers)  # the plan is to see what they hold
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
@@ -241,7 +245,8 @@ class Trainer:
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             observer = Observer() if before_update is None else Observer(before_update=before_update)
-            observer = traced(self.settings.trace, observer, sampler, reporter.say, stack)
+            observer = traced(self.settings.trace, observer, sampler, reporter, stack)
+            observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
             train, test = self._rows(train, test)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
@@ -249,8 +254,11 @@ class Trainer:
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
-            preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
+            with planning_shown(reporter):
+                preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
+            if tracking is not None:
+                tracking.open(run.places.directory, prepared.phases, resumed, self.settings)
             adapted = self.model if is_adapted(self.model) else None
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
         self._trained = result.weights

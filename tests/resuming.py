@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -59,7 +60,7 @@ class Stopping(Reporter):
             if len(self.steps) == self._at:
                 self._how()
 
-    def say(self, text):
+    def say(self, text, level=logging.INFO):
         self.said.append(text)
 
 

@@ -16,6 +16,12 @@ from seqpart.files.direct import explained
 from tests.command import SMALL, Ran, call, command, files, refused
 from tests.given import write_idx, write_own
 
+YAML = {
+    "broken": "lr: [1", "unknown": "epoch: 3\ndtpye: bf16\n", "list": "- lr\n", "number": "3", "key": "lr: 1\nlr: 2\n",
+    "alias": "a: &a 3\nb: *a\n", "tag": "lr: !!python/object/apply:os.getcwd []\n", "nothing": "lr:\n",
+    "nested": "lr: [[1, 2]]\n", "table": "lr: {first: 1}\n", "bf16": "bf16: 3\n",
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect():
@@ -51,7 +57,10 @@ def desk(tmp_path_factory):
     (folder / "folder" / "cat").mkdir(parents=True)
     (folder / "notaplan.json").write_text("[1, 2")
     (folder / "half.toml").write_text('lr = "1e-4')
-    (folder / "unknown.toml").write_text("learning_rate = 1e-4\n")
+    (folder / "unknown.toml").write_text("learn_rate = 1e-4\n")
+    (folder / "twice.toml").write_text("lr = 1e-4\nlearning-rate = 1e-3\n")
+    for name, text in YAML.items():
+        (folder / f"{name}.yaml").write_text(text)
     (folder / "word.toml").write_text('depth = "deep"\n')
     (folder / "switch.toml").write_text('overwrite = "yes"\n')
     (folder / "table.toml").write_text("[lr]\nfirst = 1\n")
@@ -179,7 +188,20 @@ OPTIONS = {
     "--config": "--config",
     "--config nowhere.toml": "--config: cannot read nowhere.toml: No such file or directory",
     "--config half.toml": "--config: half.toml is not TOML",
-    "--config unknown.toml": "--config: unknown.toml has unknown option(s) learning_rate; --help",
+    "--config unknown.toml": "--config: unknown.toml has unknown option(s) learn_rate; --help",
+    "--config twice.toml": "--config: twice.toml says lr twice, in two spellings",
+    "--config broken.yaml": "--config: broken.yaml is not YAML: while parsing",
+    "--config unknown.yaml": "--config: unknown.yaml has unknown option(s) dtpye, epoch",
+    "--config list.yaml": "--config: list.yaml is not YAML: expected a table of options, each as `name: value`",
+    "--config number.yaml": "expected a table of options",
+    "--config key.yaml": "--config: key.yaml is not YAML: line 1 begins a table that has 'lr' twice",
+    "--config alias.yaml": "--config: alias.yaml is not YAML: line 2 has an alias, *a",
+    "--config tag.yaml": "--config: tag.yaml is not YAML: could not determine a constructor for the tag",
+    "--config nothing.yaml": "a name without a value; leave it out for the default",
+    "--config nested.yaml": "expected a value or a list of values; found a list in a list",
+    "--config table.yaml": "--config: table.yaml: lr must be a value or a list of values; found a table",
+    "--config bf16.yaml": "--config: bf16.yaml: bf16 must be true or false; found 3",
+    "--bf16 --dtype fp32": "--bf16 is short for --dtype bf16; found --dtype fp32 beside it",
     "--config inner.toml": "--config: inner.toml has unknown option(s) config",
     "--config word.toml": "--depth; 'deep'",
     "--config switch.toml": "--config: switch.toml: overwrite must be true or false; found 'yes'",

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 from safetensors.torch import load_file
@@ -23,13 +24,13 @@ FLAGS = {
     "--mem-limit", "--method", "--device", "--ram-limit", "--offload-dir", "--output-dir", "--overwrite", "--epochs",
     "--batch-size", "--micro-batch-size", "--loss", "--lr", "--optimizer", "--weight-decay", "--momentum", "--clip-grad-norm",
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
-    "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
+    "--data", "--data-dir", "--tokenizer", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
     "--weights", "--weights-partial", "--weights-dtype", "--tile",
-    "--lr-schedule", "--warmup-updates", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--recovery-lr",
+    "--lr-schedule", "--warmup-updates", "--ema", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--recovery-lr",
     "--save-every", "--test-every", "--eval-every", "--max-steps", "--sil-inputs", "--resume",
-    "--save-every", "--test-every", "--sil-inputs", "--resume", "--augment", "--cache", "--workers", "--cached-views",
     "--subnets", "--local-steps", "--subnet-groups", "--subnet-rows", "--subnet-moments",
-    "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
+    "--dry-run", "--plan-out", "--plan", "--print-schedule", "--trace", "--log", "--quiet", "--debug",
+    "--augment", "--cache", "--cached-views", "--workers",
 }  # fmt: skip
 
 
@@ -229,6 +230,11 @@ def test_the_real_command_ends_with_the_proof_and_leaves_the_results(here):
     result = json.loads((folder / "result.json").read_text())
     assert result["accuracy"] == events[-1]["accuracy"]
     assert result["proof"]["violations"] == 0
+    assert result["settings"] == events[0]["settings"]
+    kept = {name: result["settings"][name] for name in ("epochs", "lr", "shuffle", "kappa", "mem_limit")}
+    assert kept == {"epochs": 1, "lr": 1e-4, "shuffle": "auto", "kappa": None, "mem_limit": "1GB"}
+    began, ended = (datetime.fromisoformat(text) for text in (events[0]["time"], result["finished"]))
+    assert 0 <= (ended - began).total_seconds() <= result["seconds"] + 1
 
 
 def test_the_console_script_trains_and_plans(here, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 
 import pytest
 
@@ -72,6 +73,56 @@ def test_a_job_that_version_0_2_0_kept_as_texts_is_found_again(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("other", "usual"),
+    [
+        (["-o", "out"], ["--output-dir", "out"]),
+        (["--learning-rate", "1e-3,1e-4"], ["--lr", "1e-3,1e-4"]),
+        (["--learning-rate=1e-3"], ["--lr=1e-3"]),
+        (["--bf16"], ["--dtype", "bf16"]),
+        (["--bf16", "--dtype", "bf16"], ["--dtype=bf16"]),
+        (["-m", "2GB"], ["--mem-limit", "2GB"]),
+    ],
+)
+def test_an_option_may_be_spelled_otherwise(other, usual):
+    assert typed(*other) == typed(*usual)
+
+
+FILE = {"learning-rate": [1e-3, 1e-4], "epochs": 5, "bf16": True, "shuffle": False, "save_every": "30s", "partitions": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "learning-rate: [1e-3, 0.0001]\nepochs: 5\nbf16: true\nshuffle: no\nsave_every: 30s\npartitions: 2\n"),
+        ("run.YML", "{learning-rate: [0.001, 1e-4], epochs: 5, dtype: bf16, shuffle: false, save-every: 30s, partitions: 2}"),
+        ("run.yaml", json.dumps(FILE)),
+        (
+            "run.toml",
+            'lr = [1e-3, 1e-4]\nepochs = 5\nbf16 = true\nshuffle = false\nsave-every = "30s"\npartitions = 2\n',
+        ),
+    ],
+)
+def test_a_file_of_options_is_toml_or_yaml(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    said = ["--lr", "1e-3,1e-4", "--epochs", "5", "--bf16", "--shuffle", "no", "--save-every", "30s", "--partitions", "2"]
+    found = dataclasses.replace(typed("--config", str(tmp_path / name)), config=None)
+    assert found == typed(*said)
+    assert typed("--config", str(tmp_path / name), "--epochs", "7").epochs == 7, "the command line wins"
+
+
+def test_an_empty_yaml_file_says_nothing(tmp_path):
+    (tmp_path / "run.yaml").write_text("# lr: 3\n")
+    assert dataclasses.replace(typed("--config", str(tmp_path / "run.yaml")), config=None) == typed()
+
+
+def test_where_there_is_no_pyyaml_a_yaml_file_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("lr: 3\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(OptionError, match=r"pip install pyyaml, or write it as TOML"):
+        typed("--config", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--batch-size", "1.5"], "--batch-size: expected a whole number, or whole numbers with commas; found '1.5'"),
@@ -122,7 +173,9 @@ def test_the_help_is_in_groups_that_list_choices_and_fits_80_columns(capsys, mon
         "--optimizer {adam,adamw,sgd,adafactor}[,...]",
     ):
         assert words in said
-    assert all(len(line) <= 80 for line in said[places[0] :].splitlines())
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert "-m SIZE, --mem-limit SIZE" in said and "-o PATH, --output-dir PATH" in said
+    assert list(GROUPS)[-2:] == ["sil", "ist"]
 
 
 def test_the_command_says_which_method_it_takes_where_none_was_given(capsys):

@@ -1,4 +1,4 @@
-"""What the user sees on a terminal of 60, 80 or 120 columns, and in a file: whole numbers, whole lines."""
+"""What the user sees on a terminal of 40, 60, 80 or 120 columns, and in a file: whole numbers, whole lines."""
 
 import fcntl
 import os
@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqpart.report import planning
 from seqpart.report.terminal import as_many, bar_line, plan_table, wrapped
 from seqpart.units import format_seconds
-from tests.command import ENVIRONMENT, SMALL, command
+from tests.command import ENVIRONMENT, SMALL, call, command
 
 ROW = {
     "partition": "12", "blocks": "1000..1022", "weights": "123.45 MB", "gradients": "123.45 MB", "optimizer": "246.90 MB",
@@ -51,7 +52,9 @@ def lines_of(text):
     return [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
 
 
-@pytest.mark.parametrize("columns", [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "columns", [40, pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)]
+)
 def test_a_run_fits_the_terminal(columns, tmp_path):
     """At 80 columns the table's cells were cut to `1.…`, and the bar's line had neither its ETA nor its peak."""
     code, text = on_a_terminal(
@@ -66,7 +69,8 @@ def test_a_run_fits_the_terminal(columns, tmp_path):
     assert ("left out, for a wider terminal: " in text) is (columns < 120)
     bars = [line for line in lines if " ETA " in line]
     assert bars
-    assert all(re.match(r"partition \d [a-z ]+(epoch \d+)?.* +\d+ %  ETA (\?|\d+ s)", line) for line in bars)
+    what = r"partition \d [a-z ]+(epoch \d+)?" if columns >= 60 else r"(partition|p)\d? ?[\w ]+"
+    assert all(re.match(rf"{what}.* +\d+ %  ETA (\?|\d+ s)", line) for line in bars)
     assert any("peak" in line for line in bars) is (columns >= 80)
     said = " ".join(" ".join(lines).split())
     assert re.search(r"proof: limit 1\.00 GB, measured peak [\d.]+ MB .* violations 0", said)
@@ -118,10 +122,13 @@ def test_lines_are_broken_between_words_and_never_before_a_unit(width):
     speed=st.floats(0, 1e9), peak=st.integers(0, 10**13), epoch=st.integers(1, 10**9),
 )  # fmt: skip
 def test_the_bar_is_one_line_and_says_first_what_matters_most(width, share, left, speed, peak, epoch):
-    line = bar_line(f"partition 0 train epoch {epoch}", share, left, speed, peak, peak + 1, width=width)
+    spellings = (f"partition 0 train epoch {epoch}", f"p0 train {epoch}", f"p0 e{epoch}")
+    line = bar_line(spellings, share, left, speed, peak, peak + 1, width=width)
     assert len(line) < width
+    if width >= 40:
+        assert f" %  ETA {'?' if left is None else format_seconds(left)}" in line and "p0 " in line.replace("artition ", "")
     if width >= 70:
-        assert "ETA" in line and " %" in line
+        assert line.startswith(spellings[0])
     if width >= 110:
         assert "peak" in line
 
@@ -130,6 +137,8 @@ def test_a_line_has_as_many_parts_as_fit():
     assert as_many(("loss 1", "  accuracy", "  9 s"), 17) == "loss 1  accuracy"
     assert as_many(("loss 1", "  accuracy", "  9 s"), None) == "loss 1  accuracy  9 s"
     assert as_many(("loss 1", "  accuracy"), 3) == "loss 1"
+    assert as_many(("partition 1 loss 1", "  accuracy"), 10, short="p1 loss 1") == "p1 loss 1"
+    assert as_many(("partition 1 loss 1", "  accuracy"), None, short="p1 loss 1") == "partition 1 loss 1  accuracy"
 
 
 @pytest.mark.parametrize(
@@ -139,3 +148,21 @@ def test_a_line_has_as_many_parts_as_fit():
 )  # fmt: skip
 def test_a_time_is_said_in_units_that_people_use(seconds, text):
     assert format_seconds(seconds) == text or (text == "100 min" and format_seconds(seconds) == "1 h 40 min")
+
+
+def test_what_a_plan_waits_for_stands_on_the_terminals_line_and_goes(tmp_path):
+    code, text = on_a_terminal(tmp_path, 40, *SMALL, "--dry-run", "--method", "full")
+    assert code == 0, text
+    assert re.search(r"\r\x1b\[2Kplanning: block \d of \d is ", text)
+    assert "\r\x1b[2Kplan for" in text.replace("\x1b[0m", ""), "the line is gone before the plan is printed"
+    assert max(map(len, lines_of(text))) <= 40
+
+
+def test_elsewhere_a_plan_that_takes_long_says_what_it_waits_for(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "planning:" not in call(capsys, *SMALL, "--dry-run", "--method", "full").out
+    monkeypatch.setattr(planning, "_SAID", 0.0)
+    said = call(capsys, *SMALL, "--dry-run", "--method", "full").out
+    assert "planning: block 1 of 4 is measured on fake tensors, 64 rows\n" in said
+    assert "planning: the speed of the disk and of matrix products is measured\n" in said
+    assert "planning:" not in call(capsys, *SMALL, "--dry-run", "--method", "full", "--quiet").out

@@ -1,8 +1,9 @@
 """Options from three places: a config file, the run that is resumed, and the command line, which wins."""
 
 import dataclasses
+import inspect
 import itertools
-import tomllib
+import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,14 +11,17 @@ import tyro
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.resume import refuse_finished
+from seqpart.cli.config_file import read_config
 from seqpart.cli.form import filled, form_of
+from seqpart.cli.spelling import one_spelling, spelled_out
 from seqpart.directory.marker import MARKER
 from seqpart.directory.publication import latest
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
 from seqpart.files.scratch import has_checkpoint
-from seqpart.files.text import read_text, refuse_unusable
+from seqpart.files.text import refuse_unusable
+from seqpart.report.terminal import wrapped
 from seqpart.session.places import JOB
 
 T = TypeVar("T")
@@ -31,7 +35,9 @@ _NOT_KEPT = {
 def options_of(kind: type[T], arguments: list[str], program: str) -> T:
     """`gathered` arguments as a `kind`. Raises OptionError for what cannot be used; leaves with 2 for unknown options."""
     form = form_of(kind, with_help=bool({"-h", "--help"} & set(arguments)))
-    return filled(kind, tyro.cli(form, args=arguments, prog=program, config=(tyro.conf.OmitArgPrefixes,)))
+    about = wrapped(inspect.getdoc(kind) or "", shutil.get_terminal_size().columns)
+    flags = (tyro.conf.OmitArgPrefixes,)
+    return filled(kind, tyro.cli(form, args=arguments, prog=program, description=about, config=flags))
 
 
 def has_flag(arguments: list[str], flag: str) -> bool:
@@ -47,10 +53,11 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
         raise OptionError("--resume goes on with the run's own options: leave --config out.")
     table, source = {}, ""
     if config is not None:
-        table, source = _config(Path(config)), f"--config: {config}"
+        table, source = read_config(Path(config)), f"--config: {config}"
     elif resume is not None:
         table, source = _kept(Path(resume)), f"--resume: {resume}"
-    unknown = sorted(key for key in table if key.replace("-", "_") not in known)
+    arguments, table = spelled_out(arguments), one_spelling(table, source)
+    unknown = sorted(key for key in table if key not in known)
     if unknown:
         raise OptionError(
             f"{source} has unknown option(s) {', '.join(unknown)}. Its keys are the flags of --help without the dashes."
@@ -58,7 +65,7 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
     found = [
         word
         for key, value in table.items()
-        for word in _as_arguments(source, key.replace("_", "-"), value, known[key.replace("-", "_")].type is bool)
+        for word in _as_arguments(source, key.replace("_", "-"), value, known[key].type is bool)
     ]
     return [*found, *arguments]
 
@@ -76,18 +83,6 @@ def _given(arguments: list[str], flag: str) -> str | None:
     found = [b for a, b in itertools.pairwise(arguments) if a == flag]
     found += [word.partition("=")[2] for word in arguments if word.startswith(f"{flag}=")]
     return found[-1] if found else None
-
-
-def _config(path: Path) -> dict[str, Any]:
-    refuse_unusable("--config", path)
-    try:
-        return tomllib.loads(read_text(path))
-    except OSError as error:
-        raise OptionError(f"--config: cannot read {path}: {error.strerror}.") from None
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
-        raise OptionError(f"--config: {path} is not TOML: {error}.") from None
-    except RecursionError:
-        raise OptionError(f"--config: {path} is not TOML that we can read: it is nested too deeply.") from None
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 
+from seqpart.cli.spelling import SPELLINGS
 from seqpart.errors import OptionError
 from seqpart.files.text import short
 from seqpart.kinds import OF_IST
@@ -29,11 +30,6 @@ GROUPS = {
         "epochs", "max_steps", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "ema",
         "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "seed",
     ),
-    "sil": (
-        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views", "recovery_epochs", "recover",
-        "recovery_batch_size", "recovery_lr",
-    ),
-    "ist": OF_IST,
     "data-and-model": (
         "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",
         "image_size", "augment", "context", "tokenizer", "cache", "workers",
@@ -41,7 +37,12 @@ GROUPS = {
     "files-and-checkpoints": (
         "output_dir", "overwrite", "offload_dir", "save_every", "resume", "config",
     ),
-    "output": ("dry_run", "plan_out", "print_schedule", "trace", "quiet", "debug"),
+    "output": ("dry_run", "plan_out", "print_schedule", "trace", "log", "quiet", "debug"),
+    "sil": (
+        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views", "recovery_epochs", "recover",
+        "recovery_batch_size", "recovery_lr",
+    ),
+    "ist": OF_IST,
 }  # fmt: skip
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
 _METAVARS = {
@@ -91,7 +92,10 @@ def _field(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any
     asked: Any = (str | None if default is None else str) if text else hint
     behaviour = "" if default is None else None  # texts say the default of what may be left out
     told: Any = Annotated[
-        asked, tyro.conf.arg(help=said, metavar=None if hint is bool else shown, help_behavior_hint=behaviour)
+        asked,
+        tyro.conf.arg(
+            help=said, metavar=None if hint is bool else shown, help_behavior_hint=behaviour, aliases=SPELLINGS.get(name, ())
+        ),
     ]
     if default is dataclasses.MISSING:
         return name, told, dataclasses.field()

@@ -28,8 +28,7 @@ from seqpart.zoo.loading import called
 class Job(Settings):
     """Train a neural network under a memory limit, one partition at a time.
 
-    Without --model and --data: scikit-learn's real digits and a residual MLP whose
-    full training state is twice the limit.
+    Without --model and --data: scikit-learn's real digits and a residual MLP whose full training state is twice the limit.
     """
 
     method: Method = "sil"
@@ -72,7 +71,7 @@ class Job(Settings):
     heads: int | None = None
     """Attention heads of --model gpt. Default: 4."""
     config: Path | None = None
-    """A TOML file with these options as keys; options on the command line win."""
+    """A TOML file, or a YAML file (.yaml, .yml), with these options as keys; options on the command line win."""
     resume: Path | None = None
     """Go on with the run in this directory (or from one of its checkpoint files), to the bits it would have reached.
     Its options are taken over. Limits, places and --save-every may be others; so may the learning rate, its schedule, clipping,

@@ -5,6 +5,7 @@ be born and die, so every live byte between the operations is counted exactly; w
 operation is not seen, and belongs to the plan's margin.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -128,6 +129,9 @@ def measure_chain(
         # One factory builds the same structure every time.
         key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
         if key not in known:
+            logging.getLogger("seqpart.planning").debug(
+                "block %d of %d is measured on fake tensors, %d rows", block.number + 1, len(chain), batch
+            )
             known[key] = _measure_block(block, taken, granule, autocast)
         cost = known[key]
         numbers = dict(zip((one.number for one in cost.takes), block.takes, strict=True))

@@ -1,5 +1,6 @@
 """What this machine does per second, measured at start: a matrix product, an optimizer step, the disk."""
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from seqpart.hardware.table import Hardware
 from seqpart.memory.compiler import take_step
 from seqpart.memory.device import DOWN, UP, Device
 from seqpart.model.optimizers import Optimizer
+
+_LOGGER = logging.getLogger("seqpart.planning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,7 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
     """
     if device.hardware is not None:
         return speeds_of(device.hardware)
+    _LOGGER.debug("the speed of the disk and of matrix products is measured")
     read, write = probe_disk(existing(folder), hidden=dry)  # first: its buffer is gone when the others come
     copy = _copies(device)
     weight = torch.ones(1024, 1024, device=device.torch)

@@ -6,6 +6,7 @@ some operations are others on fake tensors. What the system says of a real run, 
 In this process and not in a child: a child would hold the imported libraries, 300 MB, a second time, and it would count.
 """
 
+import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,6 +26,8 @@ from seqpart.memory.heap import page_faults, seconds_per_fault
 from seqpart.memory.usage import HighWater
 from seqpart.model.blocks import Block, run_fake, with_tensors
 from seqpart.model.inspection import Kind, structure_of
+
+_LOGGER = logging.getLogger("seqpart.planning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +140,7 @@ class Trials:
     def _measured(self, number: int, rows: int) -> Excess:
         """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
         block, fewer = self._chain[number], rows
+        _LOGGER.debug("block %d of %d is run, %d rows", number + 1, len(self._chain), rows)
         while True:
             try:
                 with _left_alone(block, self._device):

@@ -45,7 +45,8 @@ def _head(run: Run) -> str:
     model, data = run.job.get("model"), run.job.get("data")
     what = [f"method {method}" if method else "", f"model {model}" if model else "", f"data {data}" if data else ""]
     when = run.result.get("finished") or run.start.get("time", "")
-    words = [run.said, *(word for word in what if word), f"{run.processes} processes" if run.processes > 1 else "", str(when)]
+    day = str(when)[:19].replace("T", " ") + " UTC" if when else ""  # without the parts of a second
+    words = [run.said, *(word for word in what if word), f"{run.processes} processes" if run.processes > 1 else "", day]
     return (
         f"<header><h1>{escape(run.root.resolve().name)}</h1>"
         f'<p class="state {escape(run.state)}">{escape(" · ".join(word for word in words if word))}</p></header>'
@@ -145,11 +146,16 @@ def _time(run: Run) -> str:
         for kind, found in sorted(run.steps.items(), key=lambda item: -item[1].seconds)
     ]  # fmt: skip
     rows.append(("outside of steps", max(0.0, run.seconds - known), f"{max(0.0, run.seconds - known):.1f} s"))
+    issued = " On a card a step lasts as long as it took to issue it." if _on_a_card(run) else ""
     return (
         f"<section><h2>Where the time went</h2>{bars('Seconds by kind of step', rows)}<p>What comes from a home or goes there "
         "while another partition computes costs only the seconds that were waited for. Outside of steps: planning, writing of "
-        "the first homes and rows, checkpoints, results.</p></section>"
+        f"the first homes and rows, checkpoints, results.{issued}</p></section>"
     )
+
+
+def _on_a_card(run: Run) -> bool:
+    return run.plan is not None and not run.plan.device.startswith("CPU")
 
 
 def _moved(read: int, written: int) -> str:

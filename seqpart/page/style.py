@@ -50,7 +50,6 @@ th,td{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);text-align:righ
 .pairs td:first-child{color:var(--soft);min-width:9em}
 summary{cursor:pointer;padding:4px 0}
 @media(max-width:560px){main{padding:10px}section{padding:12px}.plot{margin-left:64px;height:200px}
-.bar{grid-template-columns:1fr 1fr}.bar span:last-child{grid-column:1/-1;color:var(--soft)}
-.x:nth-of-type(even){display:none}}
+.bar{grid-template-columns:1fr 1fr}.bar span:last-child{grid-column:1/-1;color:var(--soft)}}
 @media print{body{background:#fff}section{break-inside:avoid}}
 """

@@ -1,4 +1,5 @@
-"""What the user sees, and the run's log. Only this package prints.
+"""What the user sees, and the run's log. Only this package prints, and only what no handler of the user's own takes: whatever
+is said goes to the logger `seqpart`.
 
 On a terminal a live bar with ETA, samples/s and the peak against the limit; elsewhere plain lines. Every event is
 also one line of JSON in the run directory.
@@ -6,6 +7,7 @@ also one line of JSON in the run directory.
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,8 +23,9 @@ from seqpart.files.owned import added_to, made
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan, as_text_rows
 from seqpart.recording.tally import Tally
+from seqpart.report.log import LOGGER, is_heard
 from seqpart.report.output import standard_output
-from seqpart.report.terminal import as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_of, wrapped
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Verb
@@ -64,17 +67,27 @@ class Reporter:
             except OSError as error:
                 raise explained(error, self._log_path) from None
 
-    def say(self, text: str) -> None:
-        width = width_of(self.console)
-        self.console.print(text if width is None else wrapped(text, width), markup=False)
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        LOGGER.log(level, "%s", text)
+        if not is_heard(level):
+            width = width_of(self.console)
+            self.console.print(text if width is None else wrapped(text, width), markup=False)
+
+    def warn(self, text: str) -> None:
+        """What went otherwise than it was to go."""
+        self.say(text, logging.WARNING)
 
     def plan(self, plan: Plan) -> None:
         rows, width = as_text_rows(plan), width_of(self.console)
         table, left_out = plan_table(rows, width)
         self.say(plan_title(plan))
-        if width is None:
-            self.console.width = table_width(rows)  # a file has none, and rich cuts at 80
-        self.console.print(table)
+        if is_heard(logging.INFO):
+            LOGGER.info("%s", as_lines(plan_table(rows, None)[0], table_width(rows)))
+            left_out = ()
+        else:
+            if width is None:
+                self.console.width = table_width(rows)  # a file has none, and rich cuts at 80
+            self.console.print(table)
         if left_out:
             self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
         for line in plan_notes(plan):
@@ -118,11 +131,12 @@ class Reporter:
             return
         epoch = f" epoch {_share(phase.epochs_done)}" if phase.kind is PhaseKind.TRAIN else ""
         accuracy = "" if event.accuracy is None else f"  accuracy {100 * event.accuracy:6.2f} %"
+        short = f"{_spellings(phase)[-1]} loss {event.loss:.4f}"
         parts = (
             f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}", accuracy, f"  {event.seconds:6.1f} s",
             f"  {speed:8.0f} samples/s",
         )  # fmt: skip
-        self.say(as_many(parts, width_of(self.console)))
+        self.say(as_many(parts, width_of(self.console), short=short))
 
     def end(self) -> None:
         if self._bar is not None:
@@ -150,6 +164,15 @@ def _who(phase: Phase) -> str:
     return f"partition {phase.partition}" if phase.through is None else f"partitions {phase.partition}-{phase.through}"
 
 
+def _spellings(phase: Phase) -> tuple[str, ...]:
+    """What a pass is, in shorter and shorter words: `partitions 0-3 train epoch 2`, `p0-3 train 2`, `p0-3 e2`."""
+    where = str(phase.partition) if phase.through is None else f"{phase.partition}-{phase.through}"
+    what = _WHAT[phase.kind]
+    if phase.kind is not PhaseKind.TRAIN:
+        return f"{_who(phase)} {what}", f"p{where} {what}"
+    return f"{_who(phase)} {what} epoch {phase.epoch}", f"p{where} {what} {phase.epoch}", f"p{where} e{phase.epoch}"
+
+
 def _share(epochs: float) -> str:
     """3, or 2.75 in the midst of one."""
     return f"{epochs:.2f}".rstrip("0").rstrip(".")
@@ -166,7 +189,8 @@ class _Bar:
     def __init__(self, console: Console, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
         self._console, self._limit, self._used, self._phases = console, limit, used, phases
         self._progress: Progress | None = None
-        self._rows, self._what = 0, "starting"
+        self._rows = 0
+        self._what: tuple[str, ...] = ("starting",)
         self._began = time.perf_counter()
         self._shown = 0.0
         if console.is_terminal and not console.quiet:
@@ -174,12 +198,11 @@ class _Bar:
             line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
             self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
             total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[first:]))
-            self._task = self._progress.add_task(self._what, total=total)
+            self._task = self._progress.add_task(self._what[0], total=total)
             self._progress.start()
 
     def enter(self, event: PhaseBegun) -> None:
-        epoch = f" epoch {event.phase.epoch}" if event.phase.kind is PhaseKind.TRAIN else ""
-        self._what = f"{_who(event.phase)} {_WHAT[event.phase.kind]}{epoch}"
+        self._what = _spellings(event.phase)
 
     def step(self, event: StepDone) -> None:
         if self._progress is None or event.step.micro_batch is None:

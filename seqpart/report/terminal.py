@@ -1,5 +1,6 @@
 """What fits: lines, the plan's table and the live bar for a terminal of any width. A file or a pipe gets all of it."""
 
+import io
 import re
 import shutil
 import textwrap
@@ -12,7 +13,9 @@ from rich.table import Table
 
 from seqpart.units import format_seconds, format_size
 
-_LEAVE_OUT = ("home", "graph", "boundary row", "optimizer", "gradients", "micro-batch", "activations", "weights")
+_LEAVE_OUT = (
+    "home", "graph", "boundary row", "optimizer", "gradients", "micro-batch", "activations", "weights", "boundary", "device",
+)  # fmt: skip
 """Columns of the plan that a narrow terminal does without, the least important first."""
 _BETWEEN = 3
 """Characters between two columns of the table, and at its edges together."""
@@ -58,14 +61,22 @@ def plan_table(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[Ta
     return table, tuple(name for name in widths if name in out)
 
 
+def as_lines(table: Table, width: int) -> str:
+    """The table as text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
+
+
 def table_width(rows: Sequence[Mapping[str, str]]) -> int:
     """Characters of a line of the whole table, so that none is cut in a file."""
     return sum(max(len(name), *(len(row[name]) for row in rows)) + _BETWEEN for name in rows[0])
 
 
-def as_many(parts: Sequence[str], width: int | None) -> str:
-    """The first of `parts`, and of the others as many as fit `width` too."""
-    line = parts[0]
+def as_many(parts: Sequence[str], width: int | None, *, short: str = "") -> str:
+    """The first of `parts`, or `short` where that does not fit `width`, and of the others as many as do."""
+    line = short if short and width is not None and len(parts[0]) > width else parts[0]
     for part in parts[1:]:
         if width is not None and len(line) + len(part) > width:
             break
@@ -73,24 +84,28 @@ def as_many(parts: Sequence[str], width: int | None) -> str:
     return line
 
 
-def bar_line(what: str, share: float, left: float | None, speed: float, peak: int, limit: int, *, width: int) -> str:
-    """The live line: what runs, how far it is, and as much of the time left, peak, bar and speed as `width` has room for.
+def bar_line(
+    spellings: Sequence[str], share: float, left: float | None, speed: float, peak: int, limit: int, *, width: int
+) -> str:
+    """The live line: how far it is, the time left, what runs, and as much of the peak, bar and speed as `width` has room for.
 
-    share: from 0 to 1. left: seconds, None while nobody knows.
+    spellings: what runs, in shorter and shorter words. share: from 0 to 1. left: seconds, None while nobody knows.
     """
     done = f" {100 * share:3.0f} %"
     ends = f"  ETA {'?' if left is None else format_seconds(left)}"
     needs = f"  peak {format_size(peak)} of {format_size(limit)}"
     runs = f"  {speed:.0f} samples/s"
-    room = width - 1 - len(what) - len(done)  # the last column is the cursor's
-    shown = []
-    for part in (ends, needs, runs):
+    room = width - 1 - len(done) - len(ends)  # the last column is the cursor's
+    what = next((words for words in spellings if len(words) <= room), spellings[-1][: max(0, room)])
+    room -= len(what)
+    shown = [ends]
+    for part in (needs, runs):
         if len(part) <= room:
             shown.append(part)
             room -= len(part)
     size = min(30, room - 1)
     bar = f" {'#' * round(share * size):.<{size}}" if size >= 5 else ""
-    return f"{what}{bar}{done}{''.join(shown)}"[: max(1, width - 1)]
+    return f"{what}{bar}{done}{''.join(shown)}"[: max(1, width - 1)]  # fewer columns than a percentage and an ETA take
 
 
 def width_of(console: Console) -> int | None:

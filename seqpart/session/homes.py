@@ -103,7 +103,7 @@ class Homes:
                 self._write_rows(name)
 
     def _rewrite_rows(self, name: str, error: CorruptFile) -> None:
-        self._reporter.say(f"{error.with_flags} It is made again from the data.")
+        self._reporter.warn(f"{error.with_flags} It is made again from the data.")
         self._write_rows(name)
 
     def _write_rows(self, name: str) -> None:

@@ -38,3 +38,25 @@ class Observer:
     """Threads that move homes and read rows stand in it while they do."""
     failed: Callable[[Failure], None] = lambda _: None
     """Called before the run goes on behind a failed allocation, under another plan."""
+
+    def beside(self, other: "Observer") -> "Observer":
+        """Both of them, this one first; threads stand in what the other one gives."""
+
+        def before_update(partition: Partition, step: Step) -> None:
+            self.before_update(partition, step)
+            other.before_update(partition, step)
+
+        def at_rest(executor: Executor) -> bool:
+            goes_on = self.at_rest(executor)
+            return other.at_rest(executor) and goes_on
+
+        def listen(event: Event) -> None:
+            self.listen(event)
+            other.listen(event)
+
+        def failed(failure: Failure) -> None:
+            self.failed(failure)
+            other.failed(failure)
+
+        watched = self.watched if other.watched is unwatched else other.watched
+        return Observer(before_update=before_update, at_rest=at_rest, listen=listen, watched=watched, failed=failed)

@@ -320,7 +320,7 @@ class Session:
         micro_batch, self.prepared = planned.request.micro_batch, planned
         self.homes.boundaries.keep_in_memory(planned.plan.rows_in_memory)
         self.reporter.record("allocation failed", step=str(failure.step), micro_batch=micro_batch, text=failure.text)
-        self.reporter.say(
+        self.reporter.warn(
             f"an allocation failed in {failure.step} inside the limit; going on with update {failure.at.updates + 1} of "
             f"{self.prepared.phases[failure.at.phase]}{how}"
         )

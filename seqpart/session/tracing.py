@@ -1,14 +1,13 @@
 """A run's events as spans of a trace: steps and passes on the lines of what did them."""
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from seqpart.execution.events import Event, PhaseBegun, StepDone
 from seqpart.memory.sampler import Sampler
 from seqpart.recording.trace import MOST, Trace
+from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
 from seqpart.session.observer import Observer
 from seqpart.units import format_size
@@ -18,23 +17,23 @@ _BY_TRANSFERS = {Verb.LOAD, Verb.DROP}
 """Verbs whose bytes are told by the store's own threads."""
 
 
-def traced(path: Path | None, observer: Observer, sampler: Sampler, say: Callable[[str], None], stack: ExitStack) -> Observer:
+def traced(path: Path | None, observer: Observer, sampler: Sampler, reporter: Reporter, stack: ExitStack) -> Observer:
     """`observer`, which also writes a trace where `path` names one. `stack` closes it. Raises StoreError."""
     if path is None:
         return observer
     trace = Trace(path)
-    say(f"trace: {path}, which opens at ui.perfetto.dev")
+    reporter.say(f"trace: {path}, which opens at ui.perfetto.dev")
 
     def end() -> None:
         trace.close()
         if trace.error:
-            say(f"{path} is not complete: {trace.error}")
+            reporter.warn(f"{path} is not complete: {trace.error}")
         elif trace.is_full:
-            say(f"{path} is full: it holds the first {format_size(MOST)}")
+            reporter.warn(f"{path} is full: it holds the first {format_size(MOST)}")
 
     stack.callback(end)
     sampler.told.append(trace.memory)
-    return replace(observer, listen=Tracing(trace).listen, watched=trace.watched)
+    return observer.beside(Observer(listen=Tracing(trace).listen, watched=trace.watched))
 
 
 class Tracing:

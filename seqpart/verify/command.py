@@ -35,7 +35,7 @@ class VerifyJob(Job):
 
 
 _NOT_OURS = (
-    "resume", "plan_out", "dry_run", "print_schedule", "output_dir", "overwrite", "recovery_epochs", "trace",
+    "resume", "plan_out", "dry_run", "print_schedule", "output_dir", "overwrite", "recovery_epochs", "trace", "log",
 )  # fmt: skip
 
 

@@ -259,8 +259,8 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
         )
     if options.get("method") == "full":
         raise OptionError("--method full is what the others are compared with. Verify streamed or checkpointed.")
-    if options.get("trace"):
-        raise OptionError("--trace: verify runs training several times. Give it to the training itself.")
+    if options.get("trace") or options.get("log"):
+        raise OptionError("--trace and --log: verify runs training several times. Give them to the training itself.")
     if options.get("output_dir") or options.get("overwrite"):
         raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
 
