@@ -12,7 +12,7 @@ import torch
 
 from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
-from seqpart.loop import lengths
+from seqpart.loop import lengths, refusals
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
@@ -22,7 +22,6 @@ from seqpart.values import as_text, checked_value, flag_of
 
 T = TypeVar("T", int, float, str)
 
-EPOCHS = 3
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
@@ -87,7 +86,7 @@ class Settings:
     tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
     weights_partial: bool = False
     """Let --weights lack some of the model's tensors, which then stay as they are initialized, and have others. Says which."""
-    epochs: float | tuple[float, ...] = EPOCHS
+    epochs: float | tuple[float, ...] = refusals.EPOCHS
     """Passes over the training rows, per partition. With exact methods also a part of one: 0.5."""
     max_steps: int | None = None
     """Updates to train for, however many epochs these are, in the place of --epochs (exact methods only)."""
@@ -128,6 +127,13 @@ class Settings:
     eval_every: str | int | None = None
     """Test after every so many updates (500) or epochs (2epochs) too, counted from the first; updates with exact methods only.
     Default: as --test-every says, which counts epochs."""
+    early_stopping: int | None = None
+    """End training behind so many evaluations without a better one (exact methods, with --eval-every)."""
+    keep_best: bool = False
+    """Let the result be the weights of the best evaluation, and not the last (exact methods, with --eval-every)."""
+    best_by: str | None = None
+    """What the best evaluation has: the smallest loss (the default), the largest accuracy, or in Python the smallest or largest
+    of a metric, as min:NAME or max:NAME."""
     save_every: str | int = "10min"
     """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: int | Literal["auto"] | tuple[int, ...] = "auto"
@@ -237,15 +243,7 @@ class Settings:
             _positive("--clip-grad-norm", self.clip_grad_norm),
             _positive("--micro-batch-size", self.micro_batch_size),
             _positive("--test-every", self.test_every),
-            *lengths.problems(
-                method=self.method,
-                exact=method.exact,
-                epochs=values_of(self.epochs),
-                default_epochs=EPOCHS,
-                max_steps=self.max_steps,
-                every=self.eval_every,
-                test_every=self.test_every,
-            ),
+            *refusals.problems(self, exact=method.exact),
             *(
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"
@@ -328,7 +326,8 @@ class Settings:
     @property
     def between_tests(self) -> list[str]:
         """Flags that were given and need a test set."""
-        return [flag_of(name) for name in ("test_every", "eval_every") if getattr(self, name) is not None]
+        names = "test_every", "eval_every", "early_stopping", "best_by", "keep_best"
+        return [flag_of(name) for name in names if getattr(self, name) not in (None, False)]
 
     @property
     def tile_bytes(self) -> int | None:

@@ -26,7 +26,8 @@ FLAGS = {
     "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
     "--weights", "--weights-partial", "--weights-dtype", "--tile",
     "--lr-schedule", "--warmup-updates", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--recovery-lr",
-    "--save-every", "--test-every", "--eval-every", "--max-steps", "--sil-inputs", "--resume",
+    "--save-every", "--test-every", "--eval-every", "--max-steps", "--early-stopping", "--keep-best",
+    "--best-by", "--sil-inputs", "--resume",
     "--subnets", "--local-steps", "--subnet-groups", "--subnet-rows", "--subnet-moments",
     "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
 }  # fmt: skip

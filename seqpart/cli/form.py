@@ -27,7 +27,8 @@ GROUPS = {
     ),
     "training": (
         "epochs", "max_steps", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm",
-        "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "seed",
+        "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "early_stopping",
+        "keep_best", "best_by", "seed",
     ),
     "sil": (
         "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from seqpart.data.reader import Passing
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.files.direct import aligned_bytes
 from seqpart.files.retained import RetainedFiles
@@ -38,6 +39,8 @@ class Boundaries:
         self._rows: dict[tuple[str, int], Rows] = {}
         self._retained, self._created = RetainedFiles(folder), 0
         self.labels: dict[str, torch.Tensor] = {}
+        self.passing: dict[str, Passing] = {}
+        """What stands for the data's own rows of a split, where none of them are kept."""
 
     def create(self, split: str, partition: int, layout: RowLayout, count: int) -> Rows:
         """Empty rows to be appended to; rows of the same place that were left half-written are discarded."""
@@ -58,7 +61,11 @@ class Boundaries:
                 rows.leave_memory()
 
     def __contains__(self, place: tuple[str, int]) -> bool:
-        return place in self._rows
+        return place in self._rows or (place[1] == 0 and place[0] in self.passing)
+
+    def entering(self, split: str, partition: int) -> "Rows | Passing":
+        """What a partition reads."""
+        return self.passing[split] if partition == 0 and split in self.passing else self._rows[split, partition]
 
     def rows(self, split: str, partition: int) -> Rows:
         return self._rows[split, partition]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -254,10 +254,29 @@ class MemoryReader:
         self._batch = self._batch[:0].clone()
 
 
+class BatchReader(Protocol):
+    """Batches of one phase in order."""
+
+    def take(self) -> Batch: ...
+    def done(self, batch: Batch) -> None: ...
+    def close(self) -> None: ...
+
+
+class Passing(Protocol):
+    """Rows that are read anew in every pass."""
+
+    @property
+    def layout(self) -> RowLayout: ...
+    def open_reader(self, phase: Phase, *, seed: int, first_update: int) -> BatchReader: ...
+
+
 def open_reader(
-    rows: Rows, labels: torch.Tensor, phase: Phase, device: Device, thread: ReaderThread, *, seed: int, first_update: int = 0
-) -> Reader | MemoryReader:
-    """Of `rows`, wherever they lie."""
+    rows: Rows | Passing, labels: torch.Tensor, phase: Phase, device: Device, thread: ReaderThread,
+    *, seed: int, first_update: int = 0,
+) -> BatchReader:  # fmt: skip
+    """Of `rows`, wherever they lie or come from."""
+    if not isinstance(rows, Rows):
+        return rows.open_reader(phase, seed=seed, first_update=first_update)
     if rows.in_memory is not None:
         return MemoryReader(rows, labels, phase, seed=seed, first_update=first_update)
     return Reader(rows, labels, phase, device, thread, seed=seed, first_update=first_update)

@@ -16,7 +16,7 @@ import torch
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.partition import passing
 from seqpart.data.boundary_cache import Boundaries, once_of
-from seqpart.data.row_file import RowLayout
+from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DataError, ModelError
 from seqpart.files.direct import aligned, aligned_bytes
 from seqpart.memory.device import Device
@@ -209,8 +209,8 @@ class PackReader:
         self._pack, self._entering, self._device = pack, entering, device
         self._columns = {column.number: column for column in pack.columns}
         self._once: Pack = {}
-        rows = boundaries.rows(split, partition)
-        if rows.layout != pack.layout:
+        rows = boundaries.entering(split, partition)
+        if isinstance(rows, Rows) and rows.layout != pack.layout:
             raise CorruptFile(
                 f"{rows.path} holds rows of {rows.layout.shape}, {rows.layout.dtype}, where this model has "
                 f"{pack.layout.shape}, {pack.layout.dtype}. It was not used. Start anew, without --resume.",

@@ -65,6 +65,9 @@ class Store:
         self.folder, self.traffic = folder, Traffic()
         self._device, self._host_pool = device, host_pool
         self._files, self._retained = TensorFiles(device), RetainedFiles(folder)
+        self.remembered: dict[str, dict[str, str]] = {}
+        """What `recall` comes back to, as `persist` says it."""
+        self._kept: frozenset[str] = frozenset()
         self._homes: dict[str, _Home] = {}
         self._reserved: dict[str, torch.Tensor] | None = None
         """Host memory of homes that are planned to be there; None: whoever comes first gets it."""
@@ -212,23 +215,44 @@ class Store:
         self._gone.clear()
         return True
 
-    def persist(self) -> dict[str, dict[str, str]]:
-        """Bring every home to the disk, and say by which file another process can `adopt` it. No put may be underway.
+    def persist(self, names: Iterable[str] | None = None) -> dict[str, dict[str, str]]:
+        """Bring every home to the disk, or those of these names, and say by which file another process can `adopt` it. No put
+        may be underway.
 
         A home in host memory is written if it changed since it last was; it stays in host memory as well.
         """
         self._assert_at_rest()
-        self._all([self._pool.submit(self._persist, name, home) for name, home in self._homes.items()])
+        homes = self._homes if names is None else {name: self._homes[name] for name in names}
+        self._all([self._pool.submit(self._persist, name, home) for name, home in homes.items()])
         sync(self.folder)
         return {
             name: {"file": home.now.path.name, "header": f"{home.now.digest:016x}"}
-            for name, home in self._homes.items()
+            for name, home in homes.items()
             if home.now is not None
         }
 
     def keep(self, files: Iterable[str]) -> None:
-        """From now on the files of these names, and no others, are safe from `put` and `discard`."""
-        self._retained.keep(files)
+        """From now on the files of these names, those that are remembered and no others, are safe from `put` and `discard`."""
+        self._kept = frozenset(files)
+        self._retained.keep(self._kept.union(entry["file"] for entry in self.remembered.values()))
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Keep these homes as they are now until others are remembered. No put may be underway."""
+        self.remembered = self.persist(names)
+        self.keep(self._kept)
+
+    def recall(self, *, check_only: bool = False) -> None:
+        """Make the remembered homes what they were, with no put underway. Raises CorruptFile, naming a file that is damaged."""
+        self._assert_at_rest()
+        for name, entry in self.remembered.items():
+            version = self._files.found(self.folder / entry["file"], int(entry["header"], 16))
+            self._files.check(version)
+            if not check_only:
+                home = self._homes[name]
+                home.now, home.layout = version, version.layout
+                home.files.add(version.path.name)
+                if home.host is not None:
+                    self._fill(home)
 
     def adopt(self, described: Mapping[str, Mapping[str, str]]) -> None:
         """Take over the homes that another process persisted in `folder`; other files there go, except kept ones.

@@ -1,10 +1,12 @@
 """What looks at a run: told where it stands, and asked there whether it is to go on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from seqpart.execution.executor import Executor
+from seqpart.execution.metrics import OwnMetrics
 from seqpart.execution.partition import Partition
+from seqpart.planning.preparation import Prepared
 from seqpart.schedule.steps import Position, Step
 
 BeforeUpdate = Callable[[Partition, Step], None]
@@ -30,5 +32,13 @@ class Observer:
     """Sees a partition with its gradients before each of its updates."""
     at_rest: Callable[[Executor], bool] = lambda _: True
     """Everything stands at a position. Returns whether to go on; if not the stages end there, with everything at home."""
+    callbacks: Sequence[object] = ()
+    """Objects with some of on_step, on_epoch and on_eval: see loop/callbacks.py."""
+    metrics: OwnMetrics | None = None
+    """The user's, over passes of the test rows."""
+    counts_updates: bool = False
+    """Whether it asks for the sums of each update."""
+    shaped: Callable[[Prepared], Prepared] = lambda prepared: prepared
+    """Of a plan that is made anew behind a failed allocation, what the run goes on with."""
     failed: Callable[[Failure], None] = lambda _: None
     """Called before the run goes on behind a failed allocation, under another plan."""
