@@ -29,7 +29,8 @@ from seqpart.errors import OptionError, SeqpartError
 from seqpart.execution.events import StepDone
 from seqpart.memory.device import DOWN, UP
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import PhaseKind, Verb
+from seqpart.schedule.phase import PhaseKind
+from seqpart.schedule.steps import Verb
 
 WARM_UP = 3
 """Updates that are not looked at: state that is not at home yet, kernels that are loaded."""

@@ -32,7 +32,7 @@ def seqpart_worker(folder: Path) -> None:
     from seqpart import Trainer
     from seqpart.execution.events import PhaseDone
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.steps import PhaseKind
+    from seqpart.schedule.phase import PhaseKind
     from seqpart.zoo.models import mlp
 
     class Alternating(Reporter):

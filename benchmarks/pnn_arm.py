@@ -18,7 +18,7 @@ from seqpart import Trainer
 from seqpart.data.splits import as_split
 from seqpart.execution.events import PhaseDone
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import PhaseKind
+from seqpart.schedule.phase import PhaseKind
 from seqpart.zoo import datasets
 
 CLASSES, BATCH = 47, 1410

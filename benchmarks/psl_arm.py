@@ -13,7 +13,7 @@ from seqpart import Trainer
 from seqpart.data.splits import Split, as_split, first_rows
 from seqpart.execution.events import PhaseDone
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import PhaseKind
+from seqpart.schedule.phase import PhaseKind
 from seqpart.zoo import datasets
 from seqpart.zoo.convolutional import lenet, psnet
 

@@ -90,7 +90,7 @@ def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
 
     from seqpart.execution.events import PhaseBegun, PhaseDone
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.steps import PhaseKind
+    from seqpart.schedule.phase import PhaseKind
 
     timed = 1 if job.cut else 0
 

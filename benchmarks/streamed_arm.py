@@ -103,7 +103,8 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     from seqpart import Trainer
     from seqpart.execution.events import StepDone
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.steps import PhaseKind, Verb
+    from seqpart.schedule.phase import PhaseKind
+    from seqpart.schedule.steps import Verb
 
     class Watch(Reporter):
         def __init__(self) -> None:

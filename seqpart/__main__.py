@@ -4,11 +4,11 @@ import sys
 
 from seqpart.errors import BadInput
 
-COMMANDS = ("train", "plan", "verify", "doctor")
+COMMANDS = ("train", "plan", "verify", "report", "doctor")
 
 
 def console() -> None:
-    """`seqpart train`, `seqpart plan` (a dry run), `seqpart verify`, `seqpart doctor`. Leaves with the exit code."""
+    """`seqpart train`, `plan` (a dry run), `verify`, `report` or `doctor`. Leaves with the exit code."""
     command, *arguments = sys.argv[1:] or [""]
     if command in COMMANDS:
         from seqpart.train import run_command

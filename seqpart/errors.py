@@ -26,7 +26,7 @@ from pathlib import Path
 
 _WORDS = (
     "sil|ist|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|"
-    "sgd|left|all|shard|keep|zero|cpu|"
+    "adafactor|sgd|left|all|shard|keep|zero|cpu|rows|none|"
     "(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )
 _FLAG = re.compile(

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+from seqpart.kinds import values_of
 from seqpart.result import Evaluation
 from seqpart.session.session import Session
-from seqpart.settings import Settings, values_of
+from seqpart.settings import Settings
 
 
-def evaluation_settings(settings: Settings, rows: int, folder: Path) -> Settings:
-    """Those of `settings` that an evaluation of so many rows takes, with all files in `folder`.
+def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: str | Path | None = None) -> Settings:
+    """Those of `settings` that an evaluation of so many rows takes, with all files in `folder`. weights: in the place of the
+    model's own.
 
     A plan has room for training. So it is made for the exact method and the optimizer that need least, and an update's rows.
     """
@@ -18,7 +20,8 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path) -> Settings
         mem_limit=settings.mem_limit, method="streamed", device=settings.device, ram_limit=settings.ram_limit,
         output_dir=folder / "run", batch_size=batch, micro_batch_size=None if micro_batch is None else min(micro_batch, batch),
         loss=settings.loss_name, optimizer="sgd", dtype=settings.dtype, seed=settings.seed, save_every="never", epochs=1,
-        weights=settings.weights, weights_partial=settings.weights_partial,
+        weights=settings.weights if weights is None else Path(weights), cache=settings.cache, workers=settings.workers,
+        weights_partial=settings.weights_partial and weights is None,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from seqpart.settings import LrSchedule, Method, Objective, Precision
+from seqpart.kinds import LrSchedule, Method, Objective, Precision
+from seqpart.rates.scheduler import SchedulerFactory
 
 
 class Options(TypedDict, total=False):
@@ -27,7 +28,8 @@ class Options(TypedDict, total=False):
     weight_decay: float
     momentum: float
     clip_grad_norm: float | None
-    lr_schedule: LrSchedule
+    ema: float | None
+    lr_schedule: LrSchedule | SchedulerFactory
     warmup_updates: int
     dtype: Precision
     recovery_epochs: int
@@ -53,4 +55,8 @@ class Options(TypedDict, total=False):
     subnet_moments: Literal["keep", "zero"] | None
     shuffle: bool | Literal["auto"]
     cache_dtype: Precision | None
+    trace: str | Path | None
+    cached_views: int | None
+    cache: Literal["auto", "rows", "none"]
+    workers: int | None
     seed: int

@@ -8,10 +8,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from seqpart.errors import CorruptFile, StoreError
+from seqpart.errors import CorruptFile, OptionError, StoreError
 from seqpart.loop.callbacks import MetricValue
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan
+from seqpart.weights.adapter import write_adapter
 from seqpart.weights.pretrained import write_pretrained
 
 
@@ -34,8 +35,16 @@ class Result:
     plan: Plan
     seconds: float
     final_micro_batch: int
+    average: Path | None = None
+    """With `ema`, a file like `weights` with their exponential moving average, and buffers as they are in `weights`."""
+    average_loss: float | None = None
+    """On the test rows, of these."""
+    average_accuracy: float | None = None
     config: Any = field(default=None, repr=False, compare=False)
     """The configuration of a model of transformers, which `save_pretrained` writes."""
+
+    model: Any = field(default=None, repr=False, compare=False)
+    """The model, where it is one of peft, whose adapter `save_adapter` writes."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The trained model's tensors by name, on the CPU, as `load_state_dict` of the whole model takes them.
@@ -58,6 +67,16 @@ class Result:
         Raises StoreError where that cannot be written, OptionError where there are other weights already.
         """
         write_pretrained(Path(folder), self.weights, self.config)
+
+    def save_adapter(self, folder: str | Path, *, average: bool = False) -> None:
+        """Write the adapter of a model of peft alone, as its own save_pretrained does: adapter_model.safetensors and
+        adapter_config.json. average: its moving average, of a run with `ema`.
+
+        Raises OptionError for another model, and where there is no average; StoreError where that cannot be written.
+        """
+        if average and self.average is None:
+            raise OptionError("save_adapter: the run had no average of its weights. Give --ema, such as 0.999.")
+        write_adapter(Path(folder), self.average if average and self.average is not None else self.weights, self.model)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

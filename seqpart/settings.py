@@ -2,56 +2,42 @@
 
 import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 
 from seqpart.errors import OptionError
 from seqpart.files.text import refuse_unusable, short
+from seqpart.kinds import (
+    AUTOCAST,
+    CACHE_DTYPES,
+    EPOCHS,
+    EXPECTED,
+    MOST,
+    MOST_WORKERS,
+    NO_METHOD,
+    OF_IST,
+    OF_SIL,
+    LrSchedule,
+    Method,
+    Objective,
+    OptimizerName,
+    Precision,
+    positive,
+    refuse_outside,
+    values_of,
+)
 from seqpart.loop import lengths, refusals
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
+from seqpart.rates.scheduler import SchedulerFactory, problems
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
 from seqpart.values import as_text, checked_value, flag_of
-
-T = TypeVar("T", int, float, str)
-
-MOST = 10**9
-"""Epochs, or rows of a batch: whoever gives more has mistyped."""
-OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype")
-OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
-CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
-OptimizerName = Literal["adam", "adamw", "sgd"]
-LrSchedule = Literal["constant", "linear", "cosine"]
-Objective = Literal["orthogonal", "prototype", "mse"]
-Precision = Literal["fp32", "bf16"]
-
-NO_METHOD = (
-    "--method is missing, and an approximate one is never taken silently. Give one of: auto (the fastest exact one that fits), "
-    "streamed (exact, one partition at a time), checkpointed (exact, all weights, few activations), full (exact, must fit "
-    "whole), psl (exact, pairs of scores of separable layers), sil (approximate, partitions trained one after the other), ist "
-    "(approximate, subnets trained in turn)."
-)
-EXPECTED = {
-    "mem_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "ram_limit": "a size such as 2GB, 1.5GiB, 0.8 (a share) or auto",
-    "save_every": "updates (500), a time (30s, 10min, 2h) or never",
-    "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
-    "eval_every": lengths.EXPECTED,
-    "loss": "cross-entropy, psl or mse, or from Python a function or 'model'",
-    "shuffle": "True, False or auto",
-    "tile": "a size such as 16MB, never or auto",
-}
-"""Where the types do not say it all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +72,7 @@ class Settings:
     tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
     weights_partial: bool = False
     """Let --weights lack some of the model's tensors, which then stay as they are initialized, and have others. Says which."""
-    epochs: float | tuple[float, ...] = refusals.EPOCHS
+    epochs: float | tuple[float, ...] = EPOCHS
     """Passes over the training rows, per partition. With exact methods also a part of one: 0.5."""
     max_steps: int | None = None
     """Updates to train for, however many epochs these are, in the place of --epochs (exact methods only)."""
@@ -99,17 +85,23 @@ class Settings:
     loss: LossName | None = None
     """What the network's end learns: cross-entropy, psl (for classes: the partially-separable loss, the mean over rows of the
     sum of exp(score - the label's score) over all other classes, from a difference of 10 on its tangent; with the label's own
-    class it would be exp(cross-entropy)), or mse (for floats). Default: cross-entropy for classes, mse for floats."""
-    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
-    """adam, adamw or sgd, per partition."""
+    class it would be exp(cross-entropy)), mse (for floats of any shape), or bce (yes-or-no labels, from 0 to 1, as many as
+    outputs). Default: cross-entropy for classes, mse for floats."""
+    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adamw"
+    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
+    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     momentum: float = 0.0
     """Momentum, for sgd only."""
     clip_grad_norm: float | None = None
     """Scale gradients so that their norm is at most this: of the whole network; with sil, of each partition."""
-    lr_schedule: LrSchedule = "constant"
-    """constant, linear or cosine (down to zero at the last update)."""
+    ema: float | None = None
+    """Decay, such as 0.999, of an exponential moving average of the weights, which is kept beside the optimizer's state, tested
+    at the end, and written to average.safetensors. Default: none."""
+    lr_schedule: LrSchedule | SchedulerFactory = "constant"
+    """constant, linear or cosine (down to zero at the last update); from Python also a function from an optimizer to a
+    scheduler of torch, which steps once for each update, and begins anew in each partition of sil and in recovery."""
     warmup_updates: int = 0
     """Updates of linear growth before the learning rate is reached."""
     dtype: Precision = "fp32"
@@ -170,17 +162,29 @@ class Settings:
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     cache_dtype: Precision | None = None
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
+    trace: Path | None = None
+    """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
+    cached_views: int | None = None
+    """Draws of each row that is read anew whose outputs are cached for later partitions, whose epochs take them in turn (sil
+    only). Default: 1."""
+    cache: Literal["auto", "rows", "none"] = "auto"
+    """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
+    every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
+    workers: int | None = None
+    """Processes that read rows which are not kept; each counts against the limit. 0: the run reads them itself. Default: as
+    many as the DataLoader asks for, and 0 without one."""
     seed: int = 0
     """Of initial weights, row order, dropout and synthetic labels."""
 
     def __post_init__(self) -> None:
         misfits = self._take_types()
-        rate_schedule(self.lr_schedule, self.warmup_updates)
+        if isinstance(self.lr_schedule, str):
+            rate_schedule(self.lr_schedule, self.warmup_updates)
         _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests
         epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
         object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
-        _refuse_outside("--epochs", epochs, "numbers above 0", least=0.0)
-        _refuse_outside("--batch-size", values_of(self.batch_size), "whole numbers from 1 up")
+        refuse_outside("--epochs", epochs, "numbers above 0", least=0.0)
+        refuse_outside("--batch-size", values_of(self.batch_size), "whole numbers from 1 up")
         for field in fields(self):
             if isinstance(path := getattr(self, field.name), Path):
                 refuse_unusable(flag_of(field.name), path)
@@ -220,7 +224,7 @@ class Settings:
             "--tile goes with exact methods; method ist divides large layers itself"
             if method.name == "ist" and self.tile_bytes
             else "",
-            *(_positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
+            *(positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
             f"--kappa goes with --objective mse; found --objective {kind}"
             if sil and self.kappa is not None and kind != "mse"
             else "",
@@ -236,20 +240,31 @@ class Settings:
             ""
             if 0 <= self.recovery_epochs <= MOST
             else f"--recovery-epochs: expected 0 or more, and at most {MOST}; found {short(self.recovery_epochs)}",
-            _positive("--recovery-batch-size", self.recovery_batch_size),
-            _positive("--recovery-lr", self.recovery_lr),
-            _positive("--kappa", self.kappa),
-            *(_positive("--prototype-scale", scale) for scale in self.prototype_scales),
-            _positive("--clip-grad-norm", self.clip_grad_norm),
-            _positive("--micro-batch-size", self.micro_batch_size),
-            _positive("--test-every", self.test_every),
-            *refusals.problems(self, exact=method.exact),
+            positive("--recovery-batch-size", self.recovery_batch_size),
+            positive("--recovery-lr", self.recovery_lr),
+            *problems(self.lr_schedule, self.warmup_updates, self.ema, self.method, recovers=bool(self.recovery_epochs)),
+            positive("--kappa", self.kappa),
+            positive("--cached-views", self.cached_views),
+            "--cached-views goes with --sil-inputs cached. Leave one of the two out"
+            if self.views > 1 and self.sil_inputs == "synthetic"
+            else "",
+            *(positive("--prototype-scale", scale) for scale in self.prototype_scales),
+            positive("--clip-grad-norm", self.clip_grad_norm),
+            positive("--micro-batch-size", self.micro_batch_size),
+            positive("--test-every", self.test_every),
+            *refusals.problems(self, exact=method.exact, default_epochs=EPOCHS),
+            ""
+            if self.workers is None or 0 <= self.workers <= MOST_WORKERS
+            else f"--workers: expected 0 to {MOST_WORKERS}; found {short(self.workers)}",
             *(
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"
                 for name in ("clip_grad_norm", "partitions", "tile")
                 if method.in_pairs and getattr(self, name) not in (None, "auto", "never")
             ),
+            f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
+            if self.divides_weights and "adafactor" in values_of(self.optimizer)
+            else "",
             f"--method psl trains by --loss psl; found --loss {self.loss}. Leave it out"
             if method.in_pairs and self.loss not in (None, "psl")
             else "",
@@ -270,8 +285,13 @@ class Settings:
         return cls(**options)
 
     def texts(self) -> dict[str, str]:
-        """Every setting as the command line would have it: what logs and checkpoints say."""
+        """Every setting as the command line would have it: what checkpoints say."""
         return {field.name: as_text(getattr(self, field.name)) for field in fields(Settings)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting as JSON has it: numbers as numbers, several values as a list, a path as text, a function by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(Settings)}
+        return {name: as_text(value) if isinstance(value, Path) or callable(value) else value for name, value in found.items()}
 
     @property
     def loss_name(self) -> LossName | None:
@@ -293,6 +313,10 @@ class Settings:
     def prototype_scale_of(self, partition: int, classes: int) -> float:
         scales = self.prototype_scales or default_scales(classes)
         return scales[min(partition, len(scales) - 1)]
+
+    @property
+    def views(self) -> int:
+        return self.cached_views or 1
 
     @property
     def cache_type(self) -> torch.dtype:
@@ -340,6 +364,11 @@ class Settings:
             raise OptionError(f"--tile: expected {EXPECTED['tile']}; found {short(self.tile)}.") from None
 
     @property
+    def divides_weights(self) -> str:
+        """What cuts weights into pieces that are updated one by one; "" where nothing is known to."""
+        return f"method {self.method}" if self.method in ("psl", "ist") else "--tile" if self.tile_bytes else ""
+
+    @property
     def shuffles(self) -> bool:
         if self.shuffle == "auto":
             return self.method != "sil" or self.objective_name != "mse"
@@ -360,34 +389,3 @@ class Settings:
 @cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Settings)
-
-
-def _positive(name: str, value: float | None) -> str:
-    return "" if value is None or 0 < value < float("inf") else f"{name}: expected a number above zero; found {value}"
-
-
-def values_of(setting: T | tuple[T, ...]) -> tuple[T, ...]:
-    """Those given: one, or one for each partition."""
-    return setting if isinstance(setting, tuple) else (setting,)
-
-
-def per_partition(name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
-    """One value for each of `count` partitions. Raises OptionError where the numbers differ."""
-    values = values_of(setting)
-    if len(values) == 1:
-        return values * count
-    if len(values) != count:
-        text = as_text(values)
-        raise OptionError(
-            f"{name} {text if len(text) < 60 else '...'} gives {len(values)} values, and the plan has {count} partition(s). "
-            f"Give one value, or {count}; or fix the number with --partitions {len(values)}."
-        )
-    return values
-
-
-def _refuse_outside(name: str, values: Sequence[float], expected: str, least: float = 0.5) -> None:
-    """least: what all of them must be above."""
-    if not all(value > least for value in values):
-        raise OptionError(f"{name}: expected {expected}; found {min(values)}.")
-    if max(values) > MOST:
-        raise OptionError(f"{name}: expected numbers up to {MOST}; found {short(max(values))}.")

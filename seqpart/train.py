@@ -16,6 +16,7 @@ from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
 from seqpart.memory.device import Device
 from seqpart.memory.limit import told
+from seqpart.page.command import reported
 from seqpart.report.output import lasting_output
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
@@ -30,6 +31,8 @@ _PARSERS = ("tyro", "argparse")
 SHOWN_STEPS = 40
 PRETRAINED = "pretrained"
 """Directory of the results with what from_pretrained reads."""
+ADAPTER = "adapter"
+"""Directory of the results with the adapter of a peft model."""
 NO_METHOD = "no --method given: sil, which is approximate; --method auto takes the fastest exact method that fits"
 
 
@@ -43,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(command: str, arguments: list[str]) -> int:
-    """One of the console script's: train, plan (a dry run), verify, doctor. Returns the exit code."""
+    """One of the console script's: train, plan (a dry run), verify, report, doctor. Returns the exit code."""
     if command == "train":
         sys.argv[1:] = arguments
         return main()
     if command == "plan":
         return main([*arguments, "--dry-run"])
-    work = {"verify": verified, "doctor": doctor}[command]
+    work = {"verify": verified, "doctor": doctor, "report": reported}[command]
     return _guarded(lambda: work(arguments), debug=command == "verify" and "--debug" in arguments)
 
 
@@ -104,6 +107,8 @@ def _train(arguments: list[str], *, alone: bool) -> None:
     job = options_of(Job, arguments, PROGRAM)
     if job.resume and (job.plan or job.dry_run or job.plan_out or job.overwrite or job.output_dir):
         raise OptionError("--resume: leave --plan, --plan-out, --dry-run, --overwrite and --output-dir out.")
+    if job.dry_run and job.trace:
+        raise OptionError("--dry-run trains nothing that --trace could show: leave one of them out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
     reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet)
@@ -133,6 +138,9 @@ def _train(arguments: list[str], *, alone: bool) -> None:
             (folder / MODEL).unlink(missing_ok=True)  # of the run that this one was to overwrite
             result.save_pretrained(folder)
             reporter.say(f"for from_pretrained: {folder}")
+        if result.model is not None:
+            result.save_adapter(result.weights.parent / ADAPTER)
+            reporter.say(f"the adapter alone, for PeftModel.from_pretrained: {result.weights.parent / ADAPTER}")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,16 @@ from typing import Any, Unpack
 import torch
 
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.data.splits import as_split, first_rows, tested_on
+from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
+from seqpart.kinds import values_of
+from seqpart.loaders.given import test_rows, training_rows, with_loader
+from seqpart.loaders.reading import with_fewer_workers
 from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
@@ -32,15 +35,17 @@ from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
-from seqpart.session.fitting import carry_out
+from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
 from seqpart.session.session import Session
-from seqpart.settings import Settings, values_of
+from seqpart.session.tracing import traced
+from seqpart.settings import Settings
 from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
 from seqpart.tiling.tiling import first_that_fits, sizes_to_try
 from seqpart.units import format_size
+from seqpart.weights.adapter import is_adapted
 
 __all__ = ["Result", "Trainer"]
 
@@ -52,8 +57,10 @@ class Trainer:
         list of factories that each return a module (then the model never exists whole). Modules given alive are emptied into
         a file while the run lasts, and get their trained weights at the end; a run that ends early leaves them as they came.
     loss: (output, labels) -> loss, for the end of the network, or the name of one: "cross-entropy", the default for classes
-        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels,
-        or "psl", `seqpart.model.losses.partially_separable`. An update is that of the whole batch, whatever micro-batches it
+        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels of
+        any shape, "bce" for yes-or-no labels, as many as outputs (binary cross-entropy of scores before their sigmoid), or
+        "psl", `seqpart.model.losses.partially_separable`. A function gets labels as they were given, a dict or a tuple where a
+        row has several. An update is that of the whole batch, whatever micro-batches it
         is divided into; so what a function divides by must be known. It may be
         - a mean over rows, or over equally many numbers of each row: micro-batches count by their rows;
         - torch's cross_entropy or nll_loss with ignore_index or weights of classes, as a module, a function or a
@@ -64,7 +71,7 @@ class Trainer:
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
-    optimizer: `adam`, `adamw`, `sgd`, or a function from a list of parameters to a torch optimizer.
+    optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
         value.
@@ -91,6 +98,11 @@ class Trainer:
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = settings or Settings.of(**given)
+        if self._optimizer is not None and self._optimizer.whole and settings.divides_weights:
+            raise OptionError(
+                f"optimizer {self._optimizer.name} looks at a weight as a whole, and {settings.divides_weights} divides it. "
+                "Take another."
+            )
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
         self.model, self._loss, self._quiet = model, loss, quiet
@@ -101,6 +113,8 @@ class Trainer:
         self._held = highest()
         self.device.settle()
         self._sampler: Sampler | None = None
+        self._asked: tuple[Settings, Settings] | None = None
+        """The settings with what the last loader said, and without."""
         self._trained: Path | None = None
         """The weights that the last `fit` left."""
 
@@ -118,7 +132,7 @@ class Trainer:
         dry: no file of any name is made for that, not for a moment.
         """
         with self.device.at_work(), ExitStack() as stack:
-            prepare = partial(self.prepare, train, test, reuse=reuse, dry=dry)
+            prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
@@ -139,6 +153,15 @@ class Trainer:
                 resumes=resumes,
             )  # fmt: skip
 
+    def _rows(self, train: object, test: object) -> tuple[Split, Split]:
+        """What is given as data; settings take what its loader says of batches and their order."""
+        with told(self.device, "the data were looked at"):
+            asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
+            rows = training_rows(train, asked)
+            self.settings = with_loader(asked, rows)
+            self._asked = self.settings, asked
+            return rows, test_rows(test, rows, self.settings)
+
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
         again: Plan | None = None, *, in_pairs: bool = False,
@@ -150,7 +173,7 @@ class Trainer:
 
         def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
             preparation = attempt.enter_context(closing(prepare(model=model)))
-            return preparation, plan(preparation)
+            return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
 
         model = self.model
         if in_pairs:
@@ -172,8 +195,9 @@ class Trainer:
             method.exact and method.cuts and not (method.stays or method.in_pairs)
             for method in methods_named(self.settings.method)
         )
-        # A function may return an optimizer that looks at a weight as a whole.
-        return sizes_to_try(self.model) if streams and self._optimizer is None else (0,)
+        # Adafactor looks at a weight as a whole, and so may what a function returns.
+        alone = self._optimizer is None and "adafactor" not in values_of(self.settings.optimizer)
+        return sizes_to_try(self.model) if streams and alone else (0,)
 
     def count_from_start(self) -> None:
         """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""
@@ -197,8 +221,11 @@ class Trainer:
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
         callbacks: Sequence[object] = (), compute_metrics: ComputeMetrics = None,
     ) -> Result:  # fmt: skip
-        """Train on `train` and evaluate on `test`: pairs (x, y) or data sets of (x, y) items. Without `test`
-        nothing is evaluated, and the result says so.
+        """Train on `train` and evaluate on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
+        Without `test` nothing is evaluated, and the result says so.
+
+        What stays the same when it is read twice is read once and kept; other data sets, streams and loaders are read anew in
+        every epoch (docs/data.md).
 
         x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
         also be a dict with its `labels`.
@@ -221,6 +248,10 @@ class Trainer:
         began = time.perf_counter()
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
+            observer = Observer(callbacks=callbacks, metrics=own_metrics(compute_metrics))
+            observer = observer if before_update is None else replace(observer, before_update=before_update)
+            observer = traced(self.settings.trace, observer, sampler, reporter.say, stack)
+            train, test = self._rows(train, test)
             resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
@@ -228,16 +259,20 @@ class Trainer:
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
             preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
-            observer = Observer(callbacks=callbacks, metrics=own_metrics(compute_metrics))
-            observer = observer if before_update is None else replace(observer, before_update=before_update)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
-            result = replace(carry_out(run, began), config=getattr(self.model, "config", None))
+            adapted = self.model if is_adapted(self.model) else None
+            result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
         self._trained = result.weights
-        return result
+        if result.average is None or not test.count:
+            return result
+        return with_average(result, self.evaluate(test, weights=result.average))
 
-    def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
+    def evaluate(
+        self, data: object, *, weights: str | Path | None = None, compute_metrics: ComputeMetrics = None
+    ) -> Evaluation:
         """Loss and accuracy of the model on `data`, a pair (x, y) or a data set of (x, y) items, under the limit.
 
+        weights: a safetensors file with others than the model's own, such as `result.average`; the model keeps its own.
         The model is the trained one after `fit`, and as it came before. Blocks from factories take their tensors from the
         file of weights that the last `fit` left; what a state_dict leaves out is as the factory makes it. Partitions come one
         after the other, as in the test of a streamed run. The plan is made as for training without optimizer state: that is
@@ -245,17 +280,18 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split, reporter = as_split(data, "evaluation"), Reporter(quiet=self._quiet)
+        split, reporter = training_rows(data, self.settings, "evaluation"), Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))
-            settings = evaluation_settings(self.settings, split.count, folder)
+            settings = evaluation_settings(self.settings, split.count, folder, weights)
             stack.enter_context(told(self.device, "the evaluation was planned, begun or ended"))
 
             def prepare(model: object) -> Preparation:
                 return Preparation(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                    final_loss=self._loss, folder=folder, learns=False, trained=self._trained,
+                    final_loss=self._loss, folder=folder, learns=False,
+                    trained=self._trained if weights is None else None,
                 )  # fmt: skip
 
             def plan(preparation: Preparation) -> Prepared:

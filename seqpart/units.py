@@ -1,4 +1,4 @@
-"""The one place where bytes meet text. Everywhere else a size is an int, in bytes.
+"""The one place where bytes and times meet text. Everywhere else a size is an int, in bytes.
 
 `GB` is 10^9 bytes and `GiB` is 2^30, as accelerate reads them. Sizes are printed in decimal units, the units
 in which limits are usually given, so that a limit and a peak can be compared by eye.
@@ -6,6 +6,7 @@ in which limits are usually given, so that a limit and a peak can be compared by
 
 import re
 import reprlib
+from datetime import UTC, datetime
 
 from seqpart.errors import OptionError
 
@@ -87,3 +88,8 @@ def format_seconds(seconds: float) -> str:
 def format_limit(size: int) -> str:
     """The least whole number of megabytes that is not under `size`, as `parse_size` reads it: `623MB`."""
     return f"{-(-size // 10**6)}MB"
+
+
+def now() -> str:
+    """`2026-11-25T04:00:42.123+00:00`: ISO 8601, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -3,7 +3,7 @@
 Types at run time are the annotations of the dataclass, so that a setting is described once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -51,12 +51,16 @@ def as_text(value: object) -> str:
     """As the command line would have it: `5,160`, `yes`."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
     return ",".join(str(item).removesuffix(".0") for item in value) if isinstance(value, tuple) else str(value)
 
 
 def _as(kind: Any, value: Any) -> Any:
     if kind is NoneType:
         return None if value is None else _MISFIT
+    if get_origin(kind) is Callable:
+        return value if callable(value) else _MISFIT
     if get_origin(kind) is Literal:
         return value if isinstance(value, str) and value in get_args(kind) else _MISFIT
     if get_origin(kind) is tuple:

@@ -34,7 +34,9 @@ def place(tmp_path, finished, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_own(tmp_path)
     shutil.copytree(finished, tmp_path / "out")
-    assert {"model.safetensors", "events.jsonl", "plan.json", "job.json", "result.json"} == set(files(tmp_path / "out"))
+    assert {"model.safetensors", "events.jsonl", "memory.jsonl", "plan.json", "job.json", "result.json"} == set(
+        files(tmp_path / "out")
+    )
     return tmp_path
 
 

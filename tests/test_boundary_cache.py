@@ -15,7 +15,7 @@ from seqpart.errors import CorruptFile
 from seqpart.files.direct import PAGE
 from seqpart.memory.device import Device
 from seqpart.offload.host_pool import HostPool, OwnMemory
-from seqpart.schedule.steps import Phase, PhaseKind
+from seqpart.schedule.phase import Phase, PhaseKind
 
 KEY = (3, "order", 1, 2)
 LAYOUTS = {

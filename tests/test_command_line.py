@@ -27,7 +27,8 @@ FLAGS = {
     "--weights", "--weights-partial", "--weights-dtype", "--tile",
     "--lr-schedule", "--warmup-updates", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size", "--recovery-lr",
     "--save-every", "--test-every", "--eval-every", "--max-steps", "--early-stopping", "--keep-best",
-    "--best-by", "--sil-inputs", "--resume",
+    "--best-by", "--sil-inputs", "--resume", "--ema", "--trace", "--cache", "--cached-views", "--workers", "--augment",
+    "--tokenizer",
     "--subnets", "--local-steps", "--subnet-groups", "--subnet-rows", "--subnet-moments",
     "--dry-run", "--plan-out", "--plan", "--print-schedule", "--quiet", "--debug",
 }  # fmt: skip
@@ -114,8 +115,8 @@ def test_a_file_of_options_gives_numbers_lists_and_switches(here, capsys):
     assert ran.code == 0, ran.err
     settings = json.loads((here / "out" / "events.jsonl").read_text().splitlines()[0])["settings"]
     expected = {
-        "epochs": "1,2", "lr": "0.001,0.0005", "batch_size": "128", "partitions": "0,2", "clip_grad_norm": "1.0",
-        "shuffle": "no", "overwrite": "yes",
+        "epochs": [1, 2], "lr": [0.001, 0.0005], "batch_size": 128, "partitions": [0, 2], "clip_grad_norm": 1.0,
+        "shuffle": False, "overwrite": True, "kappa": None, "output_dir": "out",
     }  # fmt: skip
     assert {name: settings[name] for name in expected} == expected
     assert "partition 1 train epoch 2" in ran.out
@@ -211,7 +212,14 @@ def test_the_real_command_ends_with_the_proof_and_leaves_the_results(here):
     assert ran.err == ""
     assert ran.out.splitlines()[-1].startswith("proof: limit 1.00 GB, measured peak ")
     (folder,) = (here / "runs").iterdir()
-    assert sorted(files(folder)) == ["events.jsonl", "job.json", "model.safetensors", "plan.json", "result.json"]
+    assert sorted(files(folder)) == [
+        "events.jsonl",
+        "job.json",
+        "memory.jsonl",
+        "model.safetensors",
+        "plan.json",
+        "result.json",
+    ]
     assert set(load_file(folder / "model.safetensors")) == {
         "0.1.weight", "0.1.bias", "0.2.weight", "0.2.bias",
         *(f"{block}.{name}" for block in (1, 2) for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")),
@@ -237,7 +245,7 @@ def test_the_console_script_trains_and_plans(here, monkeypatch, capsys):
 def test_the_console_script_says_how_it_is_used(monkeypatch, capsys):
     asked = through_console(monkeypatch, capsys, "--help")
     assert (asked.code, asked.err) == (0, "")
-    assert "usage: seqpart {train,plan,verify,doctor}" in asked.out
+    assert "usage: seqpart {train,plan,verify,report,doctor}" in asked.out
     for arguments in ([], ["fly"]):
         ran = through_console(monkeypatch, capsys, *arguments)
         assert (ran.code, ran.out) == (2, "")
@@ -301,7 +309,7 @@ def test_a_dry_run_refuses_a_disk_that_is_too_small(here, capsys, monkeypatch):
 
 def test_the_package_runs_as_the_console_script_does(tmp_path):
     done = subprocess.run([sys.executable, "-m", "seqpart", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: seqpart {train,plan,verify,doctor}")
+    assert done.stdout.startswith("usage: seqpart {train,plan,verify,report,doctor}")
 
 
 def test_the_help_says_a_default_once_and_types_in_one_word(help_words):

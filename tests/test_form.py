@@ -86,7 +86,7 @@ def test_a_job_that_version_0_2_0_kept_as_texts_is_found_again(tmp_path):
             ["--method", "boosting"],
             "--method: expected one of auto, sil, ist, streamed, checkpointed, full, psl; found 'boosting'",
         ),
-        (["--optimizer", "lion"], "--optimizer: expected one of adam, adamw, sgd; found 'lion'"),
+        (["--optimizer", "lion"], "--optimizer: expected one of adam, adamw, sgd, adafactor; found 'lion'"),
         (["--shuffle", "perhaps"], "--shuffle: expected yes, no or auto; found 'perhaps'"),
         (["--cache-dtype", "fp8"], "--cache-dtype: expected fp32 or bf16; found 'fp8'"),
         *(
@@ -119,7 +119,7 @@ def test_the_help_is_in_groups_that_list_choices_and_fits_80_columns(capsys, mon
     for words in (
         "--method {auto,sil,ist,streamed,checkpointed,full,psl}",
         "--recover {left,all}",
-        "--optimizer {adam,adamw,sgd}[,...]",
+        "--optimizer {adam,adamw,sgd,adafactor}[,...]",
     ):
         assert words in said
     assert all(len(line) <= 80 for line in said[places[0] :].splitlines())

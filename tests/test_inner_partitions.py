@@ -12,7 +12,7 @@ from seqpart.methods import objectives
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.objectives import OBJECTIVES, lack_of
 from seqpart.methods.sil import sil_phases
-from seqpart.schedule.steps import PhaseKind
+from seqpart.schedule.phase import PhaseKind
 from tests.exactly import split
 from tests.given import classified
 from tests.resuming import Stopping

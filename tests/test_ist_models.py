@@ -41,7 +41,20 @@ def convolutional():
     ]  # fmt: skip
 
 
-MODELS = {"mlp": (lambda: models.mlp(6, 4, width=16, depth=3), data), "gpt": (gpt, tokens), "conv": (convolutional, images)}
+def vit():
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(3)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, embed_dim=24, depth=2, num_heads=6, num_classes=2
+    )
+
+
+MODELS = {
+    "mlp": (lambda: models.mlp(6, 4, width=16, depth=3), data),
+    "gpt": (gpt, tokens),
+    "conv": (convolutional, images),
+    "vit": (vit, images),
+}
 
 
 def run(folder, name, **options):
@@ -123,6 +136,36 @@ def test_a_transformer_blocks_branches_are_the_means_of_its_parts(silent, count)
     assert torch.allclose(mean, block(x), rtol=1e-3, atol=1e-3)
 
 
+def vit_block():
+    return pytest.importorskip("timm.models.vision_transformer").Block(24, 6, qkv_bias=True, qk_norm=True, init_values=0.5)
+
+
+def encoder_block():
+    from torchvision.models.vision_transformer import EncoderBlock
+
+    return EncoderBlock(4, 24, 64, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "silent", "cut"),
+    [
+        (vit_block, "mlp.fc2", {"attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight"}),
+        (vit_block, "attn.proj", {"mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight"}),
+        (encoder_block, "self_attention.out_proj", {"mlp.0.weight", "mlp.0.bias", "mlp.3.weight"}),
+    ],
+    ids=["timm's heads", "timm's neurons", "torchvision's neurons"],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_branches_of_a_transformer_block_of_a_library_are_the_means_of_its_parts(make, silent, cut, count):
+    block = randomized(make())
+    for tensor in block.get_submodule(silent).parameters():
+        tensor.data.zero_()
+    x = torch.randn(2, 5, 24)
+    assert cut <= parted(as_chain([block]), count=count, group=1, seed=4).parts.cuts[0].keys()
+    mean = sum(part(x) for part in parts_of(block, count)) / count
+    assert torch.allclose(mean, block(x), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_parts_of_a_residual_block_add_what_the_whole_one_adds(count):
     block, x = randomized(models.ResidualBlock(12)), torch.randn(5, 12)
@@ -176,9 +219,16 @@ def test_what_a_run_cannot_do_is_refused(options, error, text, tmp_path):
 
 
 @machine
-def test_a_model_with_a_forward_of_its_own_and_too_few_rows_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="has a forward of its own"):
-        fitted(tmp_path / "run", WithForward(), subnets=2)
+def test_a_model_with_a_forward_of_its_own_is_trained_as_the_list_of_its_layers(tmp_path):
+    """Whose hidden layers are seen through it: the same neurons are drawn, and the same rows."""
+    expected = load_file(fitted(tmp_path / "list", blocks(), subnets=2, local_steps=2).weights)
+    found = load_file(fitted(tmp_path / "run", WithForward(), subnets=2, local_steps=2).weights)
+    assert {f"layers.{name}" for name in expected} == found.keys()
+    assert all(torch.equal(found[f"layers.{name}"], tensor) for name, tensor in expected.items())
+
+
+@machine
+def test_too_few_rows_are_refused(tmp_path):
     with pytest.raises(DataError, match="3 training rows are fewer than 4 subnets"):
         Trainer(blocks(), mem_limit="2GB", method="ist", subnets=4, quiet=True).plan(data(3), data(3))
 

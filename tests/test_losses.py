@@ -98,10 +98,10 @@ def test_every_label_has_its_row_of_scores(rows, positions, classes):
     [
         (torch.zeros(3, 1), torch.zeros(3)),
         (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
-        (torch.zeros(3, 2, 4, 4), torch.zeros(3, 4, 4, dtype=torch.int64)),
+        (torch.zeros(3, 2, 4, 4), torch.zeros(3, 4, 5, dtype=torch.int64)),
         (torch.zeros(3, 5, 2), torch.zeros(3, dtype=torch.int64)),
     ],
-    ids=["regression", "one number", "classes in dimension 1", "a map of features"],
+    ids=["regression", "one number", "a mask of another size", "a map of features"],
 )
 def test_outputs_that_do_not_score_the_labels_give_no_scores(output, labels):
     assert scores_of(output, labels) is None

@@ -16,17 +16,40 @@ CHOICES = {
     "sgd": (torch.optim.SGD, {}),
     "sgd, decay": (torch.optim.SGD, {"weight_decay": 0.1}),
     "sgd, momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "adafactor, decay": (torch.optim.Adafactor, {"weight_decay": 0.1}),
 }
+
+
+class Odd(torch.optim.SGD):
+    """Keeps the first number of each parameter's gradient, of whatever shape that is."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["corner"] = parameter.grad.flatten()[:1]
+
+
+class Halves(torch.optim.SGD):
+    """Keeps the first row of matrices, and of nothing with more dimensions."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.ndim == 2:
+                self.state[parameter]["half"] = parameter.grad[:1].clone()
+
+
 OTHERS = {
     "sgd, nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1),
     "adadelta": lambda p: torch.optim.Adadelta(p),
 }
 REFUSED = {
-    "Adafactor": (torch.optim.Adafactor, "has no fixed layout"),
+    "Odd": (lambda parameters, lr: Odd(parameters, lr=lr), "its state 'corner' has no fixed layout"),
+    "Halves": (lambda parameters, lr: Halves(parameters, lr=lr), "its state 'half' has no fixed layout"),
     "NAdam": (torch.optim.NAdam, "does not start at zero"),
     "Rprop": (torch.optim.Rprop, "does not start at zero"),
     "ASGD": (torch.optim.ASGD, "does not start at zero"),
@@ -40,6 +63,7 @@ def parameters():
         "weight": nn.Parameter(torch.randn(6, 5)),
         "bias": nn.Parameter(torch.randn(6)),
         "gain": nn.Parameter(torch.ones(())),
+        "kernel": nn.Parameter(torch.randn(4, 3, 2, 2)),
     }
 
 
@@ -69,7 +93,8 @@ def test_adopted_state_gives_the_parameters_of_a_plain_optimizer_to_the_bit(kind
     choice = choose(kind.__name__.lower(), lr=0.03, **options)
     mine, theirs = parameters(), parameters()
     ours, _, _ = adopted(choice, mine)
-    plain = kind(theirs.values(), lr=0.03, fused=True, **({"weight_decay": 0.0} | options))
+    fused = {} if kind is torch.optim.Adafactor else {"fused": True}
+    plain = kind(theirs.values(), lr=0.03, **({"weight_decay": 0.0} | fused | options))
     same_after_steps(ours, mine, plain, theirs)
 
 
@@ -118,6 +143,23 @@ def test_state_has_its_parameter_s_name_shape_and_type():
     }
 
 
+def test_adafactor_keeps_a_row_and_a_column_of_matrices_and_all_of_vectors():
+    named = parameters()
+    layout = choose("adafactor", lr=0.1).state_layout({name: spec_of(name, tensor) for name, tensor in named.items()})
+    assert {spec.name: spec.shape for spec in layout.specs} == {
+        "weight.step": (), "weight.row_var": (6, 1), "weight.col_var": (1, 5),
+        "bias.step": (), "bias.variance": (6,),
+        "gain.step": (), "gain.variance": (),
+        "kernel.step": (), "kernel.row_var": (4, 3, 2, 1), "kernel.col_var": (4, 3, 1, 2),
+    }  # fmt: skip
+    plain = torch.optim.Adafactor(named.values())
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    kept = {f"{name}.{key}": value.shape for name, tensor in named.items() for key, value in plain.state[tensor].items()}
+    assert kept == {spec.name: spec.shape for spec in layout.specs}
+
+
 @pytest.mark.parametrize(("kind", "reason"), REFUSED.values(), ids=REFUSED)
 def test_an_optimizer_that_cannot_have_a_home_is_refused_in_words(kind, reason):
     with pytest.raises(OptionError, match=reason):
@@ -130,7 +172,7 @@ def test_what_is_no_optimizer_is_refused():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(OptionError, match="expected one of adam, adamw, sgd; found 'lion'"):
+    with pytest.raises(OptionError, match="expected one of adam, adamw, sgd, adafactor; found 'lion'"):
         choose("lion", lr=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Packages import one way only, as the table in README says; nothing imports in a circle; no package is crowded."""
+"""Packages import one way only, as the table in docs/design.md says; nothing imports in a circle; no package is crowded."""
 
 import ast
 import re
@@ -9,13 +9,13 @@ import pytest
 import seqpart
 
 ROOT = Path(seqpart.__file__).parent
-README = ROOT.parent / "README.md"
+TABLE = ROOT.parent / "docs" / "design.md"
 MOST_MODULES = 9
 
 
 def table():
-    """Packages and modules of their own in README's order: each imports only what stands below it."""
-    section = README.read_text().partition("## The packages\n")[2].partition("\n## ")[0]
+    """Packages and modules of their own in its order: each imports only what stands below it."""
+    section = TABLE.read_text().partition("## The packages\n")[2].partition("\n## ")[0]
     return re.findall(r"^    (\w+)(?:/|\.py) ", section, re.MULTILINE)
 
 

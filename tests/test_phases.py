@@ -6,9 +6,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases, counted
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import Phase, PhaseKind, Position, steps_of
+from seqpart.schedule.steps import Position, steps_of
 
 TRAIN, CACHE, TEST = (
     Phase(kind=kind, partition=0, rows=3, batch=2, micro_batch=1) for kind in (PhaseKind.TRAIN, PhaseKind.CACHE, PhaseKind.TEST)

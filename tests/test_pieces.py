@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.loop.lengths import AT_THE_END, Interval, interval_of, length_of
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases, counted, last_trainings
 from seqpart.schedule.pieces import Pieces, training
 from seqpart.schedule.progress import Progress, checked
-from seqpart.schedule.steps import Phase, PhaseKind, Position, steps_of
+from seqpart.schedule.steps import Position, steps_of
 
 TESTS = [Phase(kind=PhaseKind.TEST, partition=p, rows=3, batch=2, micro_batch=2) for p in range(2)]
 

@@ -1,4 +1,5 @@
-"""Every command and snippet of README.md: run as printed, run smaller, or at least parsed. `HOW` says which.
+"""Every command and snippet of README.md, and of the pages in docs/ that were written by hand: run as printed, run smaller, or
+at least parsed. `HOW` says which.
 
 A command that is added or changed there has to be added here.
 """
@@ -19,9 +20,20 @@ from seqpart.train import main
 from tests.command import ENVIRONMENT, SMALL, call, end, refused, start
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text()
-(SNIPPET,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-PROSE = TEXT.replace(SNIPPET, "")
+MADE = {"trust", "models", "what_fits", "pnn", "objectives", "ist", "ist_paper", "psl", "index"}
+"""Pages with results, most of them written by a benchmark."""
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in MADE)]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+_CODE = r"```python\n(.*?)```"
+SNIPPETS = {
+    f"{page.stem}-{number}": text
+    for page in PAGES
+    for number, text in enumerate(re.findall(_CODE, page.read_text(), re.DOTALL))
+    if page.stem != "adapters"  # run by test_adapters, where peft is there
+}
+PROSE = re.sub(_CODE, "", TEXT, flags=re.DOTALL)
+LESS = {"2048": "32", "* 20": "* 2"}
+"""What is made smaller in the snippets that train large networks."""
 
 MAIN_JOB = "python -m seqpart.train --mem-limit 2GB"
 SCHEDULE = (
@@ -46,6 +58,7 @@ HOW = {
     VERIFY: "run as printed (slow)",
     SAVED: "run with a small network, and killed (slow)",
     RESUMED: "run as printed, from where that was killed (slow)",
+    "python -m seqpart.train --resume DIR": "run, with its directory, from where that was killed (slow)",
     f"python tools/watch.py -- {MAIN_JOB}": "run around a dry run (slow)",
     "python tools/watch.py -- COMMAND": "run around a dry run (slow)",
     "python tools/profile_memory.py --mem-limit 620MB --width 2048 --depth 24 --batch-size 256 --epochs 2": "parsed (slow)",
@@ -55,6 +68,8 @@ HOW = {
     "seqpart verify": "run as printed above",
     "seqpart verify --sweep 8": "run by test_verify_plans",
     "seqpart doctor": "run by test_command_line",
+    "seqpart report": "run by test_page",
+    "seqpart report DIR": "run by test_page",
     PLAN_FOR_A_CARD: "run as printed (slow)",
     f"python -m seqpart.train --model torchvision:resnet50 --data folder:DIR {AUTO}": "run smaller by test_whole_models (slow)",
     f"python -m seqpart.train --model hf:DIR --data text:FILE {AUTO}": "run smaller by test_whole_models (slow)",
@@ -74,6 +89,8 @@ HOW = {
     'pip install -e ".[hf]"': "its extras are looked for",
     'pip install -e ".[plot]"': "its extras are looked for",
     'pip install -e ".[test]"': "its extras are looked for",
+    'pip install -e ".[docs]"': "its extras are looked for",
+    "mkdocs build --strict": "run by .ci/run",
     'pip install -e ".[check]"': "its extras are looked for",
     "pytest": "runs this",
     "pytest -m slow": "run by .ci/run",
@@ -83,7 +100,7 @@ HOW = {
 
 def printed_commands():
     blocks = re.findall(r"^    (?:\$ )?((?:python|pip|seqpart|\.\.\.) .*)$", PROSE, re.MULTILINE)
-    ticks = re.findall(r"`((?:python|pip|seqpart|tools/check|pytest)(?: [^`\n]*)?)`", PROSE)
+    ticks = re.findall(r"`((?:python|pip|seqpart|tools/check|pytest|mkdocs)(?: [^`\n]*)?)`", PROSE)
     return {command.strip() for line in [*blocks, *ticks] for command in line.split(" && ")} - {"seqpart", "..."}
 
 
@@ -96,33 +113,42 @@ def test_the_extras_that_are_installed_are_there():
     assert extras == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
-def test_every_file_that_the_readme_names_is_there():
-    named = re.findall(r"`((?:examples|benchmarks|docs|tools|tests)/[\w./-]+)`|\]\(((?!http)[^)]+)\)", PROSE)
-    assert len(named) > 10
-    assert not [name for name in {a or b for a, b in named} if not (ROOT / name).exists()]
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem)
+def test_every_file_that_a_page_names_is_there(page):
+    text = page.read_text()
+    named = [ROOT / name for name in re.findall(r"`((?:examples|benchmarks|docs|tools|tests)/[\w./-]+)`", text)]
+    named += [page.parent / link.partition("#")[0] for link in re.findall(r"\]\(((?!http|#)[^)]+)\)", text)]
+    assert not [str(name) for name in named if not name.exists()]
+
+
+def test_every_page_is_in_the_site():
+    in_it = set(re.findall(r"- (?:.*: )?(\w+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert in_it == {page.stem for page in (ROOT / "docs").glob("*.md")}
 
 
 def run_snippet(text, folder):
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", text], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^0\.\d+ runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
+    if "print(result.accuracy" in text:
+        assert re.search(r"^\d\.\d+ runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
 
 
-def test_the_snippet_runs_with_a_smaller_network(tmp_path):
-    """It raised NameError: nothing had imported nn, and the data came from nowhere."""
-    text = SNIPPET
-    for number, less in (("2048", "32"), ("* 20", "* 2"), ("800MB", "400MB")):
-        assert number in text
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_runs_with_a_smaller_network(name, tmp_path):
+    """One raised NameError: nothing had imported nn, and the data came from nowhere."""
+    text = SNIPPETS[name]
+    for number, less in LESS.items():
         text = text.replace(number, less)
     run_snippet(text, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_snippet_runs_as_printed(tmp_path):
-    run_snippet(SNIPPET, tmp_path)
+@pytest.mark.parametrize("name", [name for name, text in SNIPPETS.items() if any(number in text for number in LESS)])
+def test_a_snippet_runs_as_printed(name, tmp_path):
+    run_snippet(SNIPPETS[name], tmp_path)
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_a_signal_while_the_results_are_written_is_obeyed_behind_them_and_nothin
     whole, _ = arm.whole()
     export = homes.export_weights
     with monkeypatch.context() as patched:
-        patched.setattr(homes, "export_weights", lambda *arguments: (interrupt(), export(*arguments)))
+        patched.setattr(homes, "export_weights", lambda *arguments, **options: (interrupt(), export(*arguments, **options)))
         with pytest.raises(Interrupted, match="the run is saved"):
             arm.fit()
     reporter = Stopping()

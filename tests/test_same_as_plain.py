@@ -18,6 +18,7 @@ CLASSES, WIDTH, DEPTH, ROWS = 5, 32, 4, 120
 OPTIMIZERS = {
     "adam": lambda params, lr: torch.optim.Adam(params, lr=lr, fused=True),
     "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=0.0, fused=True),
+    "adafactor": lambda params, lr: torch.optim.Adafactor(params, lr=lr, weight_decay=0.0),
     "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True),
 }
 

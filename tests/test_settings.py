@@ -11,8 +11,9 @@ from torch import nn
 
 from seqpart import BadInput, Trainer
 from seqpart.errors import OptionError
+from seqpart.kinds import per_partition
 from seqpart.options import Options
-from seqpart.settings import Settings, per_partition
+from seqpart.settings import Settings
 
 
 def test_a_limit_and_a_method_are_all_that_must_be_given():

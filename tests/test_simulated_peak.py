@@ -22,8 +22,9 @@ from seqpart.planning.exact import cuts_of
 from seqpart.planning.prediction import predict, rows_for_memory, rows_held
 from seqpart.planning.problem import buffers_of, exchange_bytes, largest_boundary, parts_of
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import PhaseKind, Position, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
 from tests import exactly, forced, given, machine
 from tests.choice import only_quick
@@ -149,13 +150,13 @@ class Fit:
 def watched(patch, fit):
     """The steps of `fit`, with their live bytes: of everything but labels and host memory that is granted by itself."""
     live, buffers = LiveBytes(), weakref.WeakValueDictionary()
-    plain_run, plain_take = Executor.run, Slots.take
+    plain_running, plain_take = Executor.running, Slots.take
 
-    def run(self, steps):
+    def running(self, steps):
         host_pool = self._boundaries._host_pool
         live.ignore([*self._boundaries.labels.values(), *(host_pool._pieces if host_pool is not None else [])])
         with live:
-            plain_run(self, steps)
+            yield from plain_running(self, steps)
 
     def take(self, p, nbytes):
         peak, idle = live.peak, {id(slot.buffer.untyped_storage()) for slot in self._idle}
@@ -169,7 +170,7 @@ def watched(patch, fit):
         buffers[id(slot.buffer.untyped_storage())] = slot.buffer.untyped_storage()
         return slot
 
-    patch.setattr(Executor, "run", run)
+    patch.setattr(Executor, "running", running)
     patch.setattr(Slots, "take", take)
     listener = Listener(live, buffers)
     fit(listener)

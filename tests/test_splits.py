@@ -109,11 +109,10 @@ REFUSED = {
     "the set is empty. Give": [],
     "6 rows of x and 5 labels": (X, Y[:5]),
     "no rows of x": (torch.tensor(1.0), Y),
-    r"labels: expected shape \(rows,\), found \(6, 3\)": (X, torch.eye(6)[:, :3]),
-    r"labels: expected shape \(rows,\), found \(6, 0\)": (X, torch.zeros(6, 0, dtype=torch.int64)),
-    r"labels: expected shape \(rows,\), found \(\)": (X, torch.tensor(3)),
+    r"labels: expected shape \(rows,\), .* found \(6, 0\)": (X, torch.zeros(6, 0, dtype=torch.int64)),
+    r"labels: expected shape \(rows,\), .* found \(\)": (X, torch.tensor(3)),
     "labels: NaN or infinity in row 2": (X, torch.tensor([0, 1, float("nan"), 0, 1, 2])),
-    "labels: expected one number for each row": Items([(x, name) for x, name in zip(X, "abcdef", strict=True)]),
+    "labels: expected numbers of one shape for each row": Items([(x, name) for x, name in zip(X, "abcdef", strict=True)]),
     "labels: expected whole numbers": (X, Y.to(torch.complex64)),
     "expected x to be numbers; found an array of type <U1": (np.array(list("abcdef"))[:, None], Y),
     "expected x to be numbers; found an array of type object": (np.array([[None]] * 6), Y),
@@ -296,7 +295,7 @@ def test_labels_of_positions_may_leave_gaps_and_occur_in_the_test_alone():
 
 def test_labels_of_different_numbers_of_positions_are_refused():
     items = Items([(X[0], torch.zeros(2, dtype=torch.int64)), (X[1], torch.zeros(3, dtype=torch.int64))])
-    with pytest.raises(DataError, match="training labels: expected one number for each row"):
+    with pytest.raises(DataError, match="training labels: expected numbers of one shape for each row"):
         as_split(items, "training")
 
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.errors import ScheduleError
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Step, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, Step, Verb, parse, steps_of, to_text
 
 phases_of = st.builds(
     Phase,

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from seqpart.execution.events import PhaseDone
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 from tests.exactly import FULL, How, numbers
 from tests.resuming import Arm, ended
 from tests.test_exact import fresh, statistics

@@ -23,7 +23,8 @@ def watching() -> Any:
     """A reporter that notes when each update ended."""
     from seqpart.execution.events import StepDone
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.steps import PhaseKind, Verb
+    from seqpart.schedule.phase import PhaseKind
+    from seqpart.schedule.steps import Verb
 
     class Watch(Reporter):
         def __init__(self) -> None:

@@ -17,7 +17,7 @@ from seqpart.values import flag_of
 
 FREE = {
     "mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size",
-    "weights", "weights_partial",
+    "weights", "weights_partial", "trace", "workers",
 }  # fmt: skip
 """Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
 TUNED = {

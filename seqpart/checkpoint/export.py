@@ -10,15 +10,19 @@ from seqpart.costs.blocks import BlockCost
 from seqpart.files.direct import REQUEST, DirectFile, aligned, bytes_of, explained, round_up
 from seqpart.files.owned import remove
 from seqpart.model.blocks import Block
+from seqpart.model.optimizers import AVERAGE
 from seqpart.offload.layout import Layout, TensorSpec, encode_header
 from seqpart.offload.store import Store
 from seqpart.weights.names import named_tensors
 
 
-def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store) -> int:
+def export_weights(
+    path: Path, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, *, averages: bool = False
+) -> int:
     """Write every tensor of the state_dict under the model's own names; returns the file's bytes.
 
-    Holds one block and one request at a time. The file appears under `path` only when it is whole and on the disk.
+    averages: of what has a moving average that. Holds one block, with averages its optimizer state, and one request at a time.
+    The file appears under `path` only when it is whole and on the disk.
     """
     entries = list(named_tensors(blocks, [cost.layout for cost in costs], lambda block: block.module))
     specs, offset = [], 0
@@ -27,20 +31,17 @@ def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCos
         offset += entry.nbytes
     header = encode_header(specs, {"format": "pt"})
     part = path.with_name(path.name + ".part")
-    flat = aligned(max(cost.layout.padded_nbytes for cost in costs))
+    homes = _Homes(store, averages)
     try:
         with DirectFile(part, write=True, mode=0o666) as file:
             out = _Stream(file)
             out.write(memoryview(header))
-            loaded: Block | None = None
             for block, source in itertools.chain.from_iterable(entry.pieces for entry in entries):
-                if block is not loaded:
-                    store.get(block.home, flat)
-                    loaded = block
-                if source.stride is None:
-                    out.write(bytes_of(flat)[source.offset : source.offset + source.nbytes])
+                flat, lies = homes.read(block, source)
+                if lies.stride is None:
+                    out.write(bytes_of(flat)[lies.offset : lies.offset + lies.nbytes])
                 else:  # as every reader expects it: row by row
-                    view = Layout((source,)).views(flat)[source.name]
+                    view = Layout((lies,)).views(flat)[lies.name]
                     out.write(bytes_of(view.contiguous().view(-1).view(torch.uint8)))
             out.finish()
         part.replace(path)
@@ -49,6 +50,34 @@ def export_weights(path: Path, blocks: Sequence[Block], costs: Sequence[BlockCos
     finally:
         remove(part)
     return len(header) + offset
+
+
+class _Homes:
+    """Reads whole homes, one of weights and one of optimizer state at a time: a block's tensors come in any order."""
+
+    def __init__(self, store: Store, averages: bool) -> None:
+        self._store, self._averages = store, averages
+        self._read: dict[bool, tuple[str, torch.Tensor]] = {}
+
+    def read(self, block: Block, source: TensorSpec) -> tuple[torch.Tensor, TensorSpec]:
+        """The bytes of a home, and where the tensor, or its average, lies in them."""
+        if self._averages and block.state_home in self._store:
+            state = self._store.layout(block.state_home)
+            average = next((spec for spec in state.specs if spec.name == f"{source.name}.{AVERAGE}"), None)
+            if average is not None:
+                return self._flat(block.state_home, state=True), average
+        return self._flat(block.home, state=False), source
+
+    def _flat(self, name: str, *, state: bool) -> torch.Tensor:
+        loaded, flat = self._read.pop(state, ("", torch.empty(0, dtype=torch.uint8)))
+        if loaded != name:
+            needed = self._store.layout(name).padded_nbytes
+            if len(flat) < needed:
+                del flat  # before there are two
+                flat = aligned(needed)
+            self._store.get(name, flat)
+        self._read[state] = name, flat
+        return flat
 
 
 class _Stream:

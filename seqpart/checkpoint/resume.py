@@ -20,9 +20,10 @@ from seqpart.loop.lengths import AT_THE_END
 from seqpart.methods import methods_named
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import START, Phase, Position
+from seqpart.schedule.steps import START, Position
 from seqpart.settings import Settings
 from seqpart.units import format_limit
 
@@ -219,6 +220,10 @@ def data_digest(train: Split, test: Split) -> str:
     """Tells data sets apart by shape, number and labels; the rows of the first boundary have checksums of their own."""
     digest = xxhash.xxh3_64()
     for split in (train, test):
-        digest.update(repr((split.count, split.shape, str(split.dtype), tuple(split.labels.shape), *split.form)).encode())
+        digest.update(
+            repr(
+                (split.count, split.shape, str(split.dtype), tuple(split.labels.shape), *split.form, *split.label_form)
+            ).encode()
+        )
         digest.update(split.labels.contiguous().numpy().tobytes())
     return digest.hexdigest()

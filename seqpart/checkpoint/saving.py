@@ -20,7 +20,8 @@ from seqpart.files.scratch import CHECKPOINT, PREVIOUS
 from seqpart.interrupts import Interrupts
 from seqpart.offload.store import Store
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import Phase, PhaseKind, Position
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
 
 _HOME_EVERY = 600.0

@@ -22,7 +22,9 @@ from seqpart.session.places import JOB
 
 T = TypeVar("T")
 
-_NOT_KEPT = {"config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "quiet", "debug"}
+_NOT_KEPT = {
+    "config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "trace", "quiet", "debug",
+}  # fmt: skip
 """Options that a resumed run does not take over."""
 
 

@@ -15,7 +15,7 @@ import tyro
 
 from seqpart.errors import OptionError
 from seqpart.files.text import short
-from seqpart.settings import OF_IST
+from seqpart.kinds import OF_IST
 from seqpart.values import alternatives, as_text, choices_of, flag_of, items_of
 
 T = TypeVar("T")
@@ -26,23 +26,23 @@ GROUPS = {
         "plan",
     ),
     "training": (
-        "epochs", "max_steps", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm",
+        "epochs", "max_steps", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "ema",
         "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "early_stopping",
         "keep_best", "best_by", "seed",
     ),
     "sil": (
-        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "recovery_epochs", "recover",
+        "objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views", "recovery_epochs", "recover",
         "recovery_batch_size", "recovery_lr",
     ),
     "ist": OF_IST,
     "data-and-model": (
         "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",
-        "image_size", "context",
+        "image_size", "augment", "context", "tokenizer", "cache", "workers",
     ),
     "files-and-checkpoints": (
         "output_dir", "overwrite", "offload_dir", "save_every", "resume", "config",
     ),
-    "output": ("dry_run", "plan_out", "print_schedule", "quiet", "debug"),
+    "output": ("dry_run", "plan_out", "print_schedule", "trace", "quiet", "debug"),
 }  # fmt: skip
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
 _METAVARS = {

@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.data.classes import count_classes
-from seqpart.data.splits import Split, as_split, count_tokens, tested_on
+from seqpart.data.splits import Split, count_tokens
 from seqpart.errors import OptionError
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import read_text, short
+from seqpart.kinds import CACHE_DTYPES, MOST, LrSchedule, Method, OptimizerName, Precision
+from seqpart.loaders.given import test_rows, training_rows
 from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import CACHE_DTYPES, MOST, Method, Precision, Settings
+from seqpart.settings import Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.zoo import convolutional, datasets, libraries, models
+from seqpart.zoo import convolutional, datasets, images, libraries, models
 from seqpart.zoo.loading import called
 
 
@@ -35,21 +37,32 @@ class Job(Settings):
     streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of
     the three that fits), psl (one pair of scores of the partially-separable loss at a time; a model that ends in separable
     layers, such as --model psnet)."""
+    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
+    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
+    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
+    lr_schedule: LrSchedule = "constant"
+    """constant, linear or cosine (down to zero at the last update)."""
     model: str = "mlp"
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
     data: str = "digits"
     """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
-    CLASS), text:FILE (its characters, to predict the next one), or package.module:function that returns a training and a
-    test set; what stands for the second may be empty."""
+    CLASS), imagefolder:DIR (the same, read anew in every epoch: see --augment), text:FILE (its characters, to predict the
+    next one), hf-text:FILE (its tokens, by --tokenizer), or package.module:function that returns a training and a test set, or
+    two data loaders; what stands for the second may be empty."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False
     """Fetch mnist, fashion-mnist or emnist into --data-dir."""
     image_size: int | None = None
-    """Resize the images of folder:DIR to this many pixels square."""
+    """Make the images of folder:DIR or imagefolder:DIR so many pixels square."""
+    augment: images.Augmentation | None = None
+    """What happens to the training images of imagefolder:DIR whenever they are read: imagenet (a random part, resized to
+    --image-size or 224, and a flip), cifar (shifted by up to 4 pixels of 32, and a flip) or none. Default: imagenet."""
     context: int | None = None
-    """Characters in a row of text:FILE. Default: 128."""
+    """Characters in a row of text:FILE, or tokens in one of hf-text:FILE. Default: 128."""
+    tokenizer: Path | None = None
+    """The directory of the tokenizer for hf-text:FILE, with tokenizer.json. Default: that of --model hf:DIR."""
     weights_dtype: Precision | None = None
     """Type of the parameters of --model hf:DIR, in which they are trained and kept: fp32 or bf16. Default: as config.json says
     where there are weights."""
@@ -122,21 +135,26 @@ def saved_plan(job: Job) -> Plan | None:
 
 def data_of(job: Job) -> tuple[Split, Split]:
     """Training and test data. Raises OptionError or DataError for what cannot be honoured."""
+    library, _, folder = job.model.partition(":")
+    tokenizer = job.tokenizer or (Path(folder) if library == "hf" and job.data.startswith("hf-text:") else None)
+    if job.tokenizer is not None and not job.data.startswith("hf-text:"):
+        raise OptionError(f"--tokenizer goes with --data hf-text:FILE; found --data {job.data}.")
     train, test = datasets.load(
-        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context
-    )
-    rows = as_split(train, "training")
-    return rows, tested_on(test, rows)
+        job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context,
+        augment=job.augment, tokenizer=tokenizer,
+    )  # fmt: skip
+    rows = training_rows(train, job)
+    return rows, test_rows(test, rows, job)
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
     """The model, whole, and its depth where that is ours to choose: for `limit` bytes. Raises OptionError or ModelError."""
-    classes = count_classes(train, test)
+    classes = _outputs(job, train, test)
     if job.model.partition(":")[0] in libraries.LIBRARIES:
         return _library_model(dataclasses.replace(job, weights=None), train, test, whole=True).model, None
     _refuse_misplaced(job)
     if job.model in ("lenet", "psnet"):
-        return getattr(convolutional, job.model)(train.shape, max(classes, 1)), None
+        return getattr(convolutional, job.model)(train.shape, classes), None
     if job.model not in ("mlp", "gpt"):
         if ":" not in job.model:
             raise OptionError(
@@ -156,14 +174,20 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
         raise OptionError(f"--model mlp takes quantities, and the rows of --data {job.data} are tokens. Take --model gpt.")
     inputs, depth = prod(train.shape), job.depth
     if depth is None:
-        depth = models.depth_for(limit, inputs, max(classes, 1), width)
+        depth = models.depth_for(limit, inputs, classes, width)
         _refuse_too_deep(
             depth, f" Its state would be twice the limit of {format_size(limit)}: give a --depth, or a larger --width."
         )
         reporter.say(
             f"model mlp: width {width}, depth {depth} (--depth {depth}), sized to twice the limit of {format_size(limit)}"
         )
-    return models.mlp(inputs, max(classes, 1), width=width, depth=depth), depth
+    return models.mlp(inputs, classes, width=width, depth=depth), depth
+
+
+def _outputs(job: Job, train: Split, test: Split) -> int:
+    """That the network's end needs: one for each class, or for each number of a label."""
+    classes = 0 if job.loss == "bce" else count_classes(train, test)
+    return classes or prod(train.labels.shape[1:])
 
 
 def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) -> libraries.Made:
@@ -171,7 +195,7 @@ def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) 
     library, _, name = job.model.partition(":")
     resumes = job.resume is not None and (not job.resume.is_dir() or has_checkpoint(job.resume))
     asked = libraries.Asked(
-        classes=max(count_classes(train, test), 1), shape=train.shape, seed=job.seed, weights=job.weights,
+        classes=_outputs(job, train, test), shape=train.shape, seed=job.seed, weights=job.weights,
         partial=job.weights_partial or whole, resumes=resumes,
         dtype=CACHE_DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
     )  # fmt: skip
@@ -201,7 +225,7 @@ def _gpt(job: Job, train: Split, test: Split, width: int, reporter: Reporter) ->
     if not train.tokens or len(train.shape) != 1 or labels != train.shape:
         kind = "tokens" if train.tokens else "quantities"
         raise OptionError(
-            "--model gpt takes rows of tokens with a label for each, as --data text:FILE gives them; "
+            "--model gpt takes rows of tokens with a label for each, as --data text:FILE and hf-text:FILE give them; "
             f"found rows of {kind} of shape {train.shape} with labels of shape {labels} each. Take another --model."
         )
     heads = models.GPT_HEADS if job.heads is None else job.heads

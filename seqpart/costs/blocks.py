@@ -38,6 +38,8 @@ class BlockCost:
     gradients: int
     held: int
     """Of tensors in plain attributes (what old-style weight_norm computes): nobody but the module frees them."""
+    frozen: int = 0
+    """Numbers in its parameters that do not learn."""
     buffers: int
     """Of the layout: what is not a parameter. An update keeps a copy, in case it has to be done again."""
     forward_peak: int
@@ -61,6 +63,8 @@ class BlockCost:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """Of a real run with as many rows; 0 where there was none."""
+    kept_seconds: float = 0.0
+    """Of both, where memory that is free stays for what comes: see memory/heap.py."""
     borrows: "tuple[BlockCost, ...]" = ()
     """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
     tied: int = 0
@@ -252,6 +256,7 @@ def _measure_module(
         trainable=tuple(name for name in trainable if name in own),
         tied=sum(_nbytes(tensors[tie.name]) for tie in block.tied),
         gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),
+        frozen=sum(t.numel() for name, t in own.items() if isinstance(t, nn.Parameter) and name not in trainable),
         buffers=sum(_nbytes(tensor) for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
         inference_peak=inference,
         flops=flops,

@@ -13,7 +13,6 @@ from seqpart.files.direct import probe_disk
 from seqpart.hardware.table import Hardware
 from seqpart.memory.compiler import take_step
 from seqpart.memory.device import DOWN, UP, Device
-from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.model.optimizers import Optimizer
 
 
@@ -38,12 +37,12 @@ class Speeds:
     def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int, keeps_heap: bool = False) -> float:
         """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows.
 
-        keeps_heap: memory stays for the tensors to come; it was returned when blocks were tried.
+        keeps_heap: memory stays for the tensors to come; `forward_seconds` and `backward_seconds` are of where it was returned.
         """
         timed = forward * cost.forward_seconds + backward * cost.backward_seconds
         counted = (forward + 2 * backward) * cost.row_flops / self.flops
         timed *= (rows + self.half_rate_rows) / (cost.rows + self.half_rate_rows)
-        return (COMPUTING_SHARE if keeps_heap else 1.0) * (timed + counted * (rows + self.half_rate_rows))
+        return (cost.kept_share if keeps_heap else 1.0) * (timed + counted * (rows + self.half_rate_rows))
 
 
 def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Speeds:

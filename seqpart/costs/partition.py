@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.files.direct import round_up
+from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Value
 from seqpart.offload.layout import Layout
@@ -20,6 +21,8 @@ class PartitionCost:
     """Bytes and operations of one partition for one micro-batch. The peaks are beyond the slot."""
 
     weights: int
+    rewritten: int
+    """Those of blocks that learn or have buffers, which an update changes."""
     borrowed: int
     """Weights of blocks in other partitions that come along, because a parameter of theirs is used here too."""
     tied: int
@@ -56,10 +59,14 @@ class PartitionCost:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """Of the blocks that were run for real, with `rows` rows."""
+    kept_share: float = COMPUTING_SHARE
+    """Of these seconds, those that are left where memory that is free stays for what comes."""
     rows: int = 1
     """Of the micro-batch that all this is for."""
     parameters: int
     """Trainable ones, counted."""
+    frozen: int = 0
+    """The others."""
     trainable: bool
 
     @property
@@ -100,9 +107,9 @@ def growing(
     `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
-    slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
+    frozen = rewritten = slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = graph = 0
-    trainable, seconds = False, (0.0, 0.0)
+    trainable, seconds, with_heap = False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
     tied = lent = adding = adding_again = 0
@@ -110,6 +117,8 @@ def growing(
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
         slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
+        frozen += block.frozen
+        rewritten += block.weights if block.trainable or block.buffers else 0
         seen.append(block)
         for owner in block.borrows:
             if any(owner is other for other in seen):
@@ -141,6 +150,7 @@ def growing(
         inference = max(inference, block.inference_peak + given_inside)
         flops += 0 if block.forward_seconds else block.flops
         seconds = seconds[0] + block.forward_seconds, seconds[1] + block.backward_seconds
+        with_heap += block.kept_seconds or COMPUTING_SHARE * (block.forward_seconds + block.backward_seconds)
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
         parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
         largest = max([largest, *(spec.nbytes for spec in trained)])
@@ -151,7 +161,8 @@ def growing(
         own = sum(value.nbytes for value in came) + copied + targets
         earlier, rows = output - block.output, came[0].rows
         yield PartitionCost(
-            weights=weights, borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
+            weights=weights, rewritten=rewritten,
+            borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
             slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers - earlier,
             graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
             forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,
@@ -162,7 +173,9 @@ def growing(
             inference_peak=own + heap + max(inference, output + loss_peak),
             update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
             row_flops=flops // rows,
-            parameters=parameters, trainable=trainable, forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
+            parameters=parameters, frozen=frozen, trainable=trainable,
+            forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
+            kept_share=with_heap / sum(seconds) if with_heap else COMPUTING_SHARE,
         )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from seqpart.costs.clock import Clock
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.partition import PartitionCost
 from seqpart.model.packs import DEVICE, Handing, Tiers, Value
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.shortened import shortened
-from seqpart.schedule.steps import AT_HOME, START, Phase, PhaseKind, Position, Step, Verb, steps_of
+from seqpart.schedule.steps import AT_HOME, START, Position, Step, Verb, steps_of
 
 REQUEST_SECONDS = 3e-4
 """Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""
@@ -206,7 +207,7 @@ class Simulator:
         with_state = self.progress.loaded[p]
         again = self.progress.needs_state(p, self._phases[step.phase].stage)
         if p in self._changed:
-            written = part.weights + (part.state if again and with_state else 0)
+            written = part.rewritten + (part.state if again and with_state else 0)
             self._changed.discard(p)
         if again and with_state:
             self._stored.add(p)

@@ -21,6 +21,7 @@ from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
+from seqpart.memory.heap import page_faults, seconds_per_fault
 from seqpart.memory.usage import HighWater
 from seqpart.model.blocks import Block, run_fake, with_tensors
 from seqpart.model.inspection import Kind, structure_of
@@ -36,6 +37,7 @@ class Excess:
     inference: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    kept_seconds: float = 0.0
 
     def on(self, cost: BlockCost, share: float) -> BlockCost:
         """share: of the rows that were run, those that `cost` is for."""
@@ -44,18 +46,21 @@ class Excess:
             saved_alone=cost.saved_alone + self.saved, backward_peak=cost.backward_peak + self.backward,
             accumulate_peak=cost.accumulate_peak + self.backward, inference_peak=cost.inference_peak + self.inference,
             forward_seconds=self.forward_seconds * share, backward_seconds=self.backward_seconds * share,
+            kept_seconds=self.kept_seconds * share,
         )  # fmt: skip
 
     def times(self, factor: int) -> "Excess":
         return Excess(
             forward=factor * self.forward, saved=factor * self.saved, backward=factor * self.backward,
             inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
-            backward_seconds=factor * self.backward_seconds,
+            backward_seconds=factor * self.backward_seconds, kept_seconds=factor * self.kept_seconds,
         )  # fmt: skip
 
 
 _SHORT = 0.05
 """Seconds of a run that is timed twice."""
+_LEAST_SHARE = 0.2
+"""Of the seconds of a run, where nearly all of it seems to be page faults: both are measured, and vary."""
 CostsAt = Callable[[int], Sequence[BlockCost]]
 """Costs as they are counted on fake tensors, at a number of rows."""
 
@@ -150,7 +155,9 @@ class Trials:
         with with_tensors(module, tensors):
             module.train()
             self._train(module, tensors, xs)
+            faults = page_faults()
             forward, saved, backward, *seconds = self._train(module, tensors, xs)
+            faults = page_faults() - faults
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
                 *_, again_forward, again_backward = self._train(module, tensors, xs)
                 seconds = [min(seconds[0], again_forward), min(seconds[1], again_backward)]
@@ -163,6 +170,7 @@ class Trials:
             forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
             backward=max(0, backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
             forward_seconds=seconds[0], backward_seconds=seconds[1],
+            kept_seconds=max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault()),
         )  # fmt: skip
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:

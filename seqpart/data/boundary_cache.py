@@ -39,6 +39,8 @@ class Boundaries:
         self._rows: dict[tuple[str, int], Rows] = {}
         self._retained, self._created = RetainedFiles(folder), 0
         self.labels: dict[str, torch.Tensor] = {}
+        self.label_types: dict[str, torch.dtype] = {}
+        """In which a loss gets them."""
         self.passing: dict[str, Passing] = {}
         """What stands for the data's own rows of a split, where none of them are kept."""
 
@@ -71,9 +73,11 @@ class Boundaries:
         return self._rows[split, partition]
 
     def discard(self, split: str, partition: int) -> None:
-        """With what is kept once beside them."""
-        for rows in [self._rows.pop((name, partition), None) for name in (split, once_of(split))]:
-            if rows is not None:
+        """With what is kept once beside them, and with all views of them."""
+        own = split, once_of(split)
+        for name, p in [*self._rows]:
+            if p == partition and (name in own or name.startswith(f"{split}.")):
+                rows = self._rows.pop((name, p))
                 rows.close()
                 for file in rows.files:
                     self._retained.remove(file)

@@ -5,13 +5,14 @@ import torch
 from seqpart.data.splits import Split
 from seqpart.errors import DataError
 from seqpart.model.losses import IGNORED
+from seqpart.tracing.inputs import described
 
 SPARSE_CLASSES = 1000
 """Gaps in the numbers of up to so many classes cost little."""
 
 
 def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, learns: bool = True) -> int:
-    """Number of classes of integer labels, from 0 up; 0 for labels to regress.
+    """Number of classes of integer labels, from 0 up; 0 for labels to regress, and for several labels of a row.
 
     Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
     training never saw, and test labels of another kind. Labels of positions may be any of a vocabulary, of which a text
@@ -22,6 +23,12 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
     learns: whether the rows are learned from; otherwise one class will do, and so will any number of it.
     """
     test = test if test.count else train  # every label has been seen then
+    if train.label_form != test.label_form:
+        raise DataError(
+            f"labels differ: training rows have {described(train.label_form)}, and test rows {described(test.label_form)}."
+        )
+    if train.label_form:
+        return 0
     if train.labels.shape[1:] != test.labels.shape[1:]:
         raise DataError(
             f"labels differ: training has shape {tuple(train.labels.shape)} and test {tuple(test.labels.shape)}; "

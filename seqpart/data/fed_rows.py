@@ -7,7 +7,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, write_rows
 from seqpart.errors import OutOfMemory
 from seqpart.memory.device import Device
-from seqpart.schedule.steps import Phase
+from seqpart.schedule.phase import Phase
 
 
 class FedRows:

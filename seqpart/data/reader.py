@@ -18,10 +18,11 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from seqpart.data.row_file import RowLayout, Rows
+from seqpart.data.row_file import PassingLayout, RowLayout, Rows
 from seqpart.files.direct import PAGE, aligned, aligned_bytes, bytes_of
 from seqpart.memory.device import Device, Event, keyed_seed
-from seqpart.schedule.steps import Phase, Span
+from seqpart.recording.trace import Watched, unwatched
+from seqpart.schedule.phase import Phase, Span
 
 WINDOW = 8
 """Chunks that are shuffled among themselves."""
@@ -35,11 +36,14 @@ RING = 3
 
 def reader_bytes(layout: RowLayout, count: int, micro_batch: int, *, in_memory: bool = False) -> int:
     """Host memory that reading takes: one window and the ring; one batch where the rows lie in memory."""
+    if isinstance(layout, PassingLayout):
+        return layout.reading_bytes(min(micro_batch, count))
+    converted = layout.converted_bytes(min(micro_batch, count))
     if in_memory:
-        return aligned_bytes(min(micro_batch, count) * layout.nbytes)
+        return aligned_bytes(min(micro_batch, count) * layout.nbytes) + converted
     window = min(WINDOW, -(-count // layout.chunk_rows)) * layout.chunk_bytes
     # Pages of the ring that no row ever reaches are never touched.
-    return aligned_bytes(window) + RING * 2 * PAGE + min(RING * micro_batch, count) * layout.nbytes
+    return aligned_bytes(window) + RING * 2 * PAGE + min(RING * micro_batch, count) * layout.nbytes + converted
 
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -110,6 +114,7 @@ class ReaderThread:
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
+        self.watched: Watched = unwatched
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-reader")
         self._pool.submit(int).result()  # started now: its stack belongs to the runtime
 
@@ -145,7 +150,7 @@ class Reader:
         for slot in range(RING):
             self._free.put((slot, None))
         self._closed = threading.Event()
-        self._stopping = thread.stopping
+        self._stopping, self._watched = thread.stopping, thread.watched
         self._work = thread.submit(self._read_ahead)
 
     def take(self) -> Batch:
@@ -184,9 +189,11 @@ class Reader:
             at = 0
             for window, first, last in picked:
                 if window is not loaded:
-                    self._load(window)
+                    with self._watched("reader", "read rows"):
+                        self._load(window)
                     loaded = window
-                self._gather(window.order[first:last], slot, at)
+                with self._watched("reader", f"gather rows of {m}"):
+                    self._gather(window.order[first:last], slot, at)
                 at += last - first
             labels = np.concatenate([self._labels[window.rows[first:last]] for window, first, last in picked])
             yield Batch(m, span, _as_rows(self._ring[slot], self._rows.layout, at), torch.from_numpy(labels), slot)

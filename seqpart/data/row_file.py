@@ -33,6 +33,8 @@ class RowLayout:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    becomes: torch.dtype | None = None
+    """On the device, where that is another type."""
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +56,40 @@ class RowLayout:
 
     def home_bytes(self, rows: int) -> int:
         return round_up(rows * self.stride)
+
+    def converted_bytes(self, rows: int) -> int:
+        """Of so many rows in the type that they become; 0 where that is theirs."""
+        other = self.becomes is not None and self.becomes != self.dtype
+        return rows * prod(self.shape) * self.becomes.itemsize if other and self.becomes is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PassingLayout(RowLayout):
+    """Of rows that are read anew in every pass, and not kept."""
+
+    unit: int = 0
+    """Rows that are read at once; 0: those of a micro-batch."""
+    label_row: int = 0
+    """Bytes of one row's labels."""
+    work: int = 0
+    """Bytes that reading takes beside the rows themselves."""
+    order: int = 0
+    """Bytes of the order of an epoch."""
+    processes: int = 0
+    """That read; 0: the run's own does."""
+
+    def home_bytes(self, rows: int) -> int:
+        return 0
+
+    def of_workers(self, micro_batch: int) -> int:
+        """Bytes that all workers take while they read."""
+        return self.processes * ((self.unit or micro_batch) * (self.nbytes + self.label_row) + self.work)
+
+    def reading_bytes(self, micro_batch: int) -> int:
+        """Of all processes."""
+        own = round_up((self.unit or micro_batch) * self.nbytes) + (self.unit or micro_batch) * self.label_row
+        work = 0 if self.processes else self.work
+        return own + work + self.order + self.converted_bytes(micro_batch) + self.of_workers(micro_batch)
 
 
 class Rows:

@@ -6,17 +6,19 @@ Rows are quantities (float32, or float64 where asked for) or tokens (int64), whi
 tables often come as whole numbers of 8 to 32 bits and are quantities; token ids come as 64-bit ones, or by name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 from torch.utils.data import DataLoader
 
+from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError
+from seqpart.model.losses import label_dtype
 from seqpart.tracing.inputs import Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
 
 ROWS_AT_ONCE = 256
@@ -24,6 +26,19 @@ QUANTITIES = (torch.float32, torch.float64)
 TOKENS = torch.int64
 READ_TWICE = 32
 """Items of a data set that are read a second time, to find out whether they stay the same."""
+
+
+class UnstableRows(DataError):
+    """Items of a data set are others when they are read again."""
+
+
+class RowSource(Protocol):
+    """Where rows come from that are read anew in every epoch."""
+
+    @property
+    def rows(self) -> int:
+        """Of an epoch."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,16 +49,41 @@ class Split:
     count: int
     shape: tuple[int, ...]
     labels: torch.Tensor
-    """(count,) int64 classes or floats to regress; or (count, T, ...) classes, one for every position of a row."""
+    """(count,) int64 classes or floats to regress; (count, ...) classes of positions or floats; uint8 where there is a form."""
     open: Callable[[], Iterable[torch.Tensor]]
     dtype: torch.dtype = torch.float32
     """What its rows become: float32, float64 (for a float64 model) or int64 (tokens); uint8 where there is a form."""
     form: Form = ()
     """How a row of bytes is made of several inputs."""
+    label_form: Form = ()
+    """How a row of bytes is made of several labels."""
+    source: RowSource | None = None
+    """Reads its rows whenever they are needed, none of which are kept; None: they are read once and kept."""
+    kept: torch.dtype | None = None
+    """The type in which they are kept or travel, of those that come in a smaller one; None: as `dtype`."""
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch of training."""
+        return self.count if self.source is None else self.source.rows
 
     @property
     def tokens(self) -> bool:
         return self.dtype == TOKENS
+
+    @property
+    def label_type(self) -> torch.dtype:
+        """The type in which a loss gets its labels."""
+        return self.labels.dtype if self.label_form else label_dtype(self.labels)
+
+    def one_label(self) -> torch.Tensor:
+        """The labels, as a model takes them that computes its loss itself. Raises DataError where a row has several."""
+        if self.label_form:
+            raise DataError(
+                f'loss="model": rows have several labels ({described(self.label_form)}), where a model takes one tensor. Give '
+                "a function (output, labels) -> loss."
+            )
+        return self.labels
 
 
 def as_split(data: object, name: str) -> Split:
@@ -52,16 +92,17 @@ def as_split(data: object, name: str) -> Split:
     x may also be a dict of tensors, which the model takes by name, or a tuple of tensors, which it takes in order; an item
     may be a dict with its labels as `labels`. These tensors keep their types, but for floats, which become float32.
     x of type int64 is tokens and stays whole; x of any other type, uint8 images for one, becomes float32. A Split says
-    by its `dtype` what it wants. y has one label for each row, or whole numbers (rows, T, ...): one for each position.
+    by its `dtype` what it wants. y has one label for each row; or whole numbers (rows, ...), a class for each position, or
+    floats of any shape; or it is a dict or a tuple of these, for a loss that takes such a one.
 
     Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
     data set whose items are others when they are read again, as those of random augmentation: rows are read once and kept.
     """
     if isinstance(data, Split):
         split = _known_dtype(data)
-    elif isinstance(data, tuple | list) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
+    elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape") and _are_labels(data[1]):
         split = _from_pair(data[0], data[1], name)
-    elif isinstance(data, tuple | list) and len(data) == 2 and is_several(data[0]) and hasattr(data[1], "shape"):
+    elif isinstance(data, tuple | list) and len(data) == 2 and is_several(data[0]) and _labels_several(*data):
         split = _from_several(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         split = _from_items(data, name)
@@ -89,6 +130,18 @@ def tested_on(data: object, train: Split) -> Split:
     return as_split(data, "test")
 
 
+def _are_labels(y: object) -> bool:
+    """Of all rows, behind an x that is one tensor."""
+    return hasattr(y, "shape") or (are_several(y) and bool(y))
+
+
+def _labels_several(x: object, y: object) -> bool:
+    """The same behind an x of several tensors: two items of a list may look alike, and then items they are."""
+    if hasattr(y, "shape"):
+        return True
+    return isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
+
+
 def _known_dtype(split: Split) -> Split:
     dtype = split.dtype
     if split.form or dtype in (*QUANTITIES, TOKENS):
@@ -103,7 +156,7 @@ def _dtype_of(x: object) -> torch.dtype:
 
 
 def _from_pair(x: Any, y: Any, name: str) -> Split:
-    labels = _as_labels(y, name)
+    labels, label_form = labels_of_rows(y, name)
     if not len(x.shape) or len(x) != len(labels):
         rows = len(x) if len(x.shape) else "no"
         raise DataError(f"{name} data: {rows} rows of x and {len(labels)} labels; the numbers must be equal.")
@@ -117,11 +170,13 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
             yield torch.as_tensor(rows if isinstance(rows, torch.Tensor) else np.array(rows))
 
     shape = tuple(int(n) for n in x.shape[1:])
-    return Split(name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x))
+    return Split(
+        name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x), label_form=label_form
+    )  # fmt: skip
 
 
 def _from_several(x: Any, y: Any, name: str) -> Split:
-    labels, form = _as_labels(y, name), form_of(x, f"{name} data", whole=True)
+    (labels, label_form), form = labels_of_rows(y, name), form_of(x, f"{name} data", whole=True)
     for part in x.values() if isinstance(x, Mapping) else x:
         if len(part) != len(labels):
             raise DataError(f"{name} data: {len(part)} rows of x and {len(labels)} labels; the numbers must be equal.")
@@ -131,7 +186,8 @@ def _from_several(x: Any, y: Any, name: str) -> Split:
             yield packed(some_rows(x, slice(start, start + ROWS_AT_ONCE)), form, f"{name} data")
 
     return Split(
-        name=name, count=len(labels), shape=(nbytes_of(form),), labels=labels, open=passes, dtype=torch.uint8, form=form
+        name=name, count=len(labels), shape=(nbytes_of(form),), labels=labels, open=passes, dtype=torch.uint8, form=form,
+        label_form=label_form,
     )  # fmt: skip
 
 
@@ -151,7 +207,7 @@ def _from_items(items: Any, name: str) -> Split:
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
     several, dtype = _kind(items, name)
     first = _item(items, 0, name, several)[0]
-    targets = getattr(items, "targets", None)
+    targets: Any = getattr(items, "targets", None)
     # A target_transform changes what items say and leaves `targets` as it was.
     unlike = (
         bool(several) or targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None
@@ -170,9 +226,11 @@ def _from_items(items: Any, name: str) -> Split:
                 )
             yield torch.stack(rows)
 
-    labels = _as_labels(targets, name)
-    shape = tuple(first.shape)
-    return Split(name=name, count=len(items), shape=shape, labels=labels, open=passes, dtype=dtype, form=several)
+    labels, label_form = labels_of_items(targets, name)
+    return Split(
+        name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype, form=several,
+        label_form=label_form,
+    )  # fmt: skip
 
 
 def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
@@ -185,9 +243,10 @@ def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
 
 
 def _parted(item: Any) -> tuple[Any, Any]:
-    """x and label of a pair, or of a dict with `labels`."""
+    """x and label of a pair, or of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
     if isinstance(item, Mapping):
-        return {name: part for name, part in item.items() if name != "labels"}, item["labels"]
+        name = "label" if "labels" not in item and "label" in item else "labels"
+        return {other: part for other, part in item.items() if other != name}, item[name]
     x, y = item
     return x, y
 
@@ -197,11 +256,11 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     chosen = sorted({int(i) for i in np.linspace(0, len(items) - 1, READ_TWICE)})
     read = {i: _item(items, i, name, form) for i in chosen}
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
-    labels = {i: _plain(label) for i, (_, label) in read.items()}
+    labels = {i: plain(label) for i, (_, label) in read.items()}
     del read
     for i in chosen:
         if _digest(*_item(items, i, name, form)) != first[i]:
-            raise DataError(
+            raise UnstableRows(
                 f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
                 "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
                 "without that, and let the model's first block augment, which draws anew in every epoch; or keep one draw on "
@@ -210,12 +269,12 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     if targets is None:
         return True
     said = {i: label for i, label in labels.items() if label is not None}
-    return any(not np.array_equal(label, _plain(targets[i])) for i, label in said.items())
+    return any(not np.array_equal(label, plain(targets[i])) for i, label in said.items())
 
 
 def _digest(row: torch.Tensor, label: Any) -> int:
     digest = xxhash.xxh3_64(row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    digest.update(repr(_plain(label)).encode())
+    digest.update(repr(plain(label)).encode())
     return digest.intdigest()
 
 
@@ -231,41 +290,6 @@ def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, 
         raise
     except Exception as error:
         raise DataError(f"{name} data: expected item {index} to be a pair (tensor, label): {error}.") from error
-
-
-def _as_labels(labels: Any, name: str) -> torch.Tensor:
-    if isinstance(labels, Sequence):
-        labels = [_plain(label) for label in labels]
-    try:
-        tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} labels: expected one number for each row: {str(error).splitlines()[0]}") from None
-    if tensor.is_complex():
-        raise DataError(f"{name} labels: expected whole numbers (classes) or floats; found {tensor.dtype}.")
-    if not tensor.ndim or (tensor.ndim > 1 and (tensor.is_floating_point() or not prod(tensor.shape[1:]))):
-        raise DataError(
-            f"{name} labels: expected shape (rows,), found {tuple(tensor.shape)}. "
-            "Only whole numbers, a class for each position of a row, may have more dimensions."
-        )
-    if tensor.is_floating_point():
-        if not bool(tensor.isfinite().all()):
-            raise DataError(f"{name} labels: NaN or infinity in row {int((~tensor.isfinite()).nonzero()[0])}.")
-        return tensor.to(torch.float32).clone()
-    return tensor.to(torch.int64 if tensor.ndim == 1 else _NARROW.get(tensor.dtype, torch.int64)).clone()
-
-
-_NARROW = {
-    **{dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)},
-    torch.bool: torch.uint8,
-    torch.uint16: torch.int32,
-}
-"""Types that labels of positions keep, because there are many; torch computes little with uint16."""
-
-
-def _plain(label: Any) -> Any:
-    if not isinstance(label, torch.Tensor):
-        return label
-    return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
 
 
 def count_tokens(train: Split, test: Split) -> int:

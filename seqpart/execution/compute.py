@@ -28,11 +28,11 @@ from seqpart.execution.saved_tensors import Arrival, Graph, apart_from, entering
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.methods.method import PartitionLoss, SyntheticLoss
-from seqpart.model.losses import label_dtype
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.parts.statistics import as_it_is, observed
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Span, Step
+from seqpart.schedule.phase import Phase, PhaseKind, Span
+from seqpart.schedule.steps import Position, Step
 
 
 class Compute:
@@ -318,7 +318,7 @@ class Compute:
         batch = self._next_batch(step)
         assert self._unpacked is not None
         labels = self._device.upload(batch.labels)
-        return batch, self._unpacked.take(batch.x), labels.to(label_dtype(labels))
+        return batch, self._unpacked.take(batch.x), labels.to(self._boundaries.label_types[self._phases[step.phase].reads[0]])
 
     def _next_batch(self, step: Step) -> Batch:
         if self._reader is None:
@@ -338,10 +338,10 @@ class Compute:
         self._resumes, self._began = False, time.perf_counter()
         if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
-            self._sink = PackWriter(pack, self._boundaries, split, p, phase.rows, self._device)
-        rows, entering = self._boundaries.entering(split, source), self._partitions[phase.partition].entering
+            self._sink = PackWriter(pack, self._boundaries, phase.leaves, p, phase.rows, self._device)
+        rows, entering = self._boundaries.entering(phase.enters, source), self._partitions[phase.partition].entering
         pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
-        self._unpacked = PackReader(pack, self._boundaries, split, source, entering, self._device)
+        self._unpacked = PackReader(pack, self._boundaries, phase.enters, source, entering, self._device)
         self._reader = open_reader(
             rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
         )

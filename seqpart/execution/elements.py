@@ -18,7 +18,8 @@ from seqpart.execution.saved_tensors import apart_from
 from seqpart.memory.compiler import back_propagate
 from seqpart.model.losses import element_pair
 from seqpart.model.packs import Pack
-from seqpart.schedule.steps import Phase, Step
+from seqpart.schedule.phase import Phase
+from seqpart.schedule.steps import Step
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from seqpart.loop.callbacks import MetricValue
-from seqpart.schedule.steps import Phase, Step
+from seqpart.schedule.phase import Phase
+from seqpart.schedule.steps import Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,10 +22,12 @@ from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
 from seqpart.offload.store import Store
 from seqpart.parts.parting import Parting
+from seqpart.rates.scheduler import Groups
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.prefetch import Lookahead
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import AT_HOME, Phase, PhaseKind, Position, Step, Verb
+from seqpart.schedule.steps import AT_HOME, Position, Step, Verb
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
 
@@ -62,7 +64,7 @@ class Executor:
 
     def __init__(
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition], compute: Compute, boundaries: Boundaries,
-        slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float],
+        slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float | Groups],
         hooks: Hooks, start: Position, parting: Parting | None = None,
     ) -> None:  # fmt: skip
         """parting: for steps that cut homes and put them back."""
@@ -94,13 +96,9 @@ class Executor:
         """Where the run stands: an unfinished update is behind it."""
         return self.progress.position
 
-    def run(self, steps: Iterable[Step]) -> None:
-        """Do `steps`, to their end or to where a hook stops them. Raises what `running` raises."""
-        for _ in self.running(steps):
-            pass
-
     def running(self, steps: Iterable[Step]) -> Iterator[None]:
-        """The same, with a pause wherever everything stands at a position, before hooks are asked there.
+        """Do `steps`, to their end or to where a hook stops them, with a pause wherever everything stands at a position, before
+        hooks are asked there.
 
         Raises AllocationFailed when memory ran out inside the limit, and whatever a step raises.
         """

@@ -10,7 +10,7 @@ import torch
 from seqpart.errors import Diverged, OptionError
 from seqpart.execution.events import PhaseDone
 from seqpart.loop.callbacks import MetricValue
-from seqpart.schedule.steps import Phase, PhaseKind
+from seqpart.schedule.phase import Phase, PhaseKind
 
 ComputeMetrics = Any
 """A function of (outputs, labels), an object with update, compute and reset, or a dict of such objects by name."""
@@ -28,8 +28,8 @@ class Metrics:
     """What is added here is added there too."""
 
     def add(self, total: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None, *, weight: float) -> None:
-        """`total` is the mean loss of `rows` rows times `weight`; `judged` scores (n, classes) and labels (n,), of which
-        those below 0 do not count, where there are classes."""
+        """`total` is the mean loss of `rows` rows times `weight`; `judged` scores (n, classes, ...) and labels (n, ...), of
+        which those below 0 do not count, where there are classes."""
         self.loss = self.loss + total
         self.rows += rows
         self.weight += weight

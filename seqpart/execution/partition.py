@@ -29,6 +29,7 @@ from seqpart.model.packs import Pack
 from seqpart.offload.store import Store
 from seqpart.offload.transfer import Transfer
 from seqpart.parts.statistics import Around, as_it_is
+from seqpart.rates.scheduler import Groups, tune
 
 _Copy = tuple[Block, str, torch.Tensor]
 """(block, name, value) of a buffer."""
@@ -129,8 +130,7 @@ class Partition:
             parameter = block.module.get_parameter(tie.name)
             parameter.requires_grad_(learns and tie.owner_name in self._borrowed[tie.owner].trainable)
         self._modules = [list(block.module.modules()) for block in self.blocks]
-        pairs = zip(self.blocks, self._modules, strict=True)
-        self._buffered = [block for block, modules in pairs if any(module._buffers for module in modules)]
+        self._buffered = [block for block in self.blocks if any(module._buffers for module in block.module.modules())]
         self.trainable = [
             parameter
             for block, cost in zip(self.blocks, self._costs, strict=True)
@@ -145,10 +145,10 @@ class Partition:
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
-            if block.state_home not in self._store:
+            if not (begun := block.state_home in self._store):
                 region.zero_()
             named = [(name, p) for name, p in block.module.named_parameters() if p.requires_grad and name in cost.trainable]
-            self._choice.adopt(self.optimizer, named, layout.views(region))
+            self._choice.adopt(self.optimizer, named, layout.views(region), begun=begun)
 
     def _fetch_gradients(self) -> None:
         if self._waiting is None:
@@ -191,8 +191,7 @@ class Partition:
 
     def remember_buffers(self) -> None:
         """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
-        if not self._before:
-            self._before = self._copied_buffers()
+        self._before = self._before or self._copied_buffers()
 
     def restore_buffers(self) -> None:
         """Let running statistics be what they were before the forward pass that will be done again."""
@@ -257,14 +256,13 @@ class Partition:
         self._state.follow()
         self._state = Transfer(self._device)  # there, for all further steps of this visit
 
-    def update(self, rate: float = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
-        """Optimizer step at `rate` times the learning rate, gradients scaled by `clip` (limit, total norm) and then freed."""
+    def update(self, rate: float | Groups = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
+        """Optimizer step at a `rate` as `tune` takes it, gradients scaled by `clip` (limit, total norm) and then freed."""
         self.finish_state()
         if clip is not None and self.trainable:
             nn.utils.clip_grads_with_norm_(self.trainable, *clip)
         if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * rate
+            tune(self.optimizer, rate)
             take_step(self.optimizer)
         self._at_update, self._before = [], []
         self.changed = self.changed or self.optimizer is not None or bool(self._buffered)
@@ -305,7 +303,8 @@ class Partition:
         items = []
         if self.changed:
             self._gather_replaced()
-            items = [(b.home, c.layout, r) for b, c, r in zip(self.blocks, self._costs, self._regions[0], strict=True)]
+            own = zip(self.blocks, self._costs, self._regions[0], strict=True)
+            items = [(b.home, c.layout, r) for b, c, r in own if c.trainable or b in self._buffered]  # others stay as they are
             if keep_state and self._to_update:
                 items += [
                     (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
@@ -327,6 +326,7 @@ class Partition:
             self.restore_buffers()
         self.finish_state()  # also where no step was made
         waiting = self._gradients_home() if gradients else Transfer(self._device)
+        keep_state = keep_state or self._choice.average is not None  # an average is what the run is to leave
         saved = self.save(keep_state=keep_state, again=again)
         if not keep_state:
             for block in [block for block, state in zip(self.blocks, self._states, strict=True) if state.specs]:

@@ -19,16 +19,18 @@ CHECKPOINT = "checkpoint.json"
 PREVIOUS = "checkpoint.previous.json"
 WEIGHTS = "model.safetensors"
 """A directory that holds it holds a finished run."""
+AVERAGE = "average.safetensors"
+"""Of a run that averages its weights, these; written before WEIGHTS."""
 NEW = ".seqpart-new"
 """Ends the name of a result that is to take another's place when its run is done."""
 PUBLISHING = "seqpart-publishing.json"
 """Lists the results that are taking the earlier ones' places this moment, or were when the run was killed."""
 HOME_FILES = re.compile(r"block-\d+(\.[a-z]+)*\.\d+\.safetensors")
 ROW_FILES = re.compile(
-    r"(train|test)(-once)?-\d+\.\d+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{8}\.part)?)|(relay|graphs)\.part"
+    r"(train|test)(\.\d+)?(-once)?-\d+\.\d+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{8}\.part)?)|(relay|graphs)\.part"
 )
 FOLDERS = {"homes": HOME_FILES, "rows": ROW_FILES}
-_PARTS = {f"{name}.part" for name in (WEIGHTS, CHECKPOINT, PREVIOUS)}
+_PARTS = {f"{name}.part" for name in (WEIGHTS, AVERAGE, CHECKPOINT, PREVIOUS)}
 _NEW_RESULT = re.compile(rf"[\w.-]+{re.escape(NEW)}(\.part)?")
 
 

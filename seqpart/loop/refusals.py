@@ -6,9 +6,6 @@ from typing import Protocol
 from seqpart.loop.best import criterion_of
 from seqpart.loop.lengths import AT_THE_END, interval_of
 
-EPOCHS = 3
-"""Where nothing is said."""
-
 
 class Asked(Protocol):
     """The settings that matter here."""
@@ -31,14 +28,17 @@ class Asked(Protocol):
     def best_by(self) -> str | None: ...
 
 
-def problems(asked: Asked, *, exact: bool) -> Iterator[str]:
-    """In words. exact: whether the method is. Raises OptionError for what cannot be read."""
+def problems(asked: Asked, *, exact: bool, default_epochs: int) -> Iterator[str]:
+    """In words. exact: whether the method is. default_epochs: where nothing is said.
+
+    Raises OptionError for what cannot be read.
+    """
     criterion_of(asked.best_by)
     if asked.eval_every is not None and asked.test_every is not None:
         yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
     if asked.max_steps is not None and asked.max_steps < 1:
         yield f"--max-steps: expected a number above zero; found {asked.max_steps}"
-    if asked.max_steps is not None and asked.epochs != EPOCHS:
+    if asked.max_steps is not None and asked.epochs != default_epochs:
         yield "--max-steps comes in the place of --epochs: leave one out"
     if asked.early_stopping is not None and asked.early_stopping < 1:
         yield f"--early-stopping: expected evaluations, 1 or more; found {asked.early_stopping}"

@@ -79,26 +79,27 @@ class Grant(Protocol):
 
 
 @contextmanager
-def enforced(device: Device, limit: int) -> Iterator[Grant]:
+def enforced(device: Device, limit: int, *, beside: int = 0) -> Iterator[Grant]:
     """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
 
     CPU: RLIMIT_DATA counts what is reserved, so the difference to what is used now (library data, thread stacks:
     a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields what grants on top
     what has been reserved since and is not used, and says whether that was anything: what is reserved for generated code, and
     `at_rest`, when nothing is loaded, all else too, as a heap that cannot shrink because its last bytes are in use.
+    beside: bytes of the limit that other processes of the run have.
     """
     if not device.shares_memory:
         with _capped_allocator(device, limit):
             yield lambda *, at_rest=False: False
         return
     now = read_process()
-    if now.held >= limit:
-        raise too_small(limit, now.held)
+    if now.held + beside >= limit:
+        raise too_small(limit, now.held + beside)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     unused, code, granted, over = now.data - now.anon, generated_code(), 0, False
 
     def set_limit() -> None:
-        ours = limit + unused + granted
+        ours = limit - beside + unused + granted
         resource.setrlimit(
             resource.RLIMIT_DATA, (min(value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY), hard)
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from seqpart.memory.usage import MemoryUsage, read_process
+from seqpart.recording.timeline import Timeline
 from seqpart.units import format_size
 
 
@@ -19,6 +20,9 @@ class Sampler:
         self.file_growth = 0
         self.known = 0
         """The peak when the plan was made: what came before is no matter of its prediction."""
+        self.timeline = Timeline()
+        self.told: list[Callable[[int], None]] = [self.timeline.note]
+        """Called with the bytes of every look, mostly by the sampler's thread."""
         self._file_start = read_process().file
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="seqpart-sampler", daemon=True)
@@ -39,6 +43,7 @@ class Sampler:
 
     def heed(self, held: int, label: str = "planning") -> None:
         """Somebody else saw that much held, between two looks perhaps."""
+        self._tell(held)
         if held > self.peak:
             self.peak, self.peak_label = held, label
         if held > self.limit:
@@ -51,16 +56,22 @@ class Sampler:
             self._thread.join()
         self.sample()
         self._look_at_files()
+        self.timeline.close()
 
     def sample(self) -> int:
         used = self.usage.read()
         self.samples += 1
+        self._tell(used)
         if used > self.peak:
             self.peak, self.peak_label = used, self.label()
         if used > self.limit:
             self.violations += 1
             self.violation_label = self.violation_label or self.label()
         return used
+
+    def _tell(self, used: int) -> None:
+        for listener in self.told:
+            listener(used)
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):

@@ -136,7 +136,7 @@ class _TreeUsage:
 
     def set_back(self) -> None:
         """Let VmHWM begin anew at what is held now."""
-        if not _set_mark_back():  # what is left is a look now and then
+        if not set_mark_back():  # what is left is a look now and then
             self._mark = self._files = -1
             return
         text = os.pread(self._status, 8192, 0)
@@ -178,7 +178,7 @@ def _field(text: bytes, name: bytes) -> int:
     return int(text[at + len(name) : text.index(b"k", at)]) * 1024 if at >= 0 else 0
 
 
-def _set_mark_back() -> bool:
+def set_mark_back() -> bool:
     """Let VmHWM begin anew at what is held now; False where that cannot be: /proc is read-only."""
     try:
         with open("/proc/self/clear_refs", "wb", buffering=0) as marks:
@@ -205,7 +205,7 @@ class HighWater:
 
     def __init__(self, device: Device) -> None:
         self._device = None if device.shares_memory else device
-        self.works = device.hardware is None and (self._device is not None or _set_mark_back())
+        self.works = device.hardware is None and (self._device is not None or set_mark_back())
         """Not where /proc is read-only; and a simulated device has no kernels whose memory it could show."""
 
     def now(self) -> int:
@@ -219,7 +219,7 @@ class HighWater:
         if self._device is not None:
             self._device.restart_peaks()
         else:
-            _set_mark_back()
+            set_mark_back()
         return self.now()
 
     def peak(self) -> int:

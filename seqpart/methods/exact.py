@@ -10,9 +10,9 @@ The three give the same bits: of every parameter, gradient, moment, buffer and l
 from dataclasses import replace
 
 from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.pieces import training
-from seqpart.schedule.steps import Phase, PhaseKind
 
 
 def whole_network(work: Workload, *, streamed: bool) -> Phase:

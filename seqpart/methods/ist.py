@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from seqpart.methods.exact import true_loss, whole_network
 from seqpart.methods.method import Method, Workload, test_phases
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.rounds import Rounds
-from seqpart.schedule.steps import Phase, PhaseKind
 
 
 def ist_phases(work: Workload) -> Phases:

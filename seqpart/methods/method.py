@@ -8,9 +8,9 @@ import torch
 
 from seqpart.loop.lengths import AT_THE_END, Interval
 from seqpart.model.losses import LossFunction, scores_of
-from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged
+from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged, takes_classes_first
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 
 
 class PartitionLoss(Protocol):
@@ -23,8 +23,8 @@ class PartitionLoss(Protocol):
         """Loss of `output`, (rows, *boundary), with `labels`, (rows, ...): the mean over the rows, a scalar, or a verdict."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(scores (n, classes), labels (n,)), larger is likelier; None where the output says nothing of classes. A label
-        below 0 counts for nothing."""
+        """(scores (n, classes, ...), labels (n, ...)), larger is likelier; None where the output says nothing of classes. A
+        label below 0 counts for nothing."""
 
 
 class SyntheticLoss(PartitionLoss, Protocol):
@@ -101,6 +101,8 @@ class Workload:
     """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
     tests: Interval = AT_THE_END
     """Of what is trained last, between two passes over the test rows. Updates are those of an exact method."""
+    views: int = 1
+    """Draws of each row whose outputs are kept for a later partition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,4 +180,5 @@ class TrueLoss:
             found: tuple[torch.Tensor, torch.Tensor] | None = scores(output, labels)
             return found
         ignored = self._reduction.ignored if self._reduction is not None else None
-        return scores_of(output, labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1))
+        ours = labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1)
+        return scores_of(output, ours, first=takes_classes_first(self._function))

@@ -21,8 +21,8 @@ from seqpart.errors import DataError, OptionError
 from seqpart.methods.exact import trained, true_loss, whole_network
 from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.model.losses import LossFunction, partially_separable
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 
 COMMON = 0
 """The partition that all scores share; behind it comes one for each score, and then what puts them side by side."""

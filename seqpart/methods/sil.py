@@ -25,8 +25,8 @@ from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Wor
 from seqpart.methods.objectives import OBJECTIVES
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import LossFunction, label_dtype
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 from seqpart.tracing.own_loss import OwnLoss
 
 
@@ -39,13 +39,20 @@ def sil_phases(work: Workload) -> Phases:
             kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
         )
         train = replace(
-            test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle, epochs=part.epochs
+            test,
+            kind=PhaseKind.TRAIN,
+            rows=work.train_rows,
+            batch=part.batch_size,
+            shuffle=work.shuffle,
+            epochs=part.epochs,
+            views=work.views,
         )
         behind: tuple[Phase, ...] = (test,) if work.test_rows else ()
         if p < last:
             # A frozen partition never learned its labels: what comes behind it is to see what it really gives.
             outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
-            behind = replace(test, kind=outputs, rows=work.train_rows), *behind
+            cached = (replace(test, kind=outputs, rows=work.train_rows, view=view) for view in range(work.views))
+            behind = *cached, *behind
         every = work.tests.epochs if p == last else None
         stretches.append(Epochs(train=train, epochs=part.epochs if part.trainable else 0, behind=behind, every=every))
     return Phases([*stretches, *recovery_phases(work)])
@@ -66,7 +73,8 @@ def refuse_partitions_alone(chain: Chain, classes: int, splits: Sequence[Split],
     if any(block.tied for block in chain):
         raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
     if not classes:
-        raise DataError("method sil needs classes (integers) as labels; found floats. Use --method auto.")
+        found = "several labels in a row" if splits[0].label_form else "floats"
+        raise DataError(f"method sil needs classes (integers) as labels; found {found}. Use --method auto.")
     if any((split.labels < 0).any() for split in splits):
         raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
     if isinstance(loss, OwnLoss) and splits[0].labels.ndim > 1:

@@ -197,7 +197,7 @@ class Chain(Sequence[Block]):
     @property
     def whole(self) -> "Chain":
         """Without those of parts."""
-        return self if len(self.begins) == 1 else Chain(self._blocks[: self.ends[0]])
+        return self if len(self.begins) == 1 else Chain(self._blocks[: self.ends[0]], aliases=self.aliases)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -264,8 +264,19 @@ def _find_tied(chain: Chain) -> None:
         )  # fmt: skip
 
 
+_QUANTIZED = ("bitsandbytes", "torchao")
+"""Libraries with tensors of a kind of their own."""
+
+
 def refuse_without_values(modules: Mapping[str, nn.Module]) -> None:
-    """Raises ModelError for tensors of `modules`, by name, that have no shape yet, or no values."""
+    """Raises ModelError for tensors of `modules`, by name, that have no shape yet, or no values, or more than these."""
+    for name, module in modules.items():
+        for own, tensor in tensors_of(module).items():
+            if type(tensor).__module__.partition(".")[0] in _QUANTIZED:
+                raise ModelError(
+                    f"{name}.{own} is a {type(tensor).__name__} of quantized weights, which has scales beside its numbers that "
+                    "no home keeps. Give the network unquantized, in bfloat16 where memory or disk are short."
+                )
     if problems := [text for name, module in modules.items() for text in _without_values(module, name)]:
         raise _unusable(problems)
 

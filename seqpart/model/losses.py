@@ -2,7 +2,8 @@
 counted from.
 
 Classes stand in the last dimension of an output: (rows, classes), or (rows, T, classes) where every position has a
-label of its own. torch's own cross-entropy expects them in dimension 1, which a language model's output has not.
+label of its own. torch's own cross-entropy expects them in dimension 1, which a language model's output has not; that of a
+convolution has, (rows, classes, H, W) for labels (rows, H, W), and is judged so where its shape says it.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from seqpart.errors import DataError
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(output (rows, ...), labels (rows, ...)) -> mean loss over the rows, a scalar. What else it may be: see `Trainer`."""
-LossName = Literal["cross-entropy", "psl", "mse"]
+LossName = Literal["cross-entropy", "psl", "mse", "bce"]
 LossSource = LossFunction | Literal["model"] | None
 """A function; the one that the model computes itself; None: the one that the settings name."""
 LossChoice = LossSource | LossName
@@ -30,10 +31,13 @@ def label_dtype(labels: torch.Tensor) -> torch.dtype:
 
 
 def loss_named(name: LossName | None, labels: torch.Tensor, classes: int) -> LossFunction:
-    """The loss of that name for labels of this kind: floats, classes of rows (rows,), or classes of positions (rows, T, ...).
+    """The loss of that name for labels of this kind: floats (rows, ...), classes of rows (rows,) or positions (rows, T, ...).
 
     None: mse for floats, cross-entropy for classes. Raises DataError where the labels are of the other kind.
     """
+    if name == "bce":
+        _refuse_beyond_one(labels)
+        return multi_label
     if name is not None and (name == "mse") == bool(classes):
         expected, found = ("floats", "classes (integers)") if classes else ("classes (integers)", "floats")
         raise DataError(f"--loss {name} needs {expected} as labels; found {found}. Leave --loss out, or give another.")
@@ -44,8 +48,30 @@ def loss_named(name: LossName | None, labels: torch.Tensor, classes: int) -> Los
     return token_cross_entropy if labels.ndim > 1 else F.cross_entropy
 
 
+def _refuse_beyond_one(labels: torch.Tensor) -> None:
+    for piece in torch.split(labels.flatten(), 1 << 20):
+        outside = piece[(piece < 0) | (piece > 1)]
+        if len(outside):
+            raise DataError(
+                f"--loss bce needs labels from 0 to 1, as many as the network has outputs; found {outside[0].item():g}. Where "
+                "some are not to count, give a function (output, labels) -> (sum, count)."
+            )
+
+
+def classes_first(shape: tuple[int, ...], positions: tuple[int, ...]) -> bool:
+    """Whether outputs of that shape, of one row, have the classes of each position in front, (classes, H, W), not behind."""
+    return shape[1:] == positions and shape[:-1] != positions
+
+
+def _classes_last(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return output.movedim(1, -1) if classes_first(tuple(output.shape[1:]), tuple(labels.shape[1:])) else output
+
+
 def token_cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over all positions: output (rows, T, classes), labels (rows, T). In chunks where it is large."""
+    """Mean cross-entropy over all positions: output (rows, T, ..., classes) or (rows, classes, H, W), labels (rows, T, ...) or
+    (rows, H, W). In chunks where classes stand last and are many."""
+    if classes_first(tuple(output.shape[1:]), tuple(labels.shape[1:])):
+        return F.cross_entropy(output, labels)
     scores, ours = output.flatten(0, -2), labels.flatten()
     if output.nbytes <= 2 * _CHUNK or torch.is_autocast_enabled(output.device.type):  # autocast computes it in another type
         return F.cross_entropy(scores, ours)
@@ -97,14 +123,15 @@ LINEAR_FROM = 10.0
 
 def partially_separable(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean over rows of sum_{j != y} exp(c_j - c_y): P. Raynaud, D. Orban, J. Bigeon, "Partially-separable loss to parallelize
-    partitioned neural network training" (2023), equation 6b. output (rows, ..., classes), labels (rows, ...).
+    partitioned neural network training" (2023), equation 6b. output (rows, ..., classes) or
+    (rows, classes, H, W), labels (rows, ...).
 
     With j = y in the sum, as in their equation 6a, it would be larger by 1: exp(cross-entropy), with the same gradient. That of
     each element is as large as the element, so from a difference of LINEAR_FROM on it is continued by its tangent: it stays
     finite, convex and a function of two scores alone, and its gradient at most exp(LINEAR_FROM). Computed in float32 at
     least. Labels of -100 do not count.
     """
-    scores, own = output.flatten(0, -2), labels.flatten()
+    scores, own = _classes_last(output, labels).flatten(0, -2), labels.flatten()
     with torch.autocast(output.device.type, enabled=False):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         counted = own.ne(IGNORED)
@@ -119,15 +146,27 @@ OF_CLASSES: tuple[LossFunction, ...] = (F.cross_entropy, token_cross_entropy, pa
 """Those of ours that take one score for each class."""
 
 
-def refuse_few_outputs(loss: LossFunction, shape: tuple[int, ...], classes: int) -> None:
-    """Raises DataError where a loss of ours cannot judge outputs of that shape, of one row."""
-    if loss is regression and torch.Size(shape).numel() != 1:
-        raise DataError(f"a regression needs one output per row; the network ends with shape {shape}.")
-    if loss in OF_CLASSES and (shape or (0,))[-1] < classes:
+def refuse_few_outputs(loss: LossFunction, shape: tuple[int, ...], classes: int, positions: tuple[int, ...] = ()) -> None:
+    """Raises DataError where a loss of ours cannot judge outputs of that shape, of one row, by labels of shape `positions`."""
+    if loss in OF_NUMBERS and _without_ones(shape) != _without_ones(positions):
+        needed = f"outputs of the shape {positions} of a row's labels" if positions else "one output per row"
+        kind = "a regression needs" if loss is regression else "--loss bce needs"
+        raise DataError(f"{kind} {needed}; the network ends with shape {shape}.")
+    if loss in OF_CLASSES[1:] and len(positions) > 1 and shape[1:] == positions == shape[:-1]:
+        raise DataError(
+            f"the network ends with outputs of shape {shape} for labels of shape {positions}, of which the first or the last "
+            "dimension may be the classes. Give a function (output, labels) -> loss, such as torch's cross_entropy."
+        )
+    found = shape[0] if shape and classes_first(shape, positions) else (shape or (0,))[-1]
+    if loss in OF_CLASSES and found < classes:
         raise DataError(
             f"the network ends with outputs of shape {shape}, and the labels have {classes} classes. "
             f"Let the last block have {classes} outputs."
         )
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def element_pair(first: torch.Tensor, second: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
@@ -146,12 +185,30 @@ def separable_elements(beyond: torch.Tensor) -> torch.Tensor:
 
 
 def regression(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of outputs (rows, 1) or (rows,) to labels (rows,)."""
+    """Mean squared error of outputs (rows, ...) to labels (rows, ...), of the same shape but for dimensions of 1: torch's own
+    where a row's label has a shape."""
+    if labels.ndim > 1:
+        return F.mse_loss(output.reshape(labels.shape), labels)
     return (output.reshape(len(output)) - labels).square().mean()
 
 
-def scores_of(output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(scores (n, classes), labels (n,)): one row for each label. None where the output gives no scores for them."""
-    if labels.is_floating_point() or output.ndim < 2 or output.shape[:-1] != labels.shape:
+def multi_label(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean over rows and labels of the binary cross-entropy of outputs (rows, ...) before their sigmoid, labels from 0 to 1."""
+    scores = output.to(torch.promote_types(output.dtype, torch.float32)).reshape(labels.shape)
+    return F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype))
+
+
+OF_NUMBERS: tuple[LossFunction, ...] = (regression, multi_label)
+"""Those of ours that take one output for each number of a label."""
+
+
+def scores_of(output: torch.Tensor, labels: torch.Tensor, *, first: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(scores (n, classes, ...), labels (n, ...)): scores for each label. None where the output gives no scores for them.
+
+    first: the loss is torch's own, which has classes in dimension 1 also where the last may be meant.
+    """
+    if labels.is_floating_point() or output.ndim < 2:
         return None
-    return output.flatten(0, -2), labels.flatten()
+    if output.shape[:-1] == labels.shape and not (first and output.ndim > 2):
+        return output.flatten(0, -2), labels.flatten()
+    return (output, labels) if output.shape[:1] + output.shape[2:] == labels.shape else None

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import DataError, OptionError
-from seqpart.model.losses import IGNORED, LossFunction, label_dtype, partially_separable, regression, token_cross_entropy
+from seqpart.model.losses import IGNORED, OF_NUMBERS, LossFunction, label_dtype, partially_separable, token_cross_entropy
 
 Counts = Callable[[torch.Tensor], Any]
 """labels (rows, ...) -> what a mean over them is divided by: a number, or a tensor of one."""
@@ -120,9 +120,14 @@ def reduction_of(
 # --- losses that say what they divide by --------------------------------------------------------------------------
 
 
+def takes_classes_first(loss: LossFunction) -> bool:
+    """Whether it is torch's own, whose scores have their classes in dimension 1."""
+    return _of_torch(loss) is not None and loss not in (token_cross_entropy, partially_separable)
+
+
 def said(loss: LossFunction) -> Reduction | None:
     """What is known without a trial; None of a loss that must be tried."""
-    if loss is regression:
+    if loss in OF_NUMBERS:
         return Reduction()
     if (known := _of_torch(loss)) is not None:
         weight, ignored, reduction = known
@@ -178,6 +183,8 @@ _TRIAL_BYTES = 4 << 20
 _MOST_TRIAL_BYTES = 64 << 20
 _VALUES = 32
 """Different labels of which rows are tried."""
+_LOOKED_AT = 1 << 22
+"""Numbers among which they are looked for, of rows as large as images."""
 _CLOSE = 1e-4
 
 
@@ -201,9 +208,10 @@ class _Trial:
         self, loss: Any, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
     ) -> None:
         self._loss, self._said, self._dtype = loss, reduction, dtype
+        self._packed = getattr(loss, "takes_bytes", False)
         self._shape, self._labels, self._rows = shape, labels, (2, 4)
         nbytes = math.prod(shape) * dtype.itemsize
-        positions = labels.shape[1:]
+        positions = () if self._packed else labels.shape[1:]
         if (
             6 * nbytes > _TRIAL_BYTES
             and positions
@@ -302,10 +310,14 @@ class _Trial:
     def _batches(self) -> Iterator[torch.Tensor]:
         """Labels of small batches: real rows, and real rows behind rows of one label each, for each that occurs."""
         labels, (few, more) = self._labels, self._rows
-        real = labels[torch.linspace(0, len(labels) - 1, few + more).long()]
-        real = real.to(label_dtype(labels))
+        places = torch.linspace(0, len(labels) - 1, few + more).long()
+        if self._packed:  # no number among their bytes is a label
+            yield from (labels[(places + shift) % len(labels)] for shift in range(_VALUES))
+            return
+        real = labels[places].to(label_dtype(labels))
         yield real
-        some = labels[torch.linspace(0, len(labels) - 1, min(len(labels), 4096)).long()]
+        most = max(few + more, min(4096, _LOOKED_AT * len(labels) // max(1, labels.numel())))
+        some = labels[torch.linspace(0, len(labels) - 1, min(len(labels), most)).long()]
         values, counts = torch.unique(some, return_counts=True)
         ends = torch.stack(torch.aminmax(labels))
         for value in torch.cat([ends, values[counts.argsort(descending=True)]])[:_VALUES]:

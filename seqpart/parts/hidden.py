@@ -41,8 +41,8 @@ class Hidden:
     """Modules that give the units: linear layers, and normalisations over them."""
     columns: tuple[Side, ...] = ()
     """Linear layers that take them, and whose outputs nothing normalises before they are added to something."""
-    counts: tuple[str, ...] = ()
-    """Attributes that hold the number of units."""
+    counts: tuple[str | Side, ...] = ()
+    """Attributes that hold the number of units, or before x units x after of them."""
     placed: bool = False
     """Whether what the rows give keeps its width, with zeros for units of other parts: what comes behind it must give zeros for
     zeros, and be added to something."""
@@ -67,7 +67,7 @@ class HiddenLayer:
     columns: tuple[Spot, ...]
     summed: frozenset[tuple[int, str]]
     """Of the columns, (block, path) of those whose sums nothing normalises."""
-    counts: tuple[tuple[int, str], ...] = ()
+    counts: tuple[Spot, ...] = ()
     placed: bool = False
     alone: bool = False
 
@@ -84,7 +84,7 @@ class _Leaf(NamedTuple):
 
 def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
     """Of a chain of such modules, in order. Raises ModelError, naming the blocks, for hidden layers that nothing normalises."""
-    leaves = [leaf for number, module in enumerate(modules) for leaf in _leaves(module, number, "")]
+    leaves = [leaf for number, module in enumerate(modules) for leaf in _leaves(*wrapped(module), number)]
     found = [layer for leaf in leaves for layer in _declared(leaf)]
     bare = []
     for number, leaf in enumerate(leaves):
@@ -118,18 +118,25 @@ def _refuse_listeners(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer
             raise ModelError(f"method ist divides {where} twice. Correct its hidden_layers().")
 
 
-def _leaves(module: nn.Module, block: int, path: str) -> Iterator[_Leaf]:
+def wrapped(module: nn.Module) -> tuple[nn.Module, str]:
+    """(what a block is about, its path in the block): a block that was cut out of a whole model may say that all it does is to
+    call one of its modules."""
+    path = getattr(module, "wraps", None)
+    return (module.get_submodule(path), path) if isinstance(path, str) else (module, "")
+
+
+def _leaves(module: nn.Module, path: str, block: int) -> Iterator[_Leaf]:
     if type(module) is nn.Sequential:
         for name, child in module._modules.items():
             if child is not None:
-                yield from _leaves(child, block, f"{path}.{name}" if path else name)
+                yield from _leaves(child, f"{path}.{name}" if path else name, block)
     else:
         yield _Leaf(block, path, module)
 
 
 def _declared(leaf: _Leaf) -> Iterator[HiddenLayer]:
     own = getattr(leaf.module, "hidden_layers", None)
-    declared = own() if callable(own) else []
+    declared = own() if callable(own) else _of_library(leaf.module)
     if not isinstance(declared, list | tuple):
         raise ModelError(f"{leaf}: hidden_layers() must return a list of Hidden; found a {type(declared).__name__}.")
     for hidden in declared:
@@ -142,7 +149,7 @@ def _declared(leaf: _Leaf) -> Iterator[HiddenLayer]:
         yield HiddenLayer(
             number=0, units=hidden.units, rows=spots(hidden.rows), columns=spots(hidden.columns),
             summed=frozenset((leaf.block, prefix + side.path) for side in hidden.columns),
-            counts=tuple((leaf.block, prefix + path) for path in hidden.counts), placed=hidden.placed, alone=hidden.alone,
+            counts=spots(tuple(map(_counted, hidden.counts))), placed=hidden.placed, alone=hidden.alone,
         )  # fmt: skip
 
 
@@ -158,10 +165,48 @@ def _refuse_declared(leaf: _Leaf, hidden: object) -> None:
         if replaced and type(inside[side.path]) is not nn.Linear:
             kind = type(inside[side.path]).__name__
             raise ModelError(f"{leaf}: hidden_layers() has {side.path!r} in columns or placed; it is a {kind}, not nn.Linear.")
-    for path in hidden.counts:
+    for path, *_ in map(_counted, hidden.counts):
         place, _, name = path.rpartition(".")
         if place not in inside or not isinstance(getattr(inside[place], name, None), int):
             raise ModelError(f"{leaf}: hidden_layers() counts {path!r}, which is no attribute with a number.")
+
+
+def _counted(attribute: str | Side) -> Side:
+    return attribute if isinstance(attribute, Side) else Side(attribute)
+
+
+def kind_of(module: nn.Module) -> str:
+    """Of the very type, so that what a library is known for is looked for without importing it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _of_library(module: nn.Module) -> list[Hidden]:
+    """Of transformers' blocks whose code is known: heads, where nothing goes over all of them, and the neurons of the MLP."""
+    if kind_of(module) == "torchvision.models.vision_transformer.EncoderBlock":
+        return _perceptron(module, "mlp.0", "mlp.3")
+    if kind_of(module) != "timm.models.vision_transformer.Block":
+        return []
+    found, attention, mlp = list[Hidden](), module.get_submodule("attn"), module.get_submodule("mlp")
+    whole = getattr(attention, "gate", None) is not None or not isinstance(getattr(attention, "norm", None), nn.Identity)
+    if kind_of(attention) == "timm.layers.attention.Attention" and _is_linear(attention.get_submodule("proj")) and not whole:
+        size = int(attention.head_dim)  # type: ignore[arg-type]
+        found.append(
+            Hidden(
+                units=int(attention.num_heads), rows=(Side("attn.qkv", 3, size),),  # type: ignore[arg-type]
+                columns=(Side("attn.proj", 1, size),), counts=("attn.num_heads", Side("attn.attn_dim", 1, size)), alone=True,
+            )
+        )  # fmt: skip
+    if kind_of(mlp) == "timm.layers.mlp.Mlp" and isinstance(mlp.norm, nn.Identity):
+        found += _perceptron(module, "mlp.fc1", "mlp.fc2")
+    return found
+
+
+def _perceptron(module: nn.Module, first: str, second: str) -> list[Hidden]:
+    """None where these are other layers, as adapters or convolutions of 1 x 1."""
+    if not (_is_linear(module.get_submodule(first)) and _is_linear(module.get_submodule(second))):
+        return []
+    units = module.get_submodule(first).out_features
+    return [Hidden(units=units, rows=(Side(first),), columns=(Side(second),))]  # type: ignore[arg-type]
 
 
 def _is_linear(module: nn.Module) -> bool:

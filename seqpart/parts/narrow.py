@@ -134,10 +134,10 @@ def _take_part(module: nn.Module, number: int, layer: HiddenLayer, units: int) -
     for spot in layer.columns:
         if spot.block == number:
             setattr(module.get_submodule(spot.side.path), "in_features", spot.side.before * units * spot.side.after)  # noqa: B010
-    for block, path in layer.counts:
+    for block, (path, before, after) in layer.counts:
         if block == number:
             place, _, name = path.rpartition(".")
-            setattr(module.get_submodule(place), name, units)
+            setattr(module.get_submodule(place), name, before * units * after)
 
 
 def _replaced(module: nn.Module, number: int, layer: HiddenLayer, units: int, parts: int) -> nn.Module:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
+from seqpart.files.direct import PAGE
 from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store
-from seqpart.parts.moving import CutOf, merge, split
+from seqpart.parts.moving import CutOf, Units, merge, split
 from seqpart.parts.narrow import Cut
 from seqpart.parts.parts import JointChain
 
@@ -23,9 +24,8 @@ class Parting:
 
     def split(self, p: int, round_: int) -> None:
         """Whatever the homes of the parts are, they are cut out of the whole's now; also where that was begun before."""
-        units = self._parts.units(round_)
         for number in range(*self._edges[p]):
-            block, own = self._chain[number], self._numbers_of(number)
+            block, (own, units) = self._chain[number], self._held(number, round_)
             homes = [self._chain[n].home for n in own]
             layer_of = self._parts.numbers(number)
             split(self._store, block.home, homes, [self._layouts[n] for n in own], self._cut_of(number), units, layer_of)
@@ -36,12 +36,15 @@ class Parting:
             else:
                 for name in states:
                     self._store.discard(name)
+            for n in self._parts.vacant(number):
+                with self._store.sink(self._chain[n].home, self._layouts[n], PAGE):
+                    pass
 
     def merge(self, p: int, round_: int) -> None:
         """The parts' homes stay as they are, so that what was begun before is done again."""
-        units = self._parts.units(round_)
         for number in range(*self._edges[p]):
-            block, own = self._chain[number], [self._chain[n] for n in self._numbers_of(number)]
+            block, (held, units) = self._chain[number], self._held(number, round_)
+            own = [self._chain[n] for n in held]
             homes = [one.home for one in own]
             merge(self._store, block.home, self._layouts[number], homes, self._cut_of(number), units)
             states = [one.state_home for one in own]
@@ -49,8 +52,10 @@ class Parting:
                 cut_of = partial(self._cut_of_state, number)
                 merge(self._store, block.state_home, self._states[number], states, cut_of, units)
 
-    def _numbers_of(self, number: int) -> list[int]:
-        return [self._parts.block_of(part, number) for part in range(self._parts.count)]
+    def _held(self, number: int, round_: int) -> tuple[list[int], Units]:
+        """(numbers of what parts have of the whole's block, the units of these parts)."""
+        holders, units = self._parts.holders(number, round_), self._parts.units(round_)
+        return [*holders.values()], [units[part] for part in holders]
 
     def _cut_of(self, number: int) -> CutOf:
         return lambda name: self._parts.cuts[number].get(name, Cut())

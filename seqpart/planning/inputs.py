@@ -16,10 +16,12 @@ from seqpart.costs.inplace import refuse_lost_gradients
 from seqpart.costs.partition import LossCost
 from seqpart.costs.trials import Trials
 from seqpart.data.classes import count_classes
-from seqpart.data.row_file import RowLayout
+from seqpart.data.labels import loss_for
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.errors import DataError, DoesNotFit, OptionError
+from seqpart.kinds import per_partition, values_of
+from seqpart.loaders.reading import Reading
 from seqpart.loop.lengths import Length, length_of, refuse_endless_warmup
 from seqpart.memory.device import Device, host_memory_free
 from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
@@ -29,11 +31,12 @@ from seqpart.methods.objectives import lack_of
 from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import LossFunction, LossSource, label_dtype, loss_named, refuse_few_outputs
-from seqpart.model.optimizers import Optimizer, choose
+from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
+from seqpart.model.optimizers import Optimizer, averaging, chosen
 from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
-from seqpart.settings import Settings, per_partition, values_of
+from seqpart.rates.scheduler import refuse_unfit
+from seqpart.settings import Settings
 from seqpart.tiling.separation import starts_of
 from seqpart.tracing.tracing import chain_and_loss, chain_of
 from seqpart.units import format_limit, format_size
@@ -59,13 +62,15 @@ class Inputs:
         """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
         from a checkpoint. trained: a file with those of modules that are not alive, or have shapes alone."""
         refuse_mismatch(train, test)
-        self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.count
-        self._optimizer, self._reuse, self.folder, self.dry = optimizer, reuse, folder, dry
+        self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
+        self.reading = Reading(train, test, settings.workers, device)
+        self._optimizer = averaging(optimizer, settings.ema) if optimizer is not None else None
+        self._reuse, self.folder, self.dry = reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
             if final_loss == "model":
-                self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.labels)
+                self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.one_label())
             else:
                 self.chain = chain_of(model, train.shape, train.dtype, train.form)
             self._starts = starts_of(model, len(self.chain))
@@ -75,6 +80,7 @@ class Inputs:
             self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
             self.live_modules.take()
             undo.callback(self.close)
+            self.reading.start(self.limit, device)
             with self.under_limit():
                 self._measure_machine()
             undo.pop_all()
@@ -89,15 +95,13 @@ class Inputs:
         if self.alone:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
-        self._final_loss = final_loss or loss_named(settings.loss_name, train.labels, self.classes)
+        self._final_loss = loss_for(final_loss, settings.loss_name, train.labels, train.label_form, self.classes)
         longest = self.length(max(values_of(settings.epochs)), self.full_batch).epochs
         self.pair_rows = rows_of_pairs(
             self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
             key=(settings.seed, "order") if settings.shuffles else None,
         )  # fmt: skip
-        self._label_shape, self.input_layout = tuple(train.labels.shape[1:]), RowLayout(train.shape, train.dtype)
-        self.counted_at = cache(self._measure)
-        self._measured_loss = cache(self._measure_loss)
+        self.counted_at, self._measured_loss = cache(self._measure), cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         self.costs_at = cache(self.trials.refined)
         self.row_pack = RowPacks(self.counted_at, self.full_batch, settings.cache_type if self.alone else None)
@@ -121,7 +125,8 @@ class Inputs:
         """
         with ExitStack() as stack:
             with suppress(DoesNotFit):
-                stack.enter_context(enforced(self.device, self.limit + self.live_modules.alive(self.device.kind)))
+                limit = self.limit + self.live_modules.alive(self.device.kind)
+                stack.enter_context(enforced(self.device, limit, beside=self.reading.held))
             try:
                 yield
             except Exception as error:
@@ -147,24 +152,24 @@ class Inputs:
         refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
         self.possible_optimizers()
-        self._refuse_endless_warmup()
+        self._refuse_unfit_schedule()
 
     def close(self) -> None:
         """Modules that were given alive are what they were again, but for those that have been trained."""
         self.live_modules.give_back()
+        self.reading.close()
 
     def _measure_machine(self) -> None:
         """With the modules empty: what is measured is what is there while they are trained."""
-        device, train = self.device, self.train
-        self.live_bytes = self.live_modules.nbytes(device.kind)
-        self.runtime = measure_runtime(device)
+        self.live_bytes = self.live_modules.nbytes(self.device.kind)
+        self.runtime = measure_runtime(self.device)
         self._held = self.trials.held()
         self._check_partitions()
-        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, train.count)))
+        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, self.train.count)))
         # Looked at once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
-        rows = min(self.largest_batch, train.count, 256)  # a rate, and not the memory of a whole batch
-        self.speeds = measure_speeds(device, self.possible_optimizers()[0], rows, self.folder, self.dry)
+        rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
+        self.speeds = measure_speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
         before = self.trials.held()
@@ -245,9 +250,9 @@ class Inputs:
         pack = self.row_pack(cost)
         if not (pack.lack or pack.is_one) and self.settings.sil_inputs == "synthetic":
             return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
-        return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, self._label_shape)
+        return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, tuple(self.train.labels.shape[1:]))
 
-    def _refuse_endless_warmup(self) -> None:
+    def _refuse_unfit_schedule(self) -> None:
         """Every partition, and recovery, warms up anew."""
         epochs, batches = values_of(self.settings.epochs), values_of(self.settings.batch_size)
         if len(epochs) != len(batches):
@@ -256,6 +261,7 @@ class Inputs:
         if self.settings.recovery_epochs:
             runs["recovery"] = self._updates(self.settings.recovery_epochs, self.recovery_batch)
         refuse_endless_warmup(self.settings.warmup_updates, runs)
+        refuse_unfit(self.settings.lr_schedule, runs.values(), [one.build for one in self.possible_optimizers()])
 
     def _updates(self, epochs: float, batch: int) -> int:
         return self.length(epochs, batch).updates
@@ -308,15 +314,12 @@ class Inputs:
         if recovery and settings.recovery_lr is not None:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
-            raise OptionError("--momentum goes with --optimizer sgd; adam and adamw keep moments of their own.")
-        return tuple(
-            choose(n, lr=lr, weight_decay=settings.weight_decay, momentum=settings.momentum if n == "sgd" else 0.0)
-            for n, lr in zip(names, rates, strict=True)
-        )
+            raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
+        more = settings.weight_decay, settings.momentum, settings.ema
+        return tuple(chosen(name, lr, *more) for name, lr in zip(names, rates, strict=True))
 
     def _label_row(self) -> int:
-        labels = self.train.labels
-        return label_dtype(labels).itemsize * (labels.numel() // max(1, len(labels)))
+        return self.train.label_type.itemsize * (self.train.labels.numel() // max(1, len(self.train.labels)))
 
     def values(self, name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
         """One value for each partition; an exact method trains the network as one, with one value."""
@@ -331,8 +334,8 @@ class Inputs:
         """Until the cut is known any partition may get any of them."""
         if self._optimizer is not None:
             return [self._optimizer]
-        names = values_of(self.settings.optimizer)
-        return [choose(name, lr=1.0, momentum=self.settings.momentum if name == "sgd" else 0.0) for name in names]
+        settings = self.settings
+        return [chosen(name, 1.0, 0.0, settings.momentum, settings.ema) for name in values_of(settings.optimizer)]
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,
@@ -343,7 +346,7 @@ class Inputs:
         return method.loss(
             Targets(
                 partition=partition, partitions=partition + (1 if ends else 2), output_shape=output_shape,
-                label_shape=self._label_shape, classes=self.classes, seed=settings.seed,
+                label_shape=tuple(self.train.labels.shape[1:]), classes=self.classes, seed=settings.seed,
                 most=label_bytes, device=device, final_loss=self._final_loss,
                 reduction=None if measured else self._reduction, objective=settings.objective_name,
                 kappa=10.0 if settings.kappa is None else settings.kappa,
@@ -357,24 +360,21 @@ class Inputs:
         true: only the end of the network is judged.
         """
         costs, inner = self.costs_at(micro_batch), self.alone and not true
-        lasts = [costs[end - 1] for end in self.chain.ends]
-        method, label_bytes = request.methods[0], request.label_bytes
+        lasts, method, label_bytes = [costs[end - 1] for end in self.chain.ends], request.methods[0], request.label_bytes
 
         def cost(block: BlockCost) -> tuple[int, int]:
             is_last = any(block is last for last in lasts)
             if not is_last and not (inner and self.cuts_behind(block)):
                 return 0, 0  # no loss ever stands there, and none may suit that shape
-            return self._measured_loss(
-                method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last
-            )  # fmt: skip
+            return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
 
-        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes)
+        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes, tuple(self.train.labels.shape[1:]))
         return cost
 
     def _measure_loss(
         self, method: Method, label_bytes: int, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool
     ) -> tuple[int, int]:
-        labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=label_dtype(self.train.labels))
+        labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=self.train.label_type)
         targets = 0
 
         def judged(output: torch.Tensor) -> torch.Tensor:

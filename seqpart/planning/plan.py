@@ -70,6 +70,7 @@ class Plan:
     full_state: int
     """Weights, gradients and optimizer state of the whole network: what plain training must hold."""
     parameters: int
+    """That learn."""
     partitions: tuple[PartitionPlan, ...]
     host_limit: int
     disk_bytes: int
@@ -84,6 +85,8 @@ class Plan:
     """Bytes of the C library's heap, which stays as large as it is; 0: memory leaves the process when it is free."""
     tile: int = 0
     """Layers with a weight of more bytes are tiles of it, which have at most so many; 0: none is."""
+    frozen: int = 0
+    """Parameters that do not learn."""
     live_bytes: int = 0
     """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 

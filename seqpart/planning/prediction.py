@@ -29,8 +29,9 @@ from seqpart.planning.problem import (
     sharing,
     tiers_by_room,
 )
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.schedule.steps import Verb
 from seqpart.units import format_size
 
 WALKED_UPDATES = 2
@@ -205,13 +206,14 @@ def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> 
     return sum(nbytes for p, nbytes in rows.items() if p in read and p in written)
 
 
-def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], *, recovers: bool) -> dict[int, int]:
+def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], recovers: bool, views: int = 1) -> dict[int, int]:
     """Bytes of the rows that enter each partition, of those that may lie in memory under the limit; `boundaries`: of those that
-    wait between two partitions. The data's own wait for a recovery on the disk."""
+    wait between two partitions, in so many `views`. The data's own wait for a recovery on the disk."""
     if not problem.host_counts or problem.host_budget:
         return {}
-    splits = problem.train_rows, problem.test_rows
-    rows = {} if recovers else {0: sum(problem.input_row.home_bytes(count) for count in splits)}
+    splits = views * problem.train_rows, problem.test_rows
+    data = sum(problem.input_row.home_bytes(count) for count in splits)
+    rows = {} if recovers or not data else {0: data}
     return rows | {p: sum(pack.home_bytes(count) for count in splits) for p, pack in enumerate(boundaries, 1)}
 
 
@@ -237,14 +239,14 @@ def rows_reason(rows: Mapping[int, int]) -> list[str]:
 
 def disk_bytes(
     problem: Problem, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack],
-    *, all_states: bool, saves: bool, remembers: bool,
+    *, all_states: bool, saves: bool, remembers: bool, views: int = 1,
 ) -> int:  # fmt: skip
     """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result.
 
     all_states: whether the optimizer state of all partitions is kept at once. remembers: whether the weights of the best
-    evaluation are: what was the best when each checkpoint was made, and now.
+    evaluation are: what was the best when each checkpoint was made, and now. views: of the training rows of a boundary.
     """
-    count = problem.train_rows + problem.test_rows
+    count = views * problem.train_rows + problem.test_rows
     weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
     state = sum(states) if all_states else max(states)
     # Where partitions stay, homes are kept as they all were when the last of them was up to date.
@@ -324,7 +326,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
                 found.append(Option(p, kind, buffers, seconds - micro_batches * cost.graph / speeds.copy, moved))
         if problem.auto and not plain.method.stays and p not in shared:
             visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
-            read, written = visits * cost.weights + cost.state, cost.weights + cost.state
+            read, written = visits * cost.weights + cost.state, cost.rewritten + cost.state
             near = p in candidate.resources.at_host
             transfer = read / (speeds.up if near else speeds.read) + written / (speeds.down if near else speeds.write)
             found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))

@@ -12,6 +12,7 @@ from seqpart.costs.simulator import Resources, simulate
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.errors import DoesNotFit, OptionError
+from seqpart.kinds import OF_SIL, values_of
 from seqpart.memory.limit import margin_of, refused
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
@@ -34,7 +35,6 @@ from seqpart.planning.prediction import (
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.planning.sil import choose_cut
 from seqpart.schedule.phases import Phases, counted
-from seqpart.settings import OF_SIL, values_of
 from seqpart.units import format_size, parse_size
 from seqpart.values import flag_of
 
@@ -103,8 +103,8 @@ class Preparation(Inputs):
     def problem(self, request: PlanRequest) -> Problem:
         count, asked = self.settings.partition_choice()
         batch = self.full_batch
-        heaviest = max(self.possible_optimizers(), key=lambda optimizer: len(optimizer.state))
         costs = self.costs_at(batch)
+        heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
         return Problem(
             chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
             limit=request.limit, runtime=self.runtime + request.spare,
@@ -116,7 +116,7 @@ class Preparation(Inputs):
             host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
             host_budget=self._host_budget(), pair_rows=self.pair_rows,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
-            starts=self._starts or request.starts or asked, count=count, input_row=self.input_layout, row_pack=self.row_pack,
+            starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
@@ -147,7 +147,7 @@ class Preparation(Inputs):
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
             wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
-            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.count % size)]
+            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.epoch_rows % size)]
             sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
             if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
                 return prepared
@@ -194,7 +194,7 @@ class Preparation(Inputs):
         training = self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
         reasons = (*reasons, *self._recovery_reasons(recovery))
-        reasons = (*reasons, *self.chain.said, *self.trials.untold)
+        reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.untold)
         optimizers = self._optimizers(candidate)
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
@@ -217,7 +217,7 @@ class Preparation(Inputs):
         return Prepared(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
-            row_packs=row_packs, input_layout=self.input_layout, partition_costs=costs, speeds=self.speeds,
+            row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
             loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), at_host=at_host,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
@@ -306,7 +306,7 @@ class Preparation(Inputs):
             train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
             offloads=kept.offloads, recovery=stage, tests=self.settings.tests,
-            synthetic_inputs=self.settings.sil_inputs == "synthetic",
+            synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
         )  # fmt: skip
 
@@ -332,8 +332,8 @@ class Preparation(Inputs):
         row_packs: Sequence[RowPack],
     ) -> tuple[int, frozenset[int]]:  # fmt: skip
         """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
-        count = self.train.count + self.test.count
-        rows = self.input_layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
+        count = self.settings.views * self.train.count + self.test.count
+        rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
         found = planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
         return boundaries + found.nbytes, found.homes
 
@@ -364,7 +364,7 @@ class Preparation(Inputs):
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=at_host)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
-        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovers=recovery is not None)
+        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovery is not None, self.settings.views)
         candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
         peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
         used, parts = recovery.candidate if recovery is not None else candidate, []
@@ -391,10 +391,10 @@ class Preparation(Inputs):
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
-                problem, candidate, costs, row_packs, saves=self.settings.saves, remembers=self.settings.keep_best,
-                all_states=not self.alone or bool(self.settings.recovery_epochs),
-            ), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
+                problem, candidate, costs, row_packs, saves=self.settings.saves, views=self.settings.views,
+                all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.ema is not None,
+                remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
-            heap=used.heap, tile=self.chain.tile, live_bytes=self.live_bytes,
+            heap=used.heap, tile=self.chain.tile, live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
         )  # fmt: skip

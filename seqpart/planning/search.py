@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpart.costs.simulator import Resources
-from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, Tiers
 from seqpart.planning.dynamic import best_use
@@ -179,7 +178,8 @@ def _slots(parts: Parts, resources: Resources) -> int:
 
 def _least(problem: Problem, plain: Prediction, resources: Resources, left: int) -> float:
     """Seconds that no way to spend the bytes `left` gets below: on computing alone, or on transfers alone."""
-    share, parts = COMPUTING_SHARE if resources.keeps_heap else 1.0, plain.candidate.parts
+    parts = plain.candidate.parts
+    share = min(1.0, *(cost.kept_share for _, _, cost in parts)) if resources.keeps_heap else 1.0
     # Boundaries on the device make it another candidate, which is looked at itself.
     options = [option for option in options_of(problem, plain) if option.kind is not Kind.NEAR]
     if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # one behind the other

@@ -26,8 +26,8 @@ from seqpart.planning.problem import (
     starts_of,
     too_many,
 )
+from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import Phases
-from seqpart.schedule.steps import Phase
 from seqpart.units import format_size
 
 SMALLEST_EASY_MICRO_BATCH = 32

@@ -21,10 +21,12 @@ from seqpart.files.owned import added_to, made
 from seqpart.loop.callbacks import MetricValue
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan, as_text_rows
+from seqpart.recording.tally import Tally
 from seqpart.report.output import standard_output
 from seqpart.report.terminal import as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Phase, PhaseKind, Verb
+from seqpart.schedule.steps import Verb
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
@@ -43,7 +45,7 @@ class Reporter:
         self._log: IO[str] | None = None
         self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
-        self._began = time.perf_counter()
+        self._began, self._tally = time.perf_counter(), Tally()
 
     def open_log(self, path: Path, *, add: bool = False) -> None:
         """Write events to `path`; `add` behind those of the run that goes on."""
@@ -87,6 +89,8 @@ class Reporter:
         if isinstance(event, StepDone):
             if self._bar is not None:
                 self._bar.step(event)
+            self._tally.add(event.step.verb.name.lower(), event.seconds, event.bytes_read, event.bytes_written)
+            self._tell_time()
             if event.step.verb in (Verb.LOAD, Verb.DROP):
                 self.record(
                     "step", step=str(event.step), bytes_read=event.bytes_read, bytes_written=event.bytes_written,
@@ -97,6 +101,10 @@ class Reporter:
                 self._bar.enter(event)
         else:
             self._phase_done(event)
+
+    def _tell_time(self, **after: float) -> None:
+        if self._log is not None and self._tally.due(**after):
+            self.record("time", steps=self._tally.told())
 
     def _phase_done(self, event: PhaseDone) -> None:
         if event.loss is None:  # nothing but rows for the next partition
@@ -122,6 +130,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        self._tell_time(after=0.0)
 
     def proof(self, proof: Proof) -> None:
         self.say(str(proof))
@@ -205,7 +214,9 @@ class _Bar:
 
 
 def plan_title(plan: Plan) -> str:
-    return f"plan for {plan.parameters:,} parameters under {format_size(plan.limit)} (method {plan.method}, {plan.device})"
+    frozen = f" that learn, and {plan.frozen:,} that are frozen," if plan.frozen else ""
+    where = f"{format_size(plan.limit)} (method {plan.method}, {plan.device})"
+    return f"plan for {plan.parameters:,} parameters{frozen} under {where}"
 
 
 def plan_notes(plan: Plan) -> Iterable[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, overload
 
-from seqpart.schedule.steps import Phase
+from seqpart.schedule.phase import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

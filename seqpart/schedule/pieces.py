@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from seqpart.loop.lengths import Interval
+from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import Epochs
-from seqpart.schedule.steps import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

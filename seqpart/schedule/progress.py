@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from seqpart.errors import ScheduleError
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import last_trainings
-from seqpart.schedule.steps import AT_HOME, START, Phase, PhaseKind, Position, Step, Verb, refuse_misspelt
+from seqpart.schedule.steps import AT_HOME, START, Position, Step, Verb, refuse_misspelt
 
 _UPDATED = {PhaseKind.TRAIN, PhaseKind.STATISTICS}
 """Phases that end with an UPDATE."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from seqpart.schedule.steps import Phase
+from seqpart.schedule.phase import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

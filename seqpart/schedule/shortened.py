@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 
 _WALKED = 4
 """Updates of a pass that are walked through."""

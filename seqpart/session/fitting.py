@@ -2,17 +2,18 @@
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
-from seqpart.files.scratch import WEIGHTS
+from seqpart.files.scratch import AVERAGE, WEIGHTS
 from seqpart.memory.device import describe_versions
 from seqpart.report.reporter import single
-from seqpart.result import Result
+from seqpart.result import Evaluation, Result
 from seqpart.schedule.steps import Position
 from seqpart.session.places import PLAN
 from seqpart.session.session import Session
+from seqpart.units import now
 
 RESULT = "result.json"
 
@@ -24,12 +25,22 @@ def carry_out(session: Session, began: float) -> Result:
         with session.limited():
             with directory.resumable(), session.interrupts:
                 session.run_stages()
+                if session.averages:
+                    session.homes.export(directory.result(AVERAGE), averages=True)
                 session.take_best()
                 session.homes.export(directory.result(WEIGHTS))
                 session.saving.obey(Position(len(session.prepared.phases)), Metrics())
                 session.interrupts.hold()
             session.homes.give_back()
         return _conclude(session, time.perf_counter() - began)
+
+
+def with_average(result: Result, found: Evaluation) -> Result:
+    """`result`, and its file, with what its averaged weights were found to be worth."""
+    path = result.weights.with_name(RESULT)
+    summary = {**json.loads(path.read_text()), "average_loss": found.loss, "average_accuracy": found.accuracy}
+    write_text(path, json.dumps(summary, indent=1) + "\n")
+    return replace(result, average_loss=found.loss, average_accuracy=found.accuracy)
 
 
 def _conclude(session: Session, seconds: float) -> Result:
@@ -41,9 +52,15 @@ def _conclude(session: Session, seconds: float) -> Result:
         best_update=session.watch.best_update,
         train_losses=tuple(session.losses), proof=proof, plan=plan,
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
+        average=directory.root / AVERAGE if session.averages else None,
     )  # fmt: skip
     summary = {**asdict(result), "weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
-    del summary["config"]
+    del summary["config"], summary["model"]
+    for name in ("average", "average_loss", "average_accuracy"):
+        del summary[name]
+    if result.average is not None:
+        summary["average"] = str(result.average)
+    summary |= {"finished": now(), "settings": session.settings.to_json()}
     write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
     directory.publish()
     reporter.record(
@@ -55,6 +72,8 @@ def _conclude(session: Session, seconds: float) -> Result:
         took=seconds,
     )
     reporter.say(f"{tested(result)}; {seconds:.1f} s; weights in {weights}")
+    if result.average is not None:
+        reporter.say(f"their moving average is in {result.average}")
     reporter.proof(proof)
     session.finish(f"the run is finished; its results are in {directory.root}.")
     return result

@@ -75,7 +75,9 @@ class Homes:
     def fill(self, resumed: ResumePoint | None, *, rows: bool = True) -> None:
         """Weights and, where they are asked for, rows: from the checkpoint, or from the model and the data."""
         for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
-            self.boundaries.labels[name] = split.labels
+            self.boundaries.labels[name], self.boundaries.label_types[name] = split.labels, split.label_type
+            if (passing := self._preparation.reading.rows(name, self._preparation.device)) is not None:
+                self.boundaries.passing[name] = passing
         manifest = resumed.manifest if resumed is not None else None
         with self._told("the blocks were built"):
             self._build(keep=manifest is not None)
@@ -83,8 +85,9 @@ class Homes:
             with self._told("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
                 self._write_missing_rows(resumed.position)
-            for name in resumed.unused_states(self._prepared):
-                self.store.discard(name)
+            if self._preparation.settings.ema is None:  # an average is kept to the end
+                for name in resumed.unused_states(self._prepared):
+                    self.store.discard(name)
             return
         if self._preparation.initial_weights is not None:
             self._reporter.say(self._preparation.initial_weights.said)
@@ -106,7 +109,7 @@ class Homes:
     def _write_rows(self, name: str) -> None:
         """Boundary 0: the data set's rows, checked and sent home, where there are any."""
         split = self._preparation.train if name == "train" else self._preparation.test
-        if not split.count:
+        if not split.count or split.source is not None:
             return
         rows = self.boundaries.create(name, 0, self._prepared.input_layout, split.count)
         write_rows(split, rows.append)
@@ -147,10 +150,11 @@ class Homes:
         """The weights as they are now are what `store.recall` comes back to."""
         self.store.remember([block.home for block in self._prepared.chain.whole if block.home in self.store])
 
-    def export(self, weights: Path) -> None:
+    def export(self, weights: Path, *, averages: bool = False) -> None:
+        """averages: of what has a moving average that."""
         with self._told("the weights were written"):
             whole = self._prepared.chain.whole
-            export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store)
+            export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store, averages=averages)
 
     def give_back(self) -> None:
         """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early

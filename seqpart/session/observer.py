@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from seqpart.execution.events import Event
 from seqpart.execution.executor import Executor
 from seqpart.execution.metrics import OwnMetrics
 from seqpart.execution.partition import Partition
 from seqpart.planning.preparation import Prepared
+from seqpart.recording.trace import Watched, unwatched
 from seqpart.schedule.steps import Position, Step
 
 BeforeUpdate = Callable[[Partition, Step], None]
@@ -40,5 +42,9 @@ class Observer:
     """Whether it asks for the sums of each update."""
     shaped: Callable[[Prepared], Prepared] = lambda prepared: prepared
     """Of a plan that is made anew behind a failed allocation, what the run goes on with."""
+    listen: Callable[[Event], None] = lambda _: None
+    """Told of each step, and of the beginning and end of each pass."""
+    watched: Watched = unwatched
+    """Threads that move homes and read rows stand in it while they do."""
     failed: Callable[[Failure], None] = lambda _: None
     """Called before the run goes on behind a failed allocation, under another plan."""

@@ -19,8 +19,8 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, as_split, first_rows, write_rows
 from seqpart.errors import DataError, OptionError
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
+from seqpart.kinds import EPOCHS, MOST, values_of
 from seqpart.loop.lengths import AT_THE_END
-from seqpart.loop.refusals import EPOCHS
 from seqpart.memory.device import Device
 from seqpart.memory.sampler import Proof
 from seqpart.methods import methods_named
@@ -30,10 +30,13 @@ from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Position
 from seqpart.session.observer import Observer
 from seqpart.session.session import Session
-from seqpart.settings import MOST, Settings, values_of
+from seqpart.settings import Settings
 from seqpart.values import flag_of
 
-_OF_FIT = ("output_dir", "overwrite", "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle")
+_OF_FIT = (
+    "output_dir", "overwrite", "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
+    "cache", "workers",
+)  # fmt: skip
 """Settings that mean something to `fit` alone."""
 
 
@@ -50,7 +53,7 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
     given += ["save_every"] if settings.save_every not in (Settings.save_every, "never") else []
     if given:
         raise OptionError(f"{', '.join(map(flag_of, given))}: a loop of your own decides that itself. Leave it out.")
-    if settings.lr_schedule != "constant" and settings.max_steps is None:
+    if settings.lr_schedule in ("linear", "cosine") and settings.max_steps is None:
         raise OptionError(
             f"--lr-schedule {settings.lr_schedule} needs to know how many updates there will be: give --max-steps."
         )
@@ -154,7 +157,7 @@ class OwnLoop:
                 f"{split.dtype}."
             )
         kinds = [(tuple(one.shape[1:]), one.is_floating_point()) for one in (labels, split.labels)]
-        if kinds[0] != kinds[1]:
+        if kinds[0] != kinds[1] or split.label_form != self._example.label_form:
             raise DataError(
                 f"{split.name}: expected labels as the example has, of shape {kinds[0][0]} a row, {labels.dtype}; found "
                 f"{kinds[1][0]}, {split.labels.dtype}."
@@ -183,7 +186,7 @@ class OwnLoop:
         with self._working():
             self._bring_home()
             boundaries = session.homes.boundaries
-            boundaries.labels["test"] = split.labels
+            boundaries.labels["test"], boundaries.label_types["test"] = split.labels, split.label_type
             rows = boundaries.create("test", 0, self._planned.input_layout, split.count)
             write_rows(split, rows.append)
             rows.finish()

@@ -19,7 +19,7 @@ from seqpart.memory.device import describe_versions
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import EVENTS, Reporter
 from seqpart.settings import Settings
-from seqpart.units import format_size
+from seqpart.units import format_size, now
 
 PLAN = "plan.json"
 JOB = "job.json"
@@ -55,7 +55,7 @@ def open_places(
     for line in tell_leftovers(scratch.root.parent, directory.cleaned):
         reporter.say(line)
     reporter.open_log(directory.result(EVENTS), add=manifest is not None)
-    reporter.record("start", **describe_versions(), settings=settings.texts())
+    reporter.record("start", time=now(), **describe_versions(), settings=settings.to_json())
     write_text(directory.result(PLAN), plan.to_json())
     if job is not None:
         write_text(directory.result(JOB), with_checksum("job", job))

@@ -2,9 +2,10 @@
 
 import gc
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from seqpart.boundaries.exchange import BoundaryExchange, open_exchange
@@ -12,7 +13,7 @@ from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.costs.partition import state_layouts
 from seqpart.data.reader import ReaderThread
-from seqpart.errors import DataError, Diverged, DoesNotFit, LimitExceeded, ModelError, OutOfMemory
+from seqpart.errors import DataError, Diverged, LimitExceeded, ModelError, OutOfMemory
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, PhaseDone
 from seqpart.execution.executor import AllocationFailed, Executor, Hooks, out_of_memory
@@ -25,17 +26,21 @@ from seqpart.memory.limit import RUNTIME_VARIES, Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.parts.parting import Parting
 from seqpart.parts.parts import JointChain
-from seqpart.planning.plan import PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared, Stage
+from seqpart.rates.scheduler import Groups, Scheduler
+from seqpart.recording.timeline import MEMORY
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb, steps_of
+from seqpart.schedule.steps import Position, Verb, steps_of
+from seqpart.session import replanning
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.places import open_places
 from seqpart.session.watch import Watch
+from seqpart.settings import Settings
 from seqpart.units import format_limit, format_size
 
 _GRANT_SECONDS = 0.5
@@ -43,9 +48,6 @@ _GRANT_SECONDS = 0.5
 
 Ended = Generator[None, None, tuple[Failure | None, Position, Metrics | None]]
 """What failed, where the run stands, and its sums there; behind all the pauses until then."""
-
-_SPARE, _MOST_SPARE = 32, 8
-"""Shares of the limit that are left free behind failed allocations: the first, doubled each time, and the last."""
 
 
 class Session:
@@ -75,25 +77,41 @@ class Session:
         self.places = open_places(
             prepared.plan, self._settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
         )
+        sampler.timeline.leave(
+            self.places.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
+            add=resumed is not None and resumed.manifest is not None,
+        )  # fmt: skip
         if resumed is not None:
             reporter.say(resumed.words(prepared.phases))
         self._thread = stack.enter_context(ReaderThread())
+        self._thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         self.watch = Watch(self._observer, self._settings, sampler, resumed.loop if resumed is not None else {})
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes.store.watched = self._observer.watched
         self._digest = data_digest(preparation.train, preparation.test)
         self.saving = Saving(
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
         )  # fmt: skip
 
+    @property
+    def averages(self) -> bool:
+        return self._settings.ema is not None
+
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled. rows: also with those of the data."""
-        with enforced(self._device, self.prepared.plan.limit) as self._grant:
+        reading = self._preparation.reading
+        beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
+        with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
             yield
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
 
     def finish(self, words: str) -> None:
         """The run is done. `words`: for the answer to a signal that waits."""
@@ -220,11 +238,6 @@ class Session:
             reader_thread=self._thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
             listen=self._listen, heard=self.heard,
         )  # fmt: skip
-        factor = rate_schedule(settings.lr_schedule, settings.warmup_updates)
-
-        def rate(phase: Phase, done: int) -> float:
-            return factor(*phase.share_of(done))
-
         gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         stays, slots = stage.resources.stays, stage.resources.slots
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in stays}
@@ -235,8 +248,18 @@ class Session:
         return Executor(
             phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
             slots=Slots(shared[-slots:], self._device, own), store=store, device=self._device,
-            clip_grad_norm=settings.clip_grad_norm, rate=rate, hooks=hooks, start=start, parting=self._parting(stage),
+            clip_grad_norm=settings.clip_grad_norm, rate=self._rate_of(stage), hooks=hooks, start=start,
+            parting=self._parting(stage),
         )  # fmt: skip
+
+    def _rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
+        """What is learned by in a phase behind so many of its updates: of its first partition, as of all that it trains."""
+        schedule = self._settings.lr_schedule
+        if isinstance(schedule, str):
+            factor = rate_schedule(schedule, self._settings.warmup_updates)
+            return lambda phase, done: factor(*phase.share_of(done))
+        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build))
+        return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
     def _parting(self, stage: Stage) -> Parting | None:
         prepared = self.prepared
@@ -258,33 +281,18 @@ class Session:
         # Kernels of another number of rows, as the last batch has, may keep memory of their own.
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
-        if self._grant() and (planned := self._planned_or_none(request)) is not None:
+        if self._grant() and (planned := replanning.planned_or_none(self._preparation, self.prepared, request)) is not None:
             # It was charged to the limit before, although nobody uses it.
             self._go_on(failure, planned, " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
             self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
-            planned = self._planned_anew(replace(request, may_keep_heap=False))
+            planned = replanning.planned_anew(self._preparation, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
-        elif (smaller := self._planned_smaller(request)) is not None:
+        elif (smaller := replanning.planned_smaller(self._preparation, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
         else:
             self._halve_micro_batch(failure)
-
-    def _planned_smaller(self, request: PlanRequest) -> Prepared | None:
-        """A plan that needs less at the same micro-batch, so that the results stay what they were; None: there is none."""
-        limit, used = self.prepared.plan.limit, self.prepared.plan.peak - self.prepared.request.spare
-        spare = max(limit // _SPARE, 2 * request.spare)
-        if spare > limit // _MOST_SPARE:
-            return None
-        smaller = self._planned_or_none(replace(request, spare=spare, saved=None))
-        return smaller if smaller is not None and smaller.plan.peak - spare < used else None
-
-    def _planned_or_none(self, request: PlanRequest) -> Prepared | None:
-        try:
-            return self._planned_anew(request)
-        except DoesNotFit:
-            return None
 
     def _halve_micro_batch(self, failure: Failure) -> None:
         plan, largest = self.prepared.plan, failure.micro_batch
@@ -297,18 +305,15 @@ class Session:
                 f"{len(plan.partitions) + 1}."
             )
         try:
-            halved = self._planned_anew(replace(self.prepared.request, micro_batch=largest // 2))
+            halved = replanning.planned_anew(
+                self._preparation, self.prepared, replace(self.prepared.request, micro_batch=largest // 2)
+            )
         except (ModelError, DataError) as error:  # as BatchNorm says of a single row
             raise OutOfMemory(
                 f"memory ran out in {failure.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
                 f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
             ) from error
         self._go_on(failure, halved, f" with micro-batch {largest // 2} instead of {largest}")
-
-    def _planned_anew(self, request: PlanRequest) -> Prepared:
-        """The method stays: another one has other phases, and the position counts these."""
-        methods, starts = (self.prepared.method,), self.prepared.plan.starts
-        return self._preparation.prepare(replace(request, methods=methods, starts=starts))
 
     def _go_on(self, failure: Failure, planned: Prepared, how: str) -> None:
         micro_batch, self.prepared = planned.request.micro_batch, self._observer.shaped(planned)
@@ -327,6 +332,7 @@ class Session:
                 self.losses.append(event.loss)
         self.watch.listen(event)
         self.reporter.listen(event)
+        self._observer.listen(event)
 
     def _guard(self) -> None:
         """Between two steps."""

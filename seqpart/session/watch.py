@@ -11,9 +11,10 @@ from seqpart.loop.best import Evaluated, Evaluations, criterion_of
 from seqpart.loop.callbacks import Ending, EpochEvent, EvalEvent, MetricValue, StepEvent, callers
 from seqpart.memory.sampler import Sampler
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.rounds import Rounds
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb
+from seqpart.schedule.steps import Position, Verb
 from seqpart.session.observer import Observer
 from seqpart.settings import Settings
 

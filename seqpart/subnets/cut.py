@@ -24,8 +24,8 @@ from seqpart.planning.problem import (
     parts_of,
     starts_of,
 )
+from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.steps import Phase, PhaseKind
 from seqpart.units import format_size
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from seqpart.costs.partition import PartitionCost, state_layouts
 from seqpart.costs.simulator import Parting, simulate
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.memory.limit import limit_for, margin_of, refused
 from seqpart.methods.ist import IST
 from seqpart.methods.method import Method, PartitionTraining, Subnets, Workload
@@ -49,6 +49,24 @@ class SubnetPreparation(Preparation):
         joint_chain = parted(self.chain, count=self.count, group=settings.subnet_groups or GROUP, seed=settings.seed)
         self.chain, self.parts = joint_chain, joint_chain.parts
         super()._begin(final_loss, learns)
+        self._refuse_shapes()
+
+    def _refuse_shapes(self) -> None:
+        """What only shapes tell: that rows stay rows, and that blocks that are dealt out give what they take."""
+        rows = self.full_batch
+        section = self.parts.section.blocks if self.parts.section is not None else ()
+        for block, cost in zip(self.chain.whole, self.costs_at(rows), strict=False):
+            taken, given = cost.takes[0].shape, cost.gives[0].shape
+            if given[:1] != (rows,):
+                raise ModelError(
+                    f"method ist trains networks whose blocks hand rows to each other; {block} makes {given} of {rows} rows. "
+                    "Use --method auto."
+                )
+            if block.number in section and taken != given:
+                raise ModelError(
+                    f"{block} says by residual_branch() that it adds to its input, of {taken[1:]} for a row, and gives "
+                    f"{given[1:]}. Let residual_branch() return None where the shape changes."
+                )
 
     @property
     def local_steps(self) -> int:
@@ -171,7 +189,8 @@ class SubnetPreparation(Preparation):
         versions = 4 if self.settings.saves else 2
         moments = versions * state if self.settings.subnet_moments != "zero" else 0
         return replace(
-            plan, full_state=weights + gradients + state, parameters=parameters, disk_bytes=plan.disk_bytes + moments
+            plan, full_state=weights + gradients + state, parameters=parameters, frozen=sum(cost.frozen for cost in costs),
+            disk_bytes=plan.disk_bytes + moments,
         )  # fmt: skip
 
 

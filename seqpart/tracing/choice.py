@@ -7,28 +7,43 @@ from torch import nn
 from seqpart.tiling.modules import Tiled
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_MANY = 800
+"""Blocks from which on layers with adapters stay whole: a chain has not many more."""
 _LARGE = 12
 """A layer with more than one part in so many of the model's parameters may be cut further."""
 
 
 def blocks_of(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[nn.Module, str]:
-    """{module: path} of those that are called as blocks. What holds a list of layers is looked into: it is code around blocks.
+    """{module: path} of those that are called as blocks. What holds a list of layers is looked into: it is code around blocks;
+    and so is a layer that is frozen but for an adapter, whose own layers are blocks then: what is frozen is never written back.
 
     whole: modules that are not to be looked into.
     """
     total = _size(model)
-    found: dict[nn.Module, str] = {}
 
-    def walk(module: nn.Module, path: str) -> None:
+    def walk(module: nn.Module, path: str, *, adapted: bool) -> Iterator[tuple[nn.Module, str]]:
         for name, child in module.named_children():
             inside = f"{path}.{name}" if path else name
-            if child not in whole and _is_open(child, isinstance(module, _CONTAINERS), total):
-                walk(child, inside)
+            is_open = _is_open(child, isinstance(module, _CONTAINERS), total) or (adapted and _is_adapted(child))
+            if child not in whole and is_open:
+                yield from walk(child, inside, adapted=adapted)
             else:
-                found.setdefault(child, inside)
+                yield child, inside
 
-    walk(model, "")
-    return found
+    found = list(walk(model, "", adapted=True))
+    if len(found) > _MANY:
+        found = list(walk(model, "", adapted=False))
+    first: dict[nn.Module, str] = {}
+    for module, path in found:
+        first.setdefault(module, path)
+    return first
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether more of it is frozen than learns, and some learns, by layers of its own."""
+    learn = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    own = any(True for _ in module.parameters(recurse=False))
+    return 0 < 2 * learn < _size(module) and not own and any(_size(part) for part in module.children())
 
 
 def _is_open(module: nn.Module, is_layer: bool, total: int) -> bool:

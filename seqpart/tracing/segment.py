@@ -1,5 +1,6 @@
 """A block of a traced model: one of its modules, and the torch functions around it."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -72,6 +73,26 @@ class Segment(nn.Module):
                 return f"{theirs}.{rest}" if rest else theirs
         raise KeyError(name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
+        """Modules and tensors are copied, also those of modules that are no blocks; what it does is the same."""
+        copied = Segment.__new__(Segment)
+        nn.Module.__init__(copied)
+        memo[id(self)] = copied
+        own = {name: value for name, value in vars(self).items() if name not in vars(copied)}
+        vars(copied).update(own, training=self.training)
+        for name in ("_modules", "_parameters"):
+            getattr(copied, name).update(copy.deepcopy(getattr(self, name), memo))
+        for name, buffer in self._buffers.items():
+            copied.register_buffer(name, copy.deepcopy(buffer, memo), name not in self._non_persistent_buffers_set)
+        return copied
+
+    @property
+    def wraps(self) -> str | None:
+        """The name here of the module that it calls, where that is all it does, with one tensor for one tensor."""
+        if self._names or len(self._paths) != 1 or not all(map(_is_one_call, self._steps.values())):
+            return None
+        return next(iter(self._paths.values()))
+
     @property
     def structure(self) -> tuple[object, ...]:
         """What it does, without its names: equal for layers that are repeated, if their modules are alike."""
@@ -135,6 +156,14 @@ class Segment(nn.Module):
         changed = {new: values[old] for new, old in op.rebinds}
         values.update(zip(numbers, made, strict=True))
         values.update(changed)
+
+
+def _is_one_call(steps: Steps) -> bool:
+    if len(steps.ops) != 1 or len(steps.takes) != 1 or len(steps.gives) != 1 or steps.rows is not None:
+        return False
+    (op,), (taken,), (given,) = steps.ops, steps.takes, steps.gives
+    tensors = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | Own | torch.Tensor)]
+    return op.is_module and op.grad and op.autocast is None and tensors == [Ref(taken)] and op.makes == {given}
 
 
 def _used_up(steps: Steps) -> list[list[int]]:

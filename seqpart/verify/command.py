@@ -7,8 +7,8 @@ from pathlib import Path
 from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job, opened, saved_plan
 from seqpart.errors import OptionError
+from seqpart.kinds import Method
 from seqpart.report.reporter import Reporter
-from seqpart.settings import Method
 from seqpart.values import flag_of
 from seqpart.verify.verification import verify
 
@@ -35,7 +35,7 @@ class VerifyJob(Job):
 
 
 _NOT_OURS = (
-    "resume", "plan_out", "dry_run", "print_schedule", "output_dir", "overwrite", "recovery_epochs",
+    "resume", "plan_out", "dry_run", "print_schedule", "output_dir", "overwrite", "recovery_epochs", "trace",
 )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from seqpart.memory.usage import MemoryUsage
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import Phase, PhaseKind, Position, Verb
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.steps import Position, Verb
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.session import Session
 from seqpart.trainer import Trainer

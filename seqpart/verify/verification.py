@@ -32,8 +32,8 @@ from seqpart.model.optimizers import Build
 from seqpart.model.packs import tiers_in_words
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import PhaseKind
 from seqpart.tiling.tiling import first_that_fits
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size
@@ -259,6 +259,8 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
         )
     if options.get("method") == "full":
         raise OptionError("--method full is what the others are compared with. Verify streamed or checkpointed.")
+    if options.get("trace"):
+        raise OptionError("--trace: verify runs training several times. Give it to the training itself.")
     if options.get("output_dir") or options.get("overwrite"):
         raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
 

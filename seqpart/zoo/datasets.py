@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
 from seqpart.files.text import refuse_unusable
-from seqpart.zoo import folders, text
+from seqpart.zoo import folders, images, text, tokenized
 from seqpart.zoo.loading import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
@@ -32,21 +33,22 @@ Array = npt.NDArray[Any]
 
 def load(
     name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None,
-    context: int | None = None,
+    context: int | None = None, augment: images.Augmentation | None = None, tokenizer: Path | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(training, test) data; None where there is no test set.
+    """(training, test) data; None where there is no test set. tokenizer: the directory of one, for hf-text:FILE.
 
     Raises DataError for missing or damaged files, OptionError for unknown names.
     """
     prefix, _, rest = name.partition(":")
-    if prefix in ("idx", "npz", "folder", "text"):
+    images.refuse_misplaced(name, augment)
+    if prefix in ("idx", "npz", "folder", "imagefolder", "text", "hf-text"):
         refuse_unusable("--data", Path(rest))
-    if image_size is not None and prefix != "folder":
-        raise OptionError(f"--image-size goes with --data folder:DIR; found --data {name}.")
+    if image_size is not None and prefix not in ("folder", "imagefolder"):
+        raise OptionError(f"--image-size goes with --data folder:DIR or imagefolder:DIR; found --data {name}.")
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise OptionError(f"--image-size: expected pixels from 1 up, and at most {LARGEST_IMAGE}; found {image_size}.")
-    if context is not None and prefix != "text":
-        raise OptionError(f"--context goes with --data text:FILE; found --data {name}.")
+    if context is not None and prefix not in ("text", "hf-text"):
+        raise OptionError(f"--context goes with --data text:FILE or hf-text:FILE; found --data {name}.")
     if name not in _MNISTS and (download or data_dir is not None):
         raise OptionError(f"--data-dir and --download go with {', '.join(_MNISTS)}; found --data {name}.")
     if name == "digits":
@@ -59,8 +61,12 @@ def load(
         return _npz(Path(rest))
     if prefix == "folder" and rest:
         return folders.load(Path(rest), image_size)
+    if prefix == "imagefolder" and rest:
+        return images.load(Path(rest), image_size, augment)
     if prefix == "text" and rest:
         return text.load(Path(rest), context)
+    if prefix == "hf-text" and rest:
+        return tokenized.load(Path(rest), tokenizer, context)
     if rest:
         found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
@@ -69,8 +75,8 @@ def load(
             )
         return found[0], found[1]
     raise OptionError(
-        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, text:FILE or package.module:function; "
-        f"found {name!r}."
+        f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, imagefolder:DIR, text:FILE, hf-text:FILE or "
+        f"package.module:function; found {name!r}."
     )
 
 
@@ -298,8 +304,6 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
     shape, dtype, stream = _npz_rows(path, x)
     if shape[0] != label_shape[0]:
         raise DataError(f"{path}: {shape[0]} rows in {x} and {label_shape[0]} in {y}; the numbers must be equal.")
-    if math.prod(label_shape) != label_shape[0]:
-        raise DataError(f"{path}: expected one number for each row in {y}; found shape {label_shape}.")
     chosen = np.flatnonzero(keep(np.arange(shape[0])))
     scale = 255.0 if dtype == np.uint8 else 1.0
 
@@ -311,5 +315,6 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
             yield torch.from_numpy(kept.astype(np.float32) / np.float32(scale))
 
     kind = np.float32 if label_dtype.kind == "f" else np.int64
-    labels = np.concatenate([np.zeros(0, kind), *(rows.reshape(-1).astype(kind) for rows in label_stream())])
-    return Split(name=title, count=len(chosen), shape=shape[1:], labels=torch.from_numpy(labels[chosen]), open=passes)
+    own = () if math.prod(label_shape) == label_shape[0] else label_shape[1:]
+    labels = np.concatenate([np.zeros((0, *own), kind), *(rows.reshape(-1, *own).astype(kind) for rows in label_stream())])
+    return Split(name=title, count=len(chosen), shape=shape[1:], labels=as_labels(labels[chosen], title), open=passes)

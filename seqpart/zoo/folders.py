@@ -14,7 +14,7 @@ from typing import Any
 from seqpart.errors import DataError
 from seqpart.files.direct import explained
 
-_IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 TRAINING = ("train", "training", "trainset", "train_set", "training_set")
 TEST = (
@@ -32,7 +32,7 @@ def load(folder: Path, image_size: int | None) -> tuple[Any, Any]:
     """
     if not folder.is_dir():
         raise DataError(f"--data folder:{folder}: no such directory.")
-    splits = _splits(folder)
+    splits = splits_of(folder, "folder")
     if splits is not None:
         train, test = (_images(path, image_size) for path in splits)
         return train, _Part(test, range(len(test)), _numbered_as(train, test, *splits))
@@ -42,28 +42,28 @@ def load(folder: Path, image_size: int | None) -> tuple[Any, Any]:
     return train, test
 
 
-def _splits(folder: Path) -> tuple[Path, Path] | None:
+def splits_of(folder: Path, kind: str) -> tuple[Path, Path] | None:
     """(training, test) directories; None where the directories are classes."""
-    inside = _directories(folder)
+    inside = directories(folder)
     named = {path.name.lower(): path for path in inside}
     train = [named[name] for name in TRAINING if name in named]
     tests = [named[name] for name in TEST if name in named]
-    holding = {path: [part.name for part in _directories(path)] for path in inside}
+    holding = {path: [part.name for part in directories(path)] for path in inside}
     if train and holding[train[0]]:
         test = next((path for path in tests if holding[path]), None)
         if test is None:
-            raise _unlike_splits(
-                folder, f"{train[0].name} holds classes, and no test, val or the like beside it does",
-                f"--data folder:{train[0]} takes every fifth image of it as a test row",
+            raise unlike_splits(
+                folder, f"{train[0].name} holds classes, and no test, val or the like beside it does", kind,
+                f"--data {kind}:{train[0]} takes every fifth image of it as a test row",
             )  # fmt: skip
         return train[0], test
     if (train and tests) or (len(train + tests) == len(inside) > 0):
         names = ", ".join(sorted(path.name for path in train + tests))
-        raise _unlike_splits(folder, f"{names} look like splits, and hold no directories of classes")
+        raise unlike_splits(folder, f"{names} look like splits, and hold no directories of classes", kind)
     shared = _shared_names(holding)
     if shared:
         one, other, name = shared
-        raise _unlike_splits(folder, f"{one.name} and {other.name} both hold a directory {name}, as splits do")
+        raise unlike_splits(folder, f"{one.name} and {other.name} both hold a directory {name}, as splits do", kind)
     return None
 
 
@@ -78,16 +78,16 @@ def _shared_names(holding: dict[Path, list[str]]) -> tuple[Path, Path, str] | No
     return None
 
 
-def _directories(folder: Path) -> list[Path]:
+def directories(folder: Path) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
     except OSError as error:
         raise explained(error, folder) from None
 
 
-def _unlike_splits(folder: Path, found: str, other: str = "") -> DataError:
+def unlike_splits(folder: Path, found: str, kind: str, other: str = "") -> DataError:
     return DataError(
-        f"--data folder:{folder}: expected train/CLASS/ and test/CLASS/ (or val, valid, validation, eval), or one "
+        f"--data {kind}:{folder}: expected train/CLASS/ and test/CLASS/ (or val, valid, validation, eval), or one "
         f"directory of images per class. Found that {found}. Rename or move the directories{f'; or {other}' if other else ''}."
     )
 
@@ -105,7 +105,7 @@ def _images(path: Path, image_size: int | None) -> Any:
 
 def _is_image(path: str) -> bool:
     """A pipe would make us wait, whatever its name."""
-    return path.lower().endswith(_IMAGES) and Path(path).is_file()
+    return path.lower().endswith(IMAGES) and Path(path).is_file()
 
 
 def _numbered_as(train: Any, test: Any, train_path: Path, test_path: Path) -> list[int]:

@@ -35,7 +35,7 @@ def load(path: Path, context: int | None = None) -> tuple[Split, Split]:
         )
     tokens = _tokens(path, characters, count)
     first_of_test = count * 9 // 10
-    return _windows("training", tokens[:first_of_test], context), _windows("test", tokens[first_of_test:], context)
+    return windows("training", tokens[:first_of_test], context), windows("test", tokens[first_of_test:], context)
 
 
 def vocabulary(path: Path) -> str:
@@ -43,7 +43,8 @@ def vocabulary(path: Path) -> str:
     return "".join(map(chr, _looked_through(path)[0]))
 
 
-def _windows(name: str, tokens: torch.Tensor, context: int) -> Split:
+def windows(name: str, tokens: torch.Tensor, context: int) -> Split:
+    """Rows of `context` tokens side by side, and as labels the same one token later; what is left at the end is not used."""
     rows = (len(tokens) - 1) // context
     x, y = (tokens[start : start + rows * context].view(rows, context) for start in (0, 1))
     return Split(
@@ -57,7 +58,7 @@ def _looked_through(path: Path) -> "tuple[np.ndarray[tuple[int], np.dtype[np.uin
         raise DataError(f"--data text:{path}: no such file.")
     found: set[str] = set()
     count = 0
-    for piece in _pieces(path):
+    for piece in pieces(path):
         found |= set(piece)
         count += len(piece)
         if "\0" in found:
@@ -69,7 +70,8 @@ def _looked_through(path: Path) -> "tuple[np.ndarray[tuple[int], np.dtype[np.uin
     return np.array(sorted(map(ord, found)), np.uint32), count
 
 
-def _pieces(path: Path) -> Iterator[str]:
+def pieces(path: Path) -> Iterator[str]:
+    """The text of a file, some characters at a time. Raises DataError for what is no UTF-8, or cannot be read."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             while piece := file.read(_PIECE):
@@ -85,7 +87,7 @@ def _pieces(path: Path) -> Iterator[str]:
 def _tokens(path: Path, characters: "np.ndarray[tuple[int], np.dtype[np.uint32]]", count: int) -> torch.Tensor:
     tokens = np.zeros(count, np.uint8 if len(characters) <= 256 else np.int16)
     at = 0
-    for piece in _pieces(path):
+    for piece in pieces(path):
         codes = np.frombuffer(piece.encode("utf-32-le"), np.uint32)[: count - at]  # the file may have grown
         tokens[at : at + len(codes)] = np.searchsorted(characters, codes)
         at += len(codes)

@@ -12,7 +12,8 @@ from seqpart.errors import DoesNotFit, LimitExceeded, OutOfMemory, SeqpartError
 from seqpart.execution.events import StepDone
 from seqpart.planning.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.steps import PhaseKind, Step, Verb
+from seqpart.schedule.phase import PhaseKind
+from seqpart.schedule.steps import Step, Verb
 from seqpart.trainer import Result
 
 

@@ -38,7 +38,7 @@ from seqpart.model.optimizers import choose
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
-from seqpart.settings import values_of
+from seqpart.kinds import values_of
 from seqpart.data.row_file import RowLayout
 from seqpart.execution.metrics import Metrics
 

@@ -9,8 +9,8 @@ from typing import Any
 from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job
 from seqpart.errors import OptionError
+from seqpart.kinds import OF_IST, OF_SIL
 from seqpart.methods import methods_named
-from seqpart.settings import OF_IST, OF_SIL
 from seqpart.values import as_text, flag_of
 
 PLAIN = ("full", "checkpointed", "save_on_cpu")

@@ -14,12 +14,12 @@ from seqpart.cli.job import opened
 from seqpart.costs.blocks import measure_chain
 from seqpart.costs.hardware import measure_speeds, seconds_of
 from seqpart.errors import SeqpartError
+from seqpart.kinds import values_of
 from seqpart.memory.device import describe_versions
 from seqpart.model.blocks import as_chain
 from seqpart.model.optimizers import choose
 from seqpart.planning.inputs import limit_of
 from seqpart.report.reporter import Reporter
-from seqpart.settings import values_of
 from seqpart.values import as_text
 
 _ROWS, _WIDTH = 256, 2048

@@ -1,0 +1,133 @@
+"""Labels as they come from the user, checked: one tensor for all rows, and where a row has several of them, side by side in
+bytes, as inputs are.
+
+    (rows,)         one class, or one float, for each row
+    (rows, ...)     whole numbers: a class for each position; floats: a vector, a mask or an image to come close to
+    dict or tuple   of such tensors, for a loss of the user's own: boxes and their classes, two targets
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpart.errors import DataError
+from seqpart.model.losses import LossFunction, LossName, loss_named
+from seqpart.tracing.inputs import Form, described, form_of, one_row, packed, some_rows, unpacked
+
+_ROWS_AT_ONCE = 256
+_NARROW = {
+    **{dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)},
+    torch.bool: torch.uint8,
+    torch.uint16: torch.int32,
+}
+"""Types that labels of positions keep, because there are many; torch computes little with uint16."""
+
+
+def are_several(label: object) -> bool:
+    """Whether the label of a row, or those of all rows, are more than one tensor: a dict, or a tuple or list with a tensor that
+    has dimensions."""
+    if isinstance(label, Mapping):
+        return True
+    return isinstance(label, tuple | list) and any(len(getattr(part, "shape", ())) > 0 for part in label)
+
+
+def labels_of_rows(labels: Any, name: str) -> tuple[torch.Tensor, Form]:
+    """The labels of all rows, whole: (rows, ...), or a dict or tuple of them as (rows, bytes) and how a row of bytes is made.
+
+    Raises DataError for what cannot be labels, naming the data `name`.
+    """
+    if not are_several(labels):
+        return as_labels(labels, name), ()
+    said = f"{name} labels"
+    form = form_of(labels, said, whole=True)
+    counts = {len(part) for part in (labels.values() if isinstance(labels, Mapping) else labels)}
+    if len(counts) > 1:
+        raise DataError(f"{said}: expected equally many rows of each; found {' and '.join(map(str, sorted(counts)))}.")
+    pieces = range(0, max(1, counts.pop()), _ROWS_AT_ONCE)
+    return torch.cat([packed(some_rows(labels, slice(at, at + _ROWS_AT_ONCE)), form, said) for at in pieces]), form
+
+
+def labels_of_items(labels: Sequence[Any], name: str) -> tuple[torch.Tensor, Form]:
+    """The same of the labels of single items."""
+    if not are_several(labels[0]) or not isinstance(labels[0], Mapping | tuple):
+        return as_labels(labels, name), ()
+    said, form = f"{name} labels: item {{}}", form_of(labels[0], f"{name} labels: item 0", whole=False)
+    for number, label in enumerate(labels):
+        if not are_several(label):
+            raise DataError(f"{said.format(number)}: expected several labels, as item 0 has; found {type(label).__name__}.")
+    return torch.cat([packed(one_row(label), form, said.format(number)) for number, label in enumerate(labels)]), form
+
+
+def as_labels(labels: Any, name: str) -> torch.Tensor:
+    """Labels (rows, ...) as int64 classes of rows, whole numbers of positions as narrow as they come, or float32.
+
+    Raises DataError for anything else, and for NaN or infinity.
+    """
+    if isinstance(labels, Sequence):
+        labels = [plain(label) for label in labels]
+    try:
+        tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} labels: expected numbers of one shape for each row: {str(error).splitlines()[0]}") from None
+    if tensor.is_complex():
+        raise DataError(f"{name} labels: expected whole numbers (classes) or floats; found {tensor.dtype}.")
+    if not tensor.ndim or not prod(tensor.shape[1:]):
+        raise DataError(
+            f"{name} labels: expected shape (rows,), or (rows, ...) for several numbers in a row; found {tuple(tensor.shape)}."
+        )
+    if not tensor.is_floating_point():
+        return tensor.to(torch.int64 if tensor.ndim == 1 else _NARROW.get(tensor.dtype, torch.int64)).clone()
+    tensor = tensor.to(torch.float32).clone()
+    for start in range(0, len(tensor), _ROWS_AT_ONCE):  # a mask of all of them may be large
+        finite = tensor[start : start + _ROWS_AT_ONCE].isfinite().view(-1, prod(tensor.shape[1:])).all(1)
+        if not bool(finite.all()):
+            raise DataError(f"{name} labels: NaN or infinity in row {start + int((~finite).nonzero()[0])}.")
+    return tensor
+
+
+def plain(label: Any) -> Any:
+    """A number or an array in the place of a tensor."""
+    if isinstance(label, Mapping):
+        return {name: plain(part) for name, part in label.items()}
+    if not isinstance(label, torch.Tensor):
+        return label
+    return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
+
+
+def loss_for(given: LossFunction | None, name: LossName | None, labels: torch.Tensor, form: Form, classes: int) -> LossFunction:
+    """The user's loss, or the one of that name, for labels (rows, ...), or for several in a row. Raises DataError."""
+    if not form:
+        return given or loss_named(name, labels, classes)
+    if given is None:
+        raise DataError(
+            f"a row has several labels ({described(form)}), which no loss that has a name takes. Give a function "
+            "(output, labels) -> loss: its labels are a dict or a tuple, as they are given."
+        )
+    return LossOfSeveral(given, form)
+
+
+class LossOfSeveral:
+    """A loss of the user's own (output, labels) -> loss, whose labels are a dict or a tuple, as it came, of the rows' bytes."""
+
+    takes_bytes = True
+    """That no number among them is a label."""
+
+    def __init__(self, loss: LossFunction, form: Form) -> None:
+        self._loss, self._form = loss, form
+        self.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
+        for name in ("counts", "scores"):  # what it says of itself
+            if callable(own := getattr(loss, name, None)):
+                setattr(self, name, self._of_labels(own))
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self._loss(output, self._apart(labels))  # type: ignore[arg-type]
+
+    def _apart(self, labels: torch.Tensor) -> object:
+        by_place, by_name = unpacked(labels, self._form)
+        return by_name or tuple(by_place)
+
+    def _of_labels(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: function(*given[:-1], self._apart(given[-1]))

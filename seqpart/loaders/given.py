@@ -1,0 +1,352 @@
+"""What a user gives as data: rows that are kept once, or a source of rows that is read anew in every epoch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
+
+from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, tested_on
+from seqpart.errors import DataError, OptionError
+from seqpart.kinds import values_of
+from seqpart.loaders.draws import generators_kept
+from seqpart.loaders.source import RowTaker, Source, SourceReader, kept_type
+from seqpart.loaders.workers import Job, Part, empty, fill
+from seqpart.settings import Settings
+
+_FLOOR = -1
+"""Rows of an epoch of a stream that is yet to be counted: as many as make whole batches."""
+_COMPARED = 16
+"""Items whose labels are compared with what the data set's `targets` say of them."""
+
+
+def training_rows(data: object, settings: Settings, name: str = "training") -> Split:
+    """The training data: a pair, a data set, a stream or a loader. Raises DataError for what cannot be honoured.
+
+    Rows are kept once where they are seen to stay the same, and with `cache` "rows" whatever they are; else they are read anew.
+    """
+    if isinstance(data, Split):
+        if settings.cache == "none" and data.source is None:
+            raise OptionError(
+                f"--cache none: this {data.name} data is read from its files in order, and so its rows are kept. Leave it out, "
+                "or give a data set whose rows can be read by their numbers."
+            )
+        return data
+    if not is_loader(data) and settings.cache != "none" and not getattr(data, "read_anew", False):
+        with generators_kept(), suppress(UnstableRows):
+            return as_split(data, name)
+    return _read(data, name, settings)
+
+
+def test_rows(data: object, train: Split, settings: Settings) -> Split:
+    """The test data, read as the training data is: anew where that is not kept. Every pass sees the same draws.
+
+    None, and what comes of it here: there are none.
+    """
+    if data is None or (isinstance(data, Split) and not data.count):
+        return replace(tested_on(data, train), source=None)
+    if train.source is None and not is_loader(data):
+        with generators_kept(), suppress(UnstableRows):
+            return as_split(data, "test")
+    if isinstance(data, Split) and data.source is not None:
+        return data
+    source = _stream_of(data) if isinstance(data, Split) else source_of(data, "test")
+    if source.sampler is not None:
+        raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
+    if train.source is None:
+        return _kept(_of_source(source, settings, whole=True))
+    return _of_source(source, settings, whole=settings.method == "sil")
+
+
+def is_loader(data: object) -> bool:
+    """Whether it is a DataLoader or a stream, which has no rows by number."""
+    if isinstance(data, DataLoader | IterableDataset):
+        return True
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not isinstance(data, str | Split)
+
+
+def _read(data: object, name: str, settings: Settings) -> Split:
+    whole = settings.method == "sil" or settings.cache == "rows"
+    split = _of_source(source_of(data, name), settings, whole=whole)
+    return _kept(split) if settings.cache == "rows" else split
+
+
+# --- from loaders to sources ------------------------------------------------------------------------------------------
+
+
+def source_of(data: Any, name: str) -> Source:
+    """Of a loader's parts, a stream or a data set. Raises DataError for what cannot be repeated, in words."""
+    if isinstance(data, DataLoader):
+        source = _of_loader(data, name)
+    elif is_loader(data):
+        if iter(data) is data:
+            raise DataError(
+                f"{name} data: a {type(data).__name__} can be read once, and every epoch reads its rows anew. Give an object "
+                "whose __iter__ begins anew each time: an IterableDataset."
+            )
+        source = Source(items=data, name=name, count=_known(data), rows=_known(data), streams=True)
+    elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[1], "shape"):
+        items = _Pair(*data)
+        source = Source(items=items, name=name, count=len(items), rows=len(items))
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        source = Source(items=data, name=name, count=len(data), rows=len(data))
+    else:
+        raise DataError(
+            f"{name} data: expected a pair (x, y) of tensors or arrays, a data set, an IterableDataset or a DataLoader; "
+            f"found {type(data).__name__}."
+        )
+    if source.sampler is not None:
+        _refuse_unrepeatable(source)
+    return source
+
+
+class _Pair:
+    """Rows x and labels y as items."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._y)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if isinstance(self._x, dict):
+            return {name: part[index] for name, part in self._x.items()}, self._y[index]
+        if isinstance(self._x, tuple | list):
+            return tuple(part[index] for part in self._x), self._y[index]
+        return self._x[index], self._y[index]
+
+
+class _InOrder:
+    """The rows of a split that opens its files anew for every pass, as items."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        at = 0
+        for rows in self._split.open():
+            for row in rows.to(self._split.dtype):
+                yield row, self._split.labels[at]
+                at += 1
+
+
+def _stream_of(split: Split) -> Source:
+    if split.form:
+        raise DataError(f"{split.name} data: its rows have several inputs and are kept; give them as a data set of items.")
+    return Source(items=_InOrder(split), name=split.name, count=split.count, rows=split.count, streams=True)
+
+
+def _known(items: Any) -> int:
+    """What len() says; 0 where it says nothing."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
+    said, items, batch = f"{name} data: the DataLoader", loader.dataset, loader.batch_size
+    own = None if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+    if batch is None or own is not None:
+        kind = "batch_size=None" if own is None else type(own).__name__
+        raise DataError(
+            f"{said} makes batches of sizes of its own ({kind}), where every update has the same number of rows. Give "
+            "batch_size, and a sampler for the order."
+        )
+    streams = isinstance(items, IterableDataset)
+    count = _known(items)
+    sampler, shuffles, rows = None, False, count
+    if not streams:
+        sampler, shuffles = _order_of(loader.sampler, count)
+        rows = count if sampler is None else len(loader.sampler)  # type: ignore[arg-type]
+    if loader.drop_last and not (streams and not count):
+        if rows < batch:
+            raise DataError(f"{said} has drop_last, {rows} rows and batches of {batch}: nothing is left of them.")
+        rows -= rows % batch
+    if streams and not count and loader.drop_last:
+        rows = _FLOOR
+    generator = loader.generator
+    return Source(
+        items=items, name=name, count=count, rows=rows, streams=streams, batch=batch, shuffles=shuffles, sampler=sampler,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        seed=generator.initial_seed() if generator is not None else None,
+        workers=loader.num_workers, begin_worker=loader.worker_init_fn,
+    )  # fmt: skip
+
+
+def _order_of(sampler: Any, count: int) -> tuple[Any, bool]:
+    """(the sampler, where its order is its own; whether rows are shuffled)."""
+    if type(sampler) is SequentialSampler:
+        return None, False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
+        return None, True
+    return sampler, True
+
+
+def _refuse_unrepeatable(source: Source) -> None:
+    draws = source.draws(0, "train", 0, 1)
+    with generators_kept():
+        first, second = (source.order(draws, shuffle=True) for _ in range(2))
+    if not np.array_equal(first, second):
+        raise DataError(
+            f"{source.name} data: the sampler's order of an epoch is another when it is asked again, from the same seeds, so a "
+            "run could not go on where it was killed. Let it draw from torch's, numpy's or Python's own generators, from its "
+            "`generator`, or by `set_epoch`."
+        )
+
+
+def with_loader(settings: Settings, train: Split) -> Settings:
+    """`settings` with what the loader of the training rows says of batches and their order.
+
+    Raises OptionError where the two contradict each other, and for what does not go with rows that are read anew.
+    """
+    source = train.source
+    if not isinstance(source, Source):
+        if settings.workers:
+            raise OptionError("--workers read rows that are not kept, and these are. Leave it out, or give --cache none.")
+        if settings.views > 1:
+            raise OptionError(
+                "--cached-views keeps several draws of rows that are read anew, and these rows are kept once. Leave it out."
+            )
+        return settings
+    if settings.method == "psl":
+        raise OptionError(
+            "--method psl counts the rows of every pair of classes in all batches beforehand, so its rows are kept: give "
+            "--cache rows."
+        )
+    if settings.method == "ist" and source.streams:
+        raise OptionError(
+            "--method ist gives every subnet rows by their numbers, and a stream has none. Give a data set with [i]."
+        )
+    if settings.method in ("ist", "sil") and source.rows != source.count:
+        raise OptionError(
+            f"--method {settings.method} needs all {source.count} rows in every epoch, and the loader gives {source.rows} (by "
+            "its sampler, or drop_last). Give a loader without, or another method."
+        )
+    if source.batch:
+        batch = values_of(settings.batch_size)[0]
+        if batch not in (source.batch, Settings.batch_size):
+            raise OptionError(f"--batch-size {batch}: the DataLoader has batches of {source.batch}. Give one of the two.")
+        if batch != source.batch:
+            settings = replace(settings, batch_size=source.batch)
+    if source.shuffles is not None or source.streams:
+        shuffles = bool(source.shuffles) and not source.streams
+        if settings.shuffle not in ("auto", shuffles):
+            raise OptionError(
+                f"--shuffle {'yes' if settings.shuffle else 'no'}: "
+                + ("a data set that streams gives its own order" if source.streams else "the DataLoader says otherwise")
+                + ". Leave it out."
+            )
+        settings = replace(settings, shuffle=shuffles)
+    return settings
+
+
+# --- from sources to splits -------------------------------------------------------------------------------------------
+
+
+def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Split:
+    """A split whose rows are read when they are needed. whole: all labels are needed, also floats and those of positions.
+
+    Its labels are all that there are where each is one class; else those of the first rows, which say their type and shape.
+    """
+    draws = source.draws(settings.seed, "test" if source.name == "test" else "train", 0, 0)
+    with generators_kept():
+        source = _counted(source)
+        like, kept = _first(source, draws)
+        classes = not like.labels.is_floating_point() and not _several(like) and like.labels.ndim == 1
+        labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
+    part = Part(source, RowTaker(like, kept))
+
+    def passes() -> Iterator[torch.Tensor]:
+        for rows, _ in _passed(part, draws):
+            yield rows
+
+    return replace(like, count=source.count, labels=labels, open=passes, source=source, kept=kept)
+
+
+def _several(split: Split) -> bool:
+    """Whether a row has several labels, as bytes."""
+    return bool(getattr(split, "label_form", ()))
+
+
+def _counted(source: Source) -> Source:
+    """With its number of rows, for which a stream without len() is read once."""
+    if source.count or not source.streams:
+        if not source.count:
+            raise DataError(f"{source.name} data: the set is empty. Give at least one row.")
+        return source
+    try:
+        count = sum(1 for _ in source.items)
+    except Exception as error:
+        raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error
+    rows = count - count % source.batch if source.rows == _FLOOR else count
+    return _counted(replace(source, count=count, rows=rows)) if count else _counted(replace(source, streams=False))
+
+
+def _first(source: Source, draws: Any) -> tuple[Split, torch.dtype]:
+    """The first rows, and the type in which all travel."""
+    count = min(source.count, source.batch if source.collate is not None else ROWS_AT_ONCE)
+    x, y = next(iter(SourceReader(source).read(draws, 0, range(count))))
+    like = as_split((x, y), source.name)
+    return like, kept_type(x, like)
+
+
+def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, labels) of all items in order."""
+    source, reader = part.source, SourceReader(part.source)
+    step = source.batch if source.collate is not None else ROWS_AT_ONCE
+    for batch, start in enumerate(range(0, source.count, step)):
+        numbers = np.arange(start, min(start + step, source.count))
+        rows, labels = empty(part, len(numbers))
+        with generators_kept():
+            fill(part, reader, Job(0, draws, batch, numbers), rows, labels)
+        yield rows, labels
+
+
+def _labels_of(source: Source, like: Split, kept: torch.dtype, draws: Any) -> torch.Tensor:
+    """Of all rows: what the data set's `targets` say, if its items agree, else from a pass over it."""
+    targets = _targets(source.items)
+    if targets is not None and len(targets) == source.count and _agree(source, targets, like, draws):
+        labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets)), source.name).labels
+        if labels.dtype == like.labels.dtype and labels.shape[1:] == like.labels.shape[1:]:
+            return labels
+    return torch.cat([labels for _, labels in _passed(Part(source, RowTaker(like, kept)), draws)])
+
+
+def _targets(items: Any) -> Any:
+    if isinstance(items, Subset):
+        found = _targets(items.dataset)
+        return None if found is None else [found[index] for index in items.indices]
+    # A target_transform changes what items say and leaves `targets` as it was.
+    return None if getattr(items, "target_transform", None) is not None else getattr(items, "targets", None)
+
+
+def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> bool:
+    """Whether some items, or the first batch that a collate_fn makes, have the labels that `targets` says."""
+    if source.streams or like.labels.ndim != 1 or like.labels.is_floating_point():
+        return False
+    if source.collate is not None:
+        return [int(label) for label in like.labels] == [int(target) for target in targets[: len(like.labels)]]
+    reader = SourceReader(source)
+    for number in sorted({int(i) for i in np.linspace(0, source.count - 1, _COMPARED)}):
+        ((_, labels),) = reader.read(draws, 0, [number])
+        if int(labels[0]) != int(targets[number]):
+            return False
+    return True
+
+
+def _kept(split: Split) -> Split:
+    """One draw of its rows, to be kept in the type in which they come."""
+    return replace(split, source=None)

@@ -1,0 +1,1 @@
+"""The directory of a run as one page for the browser."""
