@@ -31,4 +31,4 @@ def evaluated(session: Session) -> Evaluation:
         session.run_stages()
     assert session.test is not None
     loss, accuracy = session.test
-    return Evaluation(loss=loss, accuracy=accuracy, proof=session.proof())
+    return Evaluation(loss=loss, accuracy=accuracy, proof=session.proof(), metrics=session.watch.metrics)

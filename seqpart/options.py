@@ -38,6 +38,9 @@ class Options(TypedDict, total=False):
     recovery_lr: float | None
     test_every: int | None
     eval_every: str | int | None
+    early_stopping: int | None
+    keep_best: bool
+    best_by: str | None
     save_every: str | int
     partitions: int | Literal["auto"] | Sequence[int]
     tile: str | int

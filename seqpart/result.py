@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from seqpart.errors import CorruptFile, OptionError, StoreError
+from seqpart.loop.callbacks import MetricValue
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan
 from seqpart.weights.adapter import write_adapter
@@ -25,6 +26,11 @@ class Result:
     accuracy: float | None
     train_losses: tuple[float, ...]
     """Mean loss of every training pass, in order."""
+    metrics: dict[str, MetricValue] = field(default_factory=dict)
+    """What compute_metrics found on the test rows."""
+    best_update: int | None = None
+    """Updates before the evaluation that was the best; None where there was one evaluation alone. With keep_best, weights, test
+    loss, accuracy and metrics are those of it."""
     proof: Proof
     plan: Plan
     seconds: float
@@ -82,3 +88,5 @@ class Evaluation:
     accuracy: float | None
     """Share of right answers, from 0 to 1; None for a regression."""
     proof: Proof
+    metrics: dict[str, MetricValue] = field(default_factory=dict)
+    """What compute_metrics found."""

@@ -31,7 +31,7 @@ from seqpart.kinds import (
     refuse_outside,
     values_of,
 )
-from seqpart.loop import lengths
+from seqpart.loop import lengths, refusals
 from seqpart.methods import methods_named
 from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
@@ -120,6 +120,13 @@ class Settings:
     eval_every: str | int | None = None
     """Test after every so many updates (500) or epochs (2epochs) too, counted from the first; updates with exact methods only.
     Default: as --test-every says, which counts epochs."""
+    early_stopping: int | None = None
+    """End training behind so many evaluations without a better one (exact methods, with --eval-every)."""
+    keep_best: bool = False
+    """Let the result be the weights of the best evaluation, and not the last (exact methods, with --eval-every)."""
+    best_by: str | None = None
+    """What the best evaluation has: the smallest loss (the default), the largest accuracy, or in Python the smallest or largest
+    of a metric, as min:NAME or max:NAME."""
     save_every: str | int = "10min"
     """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
     partitions: int | Literal["auto"] | tuple[int, ...] = "auto"
@@ -248,15 +255,7 @@ class Settings:
             positive("--clip-grad-norm", self.clip_grad_norm),
             positive("--micro-batch-size", self.micro_batch_size),
             positive("--test-every", self.test_every),
-            *lengths.problems(
-                method=self.method,
-                exact=method.exact,
-                epochs=values_of(self.epochs),
-                default_epochs=EPOCHS,
-                max_steps=self.max_steps,
-                every=self.eval_every,
-                test_every=self.test_every,
-            ),
+            *refusals.problems(self, exact=method.exact, default_epochs=EPOCHS),
             ""
             if self.workers is None or 0 <= self.workers <= MOST_WORKERS
             else f"--workers: expected 0 to {MOST_WORKERS}; found {short(self.workers)}",
@@ -359,7 +358,8 @@ class Settings:
     @property
     def between_tests(self) -> list[str]:
         """Flags that were given and need a test set."""
-        return [flag_of(name) for name in ("test_every", "eval_every") if getattr(self, name) is not None]
+        names = "test_every", "eval_every", "early_stopping", "best_by", "keep_best"
+        return [flag_of(name) for name in names if getattr(self, name) not in (None, False)]
 
     @property
     def tile_bytes(self) -> int | None:

@@ -1,7 +1,7 @@
 """The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
+from seqpart.execution.metrics import ComputeMetrics, own_metrics
 from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
 from seqpart.kinds import values_of
@@ -37,6 +38,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
+from seqpart.session.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
 from seqpart.session.session import Session
 from seqpart.session.tracing import traced
 from seqpart.settings import Settings
@@ -221,6 +223,7 @@ class Trainer:
     def fit(
         self, train: object, test: object = None, *, reuse: Plan | None = None, resume: str | Path | None = None,
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
+        callbacks: Sequence[object] = (), compute_metrics: ComputeMetrics = None,
     ) -> Result:  # fmt: skip
         """Train on `train` and evaluate on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
         Without `test` nothing is evaluated, and the result says so.
@@ -234,6 +237,11 @@ class Trainer:
         resume: the directory of a run that ended early, or one of its checkpoint files; it goes on to the bits that it
             would have reached. Model, data and settings must be the same, but for limits and places, and for learning rate,
             schedule, clipping, weight decay and epochs, which hold from there on.
+        callbacks: objects with some of on_step(event), on_epoch(event) and on_eval(event), see `seqpart.loop`; event.stop()
+            ends the training. An error in one ends the run, which is saved.
+        compute_metrics: judges the test rows beside loss and accuracy: a function of (outputs, labels) that returns a dict,
+            called for each micro-batch and averaged by rows; or an object with update, compute and reset (torchmetrics), or a
+            dict of them. What such an object keeps is memory that the plan does not know.
         job: JSON that is kept in the run directory, for who starts the run again. before_update: sees gradients; see `Hooks`.
 
         Raises DoesNotFit before anything is trained, LimitExceeded when the limit was passed, StoreError for disks and
@@ -244,7 +252,8 @@ class Trainer:
         began = time.perf_counter()
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
-            observer = Observer() if before_update is None else Observer(before_update=before_update)
+            observer = Observer(callbacks=callbacks, metrics=own_metrics(compute_metrics))
+            observer = observer if before_update is None else replace(observer, before_update=before_update)
             observer = traced(self.settings.trace, observer, sampler, reporter, stack)
             observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
             train, test = self._rows(train, test)
@@ -266,7 +275,9 @@ class Trainer:
             return result
         return with_average(result, self.evaluate(test, weights=result.average))
 
-    def evaluate(self, data: object, *, weights: str | Path | None = None) -> Evaluation:
+    def evaluate(
+        self, data: object, *, weights: str | Path | None = None, compute_metrics: ComputeMetrics = None
+    ) -> Evaluation:
         """Loss and accuracy of the model on `data`, a pair (x, y) or a data set of (x, y) items, under the limit.
 
         weights: a safetensors file with others than the model's own, such as `result.average`; the model keeps its own.
@@ -297,11 +308,52 @@ class Trainer:
             preparation, prepared = self._fitting(stack, prepare, partial(self._planned, sampler, plan))
             reporter.plan(prepared.plan)
             silent = stack.enter_context(closing(Reporter(quiet=True)))
-            found = evaluated(Session(preparation, prepared, silent, sampler, stack))
+            observer = Observer(metrics=own_metrics(compute_metrics))
+            found = evaluated(Session(preparation, prepared, silent, sampler, stack, observer=observer))
             accuracy = "" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %, "
             reporter.say(f"evaluation of {split.count} rows: {accuracy}loss {found.loss:.4f}")
             reporter.proof(found.proof)
         return found
+
+    @contextmanager
+    def session(self, example: object) -> Iterator[OwnLoop]:
+        """A loop of your own under the limit: `with trainer.session(example) as session: loss = session.step(batch)`.
+
+        example: (x, y), or a data set, whose rows tell what batches are like; it has at least `batch_size` rows, the most that
+            a batch may have. The method is an exact one, whose step has the bits of one of a plain loop. The plan is made for
+            these steps and for `session.evaluate`. What the loop itself holds counts against the limit, and was planned as far
+            as it was there before. `session.state_dict()` and `session.export(FILE)` give the weights as they are; modules that
+            were given alive have them behind the `with` block. Nothing else is written but to a folder that is removed: such a
+            loop has no checkpoints, since only its owner knows what comes next.
+
+        Raises what `fit` raises; OptionError for settings that only `fit` knows.
+        """
+        with ExitStack() as stack:
+            folder = stack.enter_context(own_folder(self.scratch_parent, "session-"))
+            settings, reporter = loop_settings(self.settings, folder), Reporter(quiet=self._quiet)
+            rows = largest_batch(example, settings)
+            sampler = self._begun(stack, reporter, shares_random=True)
+
+            def prepare(model: object) -> Preparation:
+                with self.device.own_random_state():
+                    return Preparation(
+                        model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
+                        optimizer=self._optimizer, folder=folder, learns=False,
+                    )  # fmt: skip
+
+            with told(self.device, "the session was planned"):
+                plan = partial(self._planned, sampler, Preparation.planned)
+                preparation, prepared = self._fitting(stack, prepare, plan)
+            reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
+            silent = stack.enter_context(closing(Reporter(quiet=True)))
+            loop = OwnLoop(self.device, folder, rows, self.settings.max_steps)
+            run = Session(preparation, prepared, silent, sampler, stack, observer=loop.observer)
+            silent.close()  # a log of every step would grow without end
+            with run.limited(rows=False), closing(loop):
+                loop.begin(run)
+                yield loop
+                loop.finish()
+            reporter.proof(run.proof())
 
     def _planned(self, sampler: Sampler, plan: Callable[[Preparation], Prepared], preparation: Preparation) -> Prepared:
         """What `plan` makes, under the limit: what that took counts, and is no matter of the plan's own prediction."""
@@ -312,14 +364,15 @@ class Trainer:
         sampler.known = sampler.peak
         return prepared
 
-    def _begun(self, stack: ExitStack, reporter: Reporter) -> Sampler:
-        """What watches the memory of a run, which `stack` ends."""
+    def _begun(self, stack: ExitStack, reporter: Reporter, *, shares_random: bool = False) -> Sampler:
+        """What watches the memory of a run, which `stack` ends. shares_random: the caller draws random numbers meanwhile."""
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
         stack.enter_context(like_ctrl_c())
         stack.callback(reporter.close)
         stack.enter_context(self.device.at_work())
-        stack.enter_context(self.device.own_random_state())
+        if not shares_random:
+            stack.enter_context(self.device.own_random_state())
         sampler.start()
         stack.callback(sampler.stop)
         return sampler

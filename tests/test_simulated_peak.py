@@ -150,13 +150,13 @@ class Fit:
 def watched(patch, fit):
     """The steps of `fit`, with their live bytes: of everything but labels and host memory that is granted by itself."""
     live, buffers = LiveBytes(), weakref.WeakValueDictionary()
-    plain_run, plain_take = Executor.run, Slots.take
+    plain_running, plain_take = Executor.running, Slots.take
 
-    def run(self, steps):
+    def running(self, steps):
         host_pool = self._boundaries._host_pool
         live.ignore([*self._boundaries.labels.values(), *(host_pool._pieces if host_pool is not None else [])])
         with live:
-            plain_run(self, steps)
+            yield from plain_running(self, steps)
 
     def take(self, p, nbytes):
         peak, idle = live.peak, {id(slot.buffer.untyped_storage()) for slot in self._idle}
@@ -170,7 +170,7 @@ def watched(patch, fit):
         buffers[id(slot.buffer.untyped_storage())] = slot.buffer.untyped_storage()
         return slot
 
-    patch.setattr(Executor, "run", run)
+    patch.setattr(Executor, "running", running)
     patch.setattr(Slots, "take", take)
     listener = Listener(live, buffers)
     fit(listener)

@@ -20,7 +20,10 @@ FREE = {
     "weights", "weights_partial", "trace", "workers", "log",
 }  # fmt: skip
 """Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""
-TUNED = {"lr", "recovery_lr", "lr_schedule", "warmup_updates", "clip_grad_norm", "weight_decay", "epochs", "recovery_epochs"}
+TUNED = {
+    "lr", "recovery_lr", "lr_schedule", "warmup_updates", "clip_grad_norm", "weight_decay", "epochs", "recovery_epochs",
+    "early_stopping",
+}  # fmt: skip
 """Those that change what is learned from there on."""
 FIXED_OF = {"ist": {"epochs"}}
 """By method, those of these that may not: rounds are counted from the first epoch on."""

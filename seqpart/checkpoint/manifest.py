@@ -15,7 +15,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +45,8 @@ class Manifest:
     """What the trainer gave."""
     homes: Mapping[str, Mapping[str, str]]
     rows: Mapping[str, Mapping[str, Any]]
+    best: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Homes as they were at the best evaluation, where they are kept."""
 
     @property
     def root(self) -> Path:
@@ -52,7 +54,7 @@ class Manifest:
 
     @property
     def home_files(self) -> set[str]:
-        return {entry["file"] for entry in self.homes.values()}
+        return {entry["file"] for homes in (self.homes, self.best) for entry in homes.values()}
 
     @property
     def row_files(self) -> set[str]:
@@ -72,6 +74,7 @@ class Manifest:
             "state": self.state,
             "homes": dict(self.homes),
             "rows": dict(self.rows),
+            **({"best": dict(self.best)} if self.best else {}),
         }
         return with_checksum("checkpoint", body)
 
@@ -86,7 +89,10 @@ def save(
     Raises DiskFull or another StoreError; then the checkpoints are those that there were, and what was to be the new
     one's takes no room but for spare files.
     """
-    new = Manifest(path=root / CHECKPOINT, scratch=scratch, state=state, homes=store.persist(), rows=boundaries.persist())
+    new = Manifest(
+        path=root / CHECKPOINT, scratch=scratch, state=state, homes=store.persist(), rows=boundaries.persist(),
+        best=store.remembered,
+    )  # fmt: skip
     latest, previous = _readable(root / CHECKPOINT), _readable(root / PREVIOUS)
     # Also if what follows fails: nobody knows then which of the manifests is on the disk.
     _keep(store, boundaries, new, latest, previous)
@@ -134,8 +140,9 @@ def load(path: Path) -> Manifest:
         )
     try:
         manifest = Manifest(
-            path=path, scratch=path.parent / body["scratch"], state=body["state"], homes=body["homes"], rows=body["rows"]
-        )
+            path=path, scratch=path.parent / body["scratch"], state=body["state"], homes=body["homes"], rows=body["rows"],
+            best=body.get("best", {}),
+        )  # fmt: skip
         _check_names(manifest)
     except (KeyError, TypeError, AttributeError):
         raise CorruptFile(f"{path} is no checkpoint that seqpart wrote. It was not used. {_cure(path)}", path) from None
@@ -154,6 +161,8 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows
     try:
         store.adopt(manifest.homes)
         store.verify()
+        store.remembered = {name: dict(entry) for name, entry in manifest.best.items()}
+        store.recall(check_only=True)
         boundaries.adopt({place: entry for place, entry in manifest.rows.items() if place not in manifest.inputs})
         boundaries.verify()
         for place, entry in manifest.inputs.items():

@@ -60,6 +60,8 @@ class ResumePoint:
     functions: dict[str, str] | None = None
     """What tells one loss or optimizer that was given as a function from another."""
     tuned: str = ""
+    loop: dict[str, Any] = field(default_factory=dict)
+    """Evaluations, and an end that was asked for."""
     label_bytes: int | None = None
     """Of synthetic labels that are kept whole: the limit may be another now."""
 
@@ -173,7 +175,7 @@ def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
         test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
         micro_batches=tuple(state["micro_batches"]), changed=frozenset(changed), said=told(changed, state["settings"], mine),
         place=place, epochs=tuple(state["epochs"]), data=state["data"], functions=state["functions"], tuned=state["tuned"],
-        label_bytes=state["label_bytes"],
+        label_bytes=state["label_bytes"], loop=state.get("loop", {}),
     )  # fmt: skip
 
 
@@ -201,6 +203,7 @@ def refuse_finished(root: Path) -> None:
 def state_of(
     preparation: Preparation, prepared: Prepared, position: Position, metrics: Metrics,
     *, losses: list[float], test: tuple[float, float | None] | None, data: str, job: dict[str, Any] | None,
+    loop: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """What `progress_of` reads again."""
     return {
@@ -209,7 +212,7 @@ def state_of(
         "epochs": preparation.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
         "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": metrics.to_json(), "losses": losses,
         "test": test, "data": data, "functions": preparation.functions, "tuned": preparation.tuned,
-        "label_bytes": prepared.request.label_bytes, "job": job,
+        "label_bytes": prepared.request.label_bytes, "job": job, "loop": loop,
     }  # fmt: skip
 
 

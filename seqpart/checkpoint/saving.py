@@ -66,10 +66,23 @@ class Saving:
             self._saved_at = time.monotonic()
         if due or self._interrupts.waiting:
             executor.refuse_divergence(weights=True)
-            executor.settle()
-            for partition in partitions:  # also one that is coming, and may be on its way home before that
-                partition.transfer.wait()
+            self.settle(executor, partitions)
             self.obey(executor.position, executor.compute.rested, due=due)
+
+    def settle(self, executor: Executor, partitions: Sequence[Partition]) -> None:
+        """All that changed is at home."""
+        executor.settle()
+        for partition in partitions:  # also one that is coming, and may be on its way home before that
+            partition.transfer.wait()
+
+    def behind_error(self, executor: Executor, partitions: Sequence[Partition]) -> str:
+        """Save before an error of the user's own code ends the run. How to go on, in words."""
+        if not self._saves:
+            return "Nothing was saved (--save-every never)."
+        executor.refuse_divergence(weights=True)
+        self.settle(executor, partitions)
+        self._save(executor.position, executor.compute.rested)
+        return f"The run is saved as it stood there: go on with --resume {self._root}"
 
     def _look_for_proof(self, executor: Executor) -> None:
         if executor is not self._executor:

@@ -28,7 +28,8 @@ GROUPS = {
     ),
     "training": (
         "epochs", "max_steps", "batch_size", "loss", "lr", "optimizer", "weight_decay", "momentum", "clip_grad_norm", "ema",
-        "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "seed",
+        "lr_schedule", "warmup_updates", "dtype", "shuffle", "test_every", "eval_every", "early_stopping",
+        "keep_best", "best_by", "seed",
     ),
     "data-and-model": (
         "model", "weights", "weights_partial", "weights_dtype", "width", "depth", "heads", "data", "data_dir", "download",

@@ -4,7 +4,6 @@ What a partition reads and leaves depends on its place in the phase alone: the f
 the loss, and between them the boundary exchange hands activations up and gradients down.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,11 +18,11 @@ from seqpart.boundaries.handover import Handover, falsified
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, BatchReader, ReaderThread, open_reader
 from seqpart.data.row_packs import PackReader, PackWriter, RowPack
-from seqpart.errors import Diverged, ModelError, OptionError
+from seqpart.errors import ModelError, OptionError
 from seqpart.execution.elements import Elements
 from seqpart.execution.events import PhaseBegun, PhaseDone
 from seqpart.execution.graph_offload import GraphOffload
-from seqpart.execution.metrics import Metrics
+from seqpart.execution.metrics import Heard, Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.saved_tensors import Arrival, Graph, apart_from, entering
 from seqpart.memory.compiler import back_propagate
@@ -43,7 +42,7 @@ class Compute:
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
         losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, row_packs: Sequence[RowPack],
         exchange: BoundaryExchange, graphs: GraphOffload | None, device: Device, reader_thread: ReaderThread, seed: int,
-        start: Position, metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None],
+        start: Position, metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None], heard: Heard,
     ) -> None:  # fmt: skip
         self.loaded: dict[int, Partition] = {}
         self.metrics, self.rested = Metrics(), metrics or Metrics()
@@ -54,7 +53,7 @@ class Compute:
         self._handover = Handover(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
         self._boundaries, self._row_packs, self._graphs = boundaries, row_packs, graphs
         self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
-        self._start, self._resumes = start, start.updates > 0
+        self._start, self._resumes, self._heard = start, start.updates > 0, heard
         self._own_loss: dict[int, PartitionLoss | None] = {}
         self._labels: dict[int, torch.Tensor] = {}
         self._reader: BatchReader | None = None
@@ -273,6 +272,7 @@ class Compute:
         verdict = found if isinstance(found, Verdict) else Verdict(found, len(output))
         with torch.no_grad():
             self.metrics.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
+            self._heard.judged(self._phases[step.phase], output, labels)
         self.judged += 1
         return verdict
 
@@ -334,6 +334,7 @@ class Compute:
         split, source = phase.reads
         first_update = self._start.updates if self._resumes else 0
         self.metrics = replace(self.rested) if self._resumes else Metrics()
+        self._heard.begin(phase, self.metrics, self._device.torch)
         self._resumes, self._began = False, time.perf_counter()
         if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
@@ -358,10 +359,7 @@ class Compute:
 
     def refuse_divergence(self, number: int, update: int | None = None) -> None:
         """Raises Diverged where a loss of phase `number` so far, up to `update` (from 1), is not finite. CUDA has to wait."""
-        loss = self.metrics.mean_loss
-        if not math.isfinite(loss):
-            where = "" if update is None else f"update {update} of "
-            raise Diverged(f"training diverged: the loss is {loss} in {where}{self._phases[number]}.")
+        self.metrics.refuse_divergence(f"{'' if update is None else f'update {update} of '}{self._phases[number]}")
 
     def end_phase(self, number: int) -> None:
         """The last row of phase `number` is through. Raises Diverged if the loss is not finite."""
@@ -370,10 +368,9 @@ class Compute:
             self._sink = None
         self.close_reader()
         metrics, phase, seconds = self.metrics, self._phases[number], time.perf_counter() - self._began
-        loss = metrics.mean_loss if metrics.rows else None
         self.refuse_divergence(number)
         self.rested = Metrics()
-        self._listen(PhaseDone(phase=phase, loss=loss, accuracy=metrics.accuracy, rows=phase.rows, seconds=seconds))
+        self._listen(metrics.done(phase, seconds, self._heard.found(phase)))
 
     def forget_loss(self, p: int) -> None:
         """Partition p leaves: free the fixed targets of its loss."""
@@ -389,6 +386,7 @@ class Compute:
         self.close_reader()
         self._sink = None
         self._labels.clear()
+        self._heard.forget()
         self._handover.abandon()
         self._counted = None
         self._elements.rest()

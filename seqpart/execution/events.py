@@ -1,7 +1,9 @@
 """What the executor tells of: each step, and the beginning and the end of each pass."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from seqpart.loop.callbacks import MetricValue
 from seqpart.schedule.phase import Phase
 from seqpart.schedule.steps import Step
 
@@ -26,6 +28,8 @@ class PhaseDone:
     accuracy: float | None
     rows: int
     seconds: float
+    metrics: Mapping[str, MetricValue] = field(default_factory=dict)
+    """What the user's own found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

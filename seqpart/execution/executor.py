@@ -8,7 +8,7 @@ allocation that fails inside the limit ends it too, with everything at home as a
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,6 +76,9 @@ class Executor:
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
         self._norms: dict[int, list[torch.Tensor]] = {}
+        self.learning_rate: float | None = None
+        self.gradient_norm: torch.Tensor | None = None
+        """Of the last optimizer step; of gradients as they were before they were clipped."""
         self._marked = start, compute.rested
         """Where the homes stood when all of them were last up to date, and the sums of the pass there."""
         self._do = {
@@ -93,8 +96,9 @@ class Executor:
         """Where the run stands: an unfinished update is behind it."""
         return self.progress.position
 
-    def run(self, steps: Iterable[Step]) -> None:
-        """Do `steps`, to their end or to where a hook stops them.
+    def running(self, steps: Iterable[Step]) -> Iterator[None]:
+        """Do `steps`, to their end or to where a hook stops them, with a pause wherever everything stands at a position, before
+        hooks are asked there.
 
         Raises AllocationFailed when memory ran out inside the limit, and whatever a step raises.
         """
@@ -103,8 +107,10 @@ class Executor:
         try:
             for step in ahead:
                 self.step = step
-                if not self._one(step):
-                    break
+                if self._one(step):
+                    yield
+                    if not self._hooks.at_rest(self):
+                        break
                 self._begin_next(ahead)
             self.settle()
         except Exception as error:
@@ -126,7 +132,7 @@ class Executor:
             raise AllocationFailed(self.step, failed)
 
     def _one(self, step: Step) -> bool:
-        """Whether to go on."""
+        """Whether everything stands at a position behind it."""
         began = time.perf_counter()
         read, written = self._do[step.verb](step)
         if self.progress.finish(step):
@@ -135,9 +141,7 @@ class Executor:
         self._hooks.listen(StepDone(step=step, bytes_read=read, bytes_written=written, seconds=took))
         self._hooks.guard()
         resting = step.verb is Verb.UPDATE and not self.progress.updated
-        if resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD):
-            return self._hooks.at_rest(self)
-        return True
+        return resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD)
 
     def _rest(self, step: Step) -> None:
         """An update is over, or a pass."""
@@ -264,6 +268,9 @@ class Executor:
             norms = [norm for p in sorted(self._norms) for norm in self._norms[p]]
             clip = (self._clip, torch.linalg.vector_norm(torch.stack(norms))) if norms else None
         partition.update(self._rate(phase, self.position.updates), clip)
+        if partition.optimizer is not None and phase.trains(step.partition):
+            self.learning_rate = partition.optimizer.param_groups[0]["lr"]
+            self.gradient_norm = clip[1] if clip is not None else None
         return 0, 0
 
     def _mark_homes(self) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from seqpart.errors import OptionError
@@ -58,27 +58,6 @@ def length_of(epochs: float, max_steps: int | None, per_epoch: int) -> Length:
 def whole_where_it_is(epochs: float) -> float:
     """3.0 as 3: what a run says of itself, and what its checkpoints compare."""
     return int(epochs) if float(epochs).is_integer() else epochs
-
-
-def problems(
-    *, method: str, exact: bool, epochs: Sequence[float], default_epochs: float, max_steps: int | None, every: str | int | None,
-    test_every: int | None,
-) -> Iterator[str]:  # fmt: skip
-    """What does not go together, in words."""
-    if every is not None and test_every is not None:
-        yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
-    if max_steps is not None and max_steps < 1:
-        yield f"--max-steps: expected a number above zero; found {max_steps}"
-    if max_steps is not None and tuple(epochs) != (default_epochs,):
-        yield "--max-steps comes in the place of --epochs: leave one out"
-    if exact:
-        return
-    if max_steps is not None:
-        yield f"--max-steps goes with exact methods; method {method} trains its parts for whole --epochs. Leave it out"
-    if not all(float(number).is_integer() for number in epochs):
-        yield f"--epochs: method {method} trains its parts for whole epochs; found {', '.join(map(str, epochs))}"
-    if interval_of(every, None).updates is not None:
-        yield f"--eval-every: method {method} is tested between epochs; give it as '1 epoch'"
 
 
 def refuse_untested(names: Sequence[str], rows: int) -> None:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,37 +25,15 @@ from seqpart.files.direct import PAGE, bytes_of, sync
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
 from seqpart.memory.device import DOWN, UP, Device, Event
+from seqpart.offload.home import Home, Traffic, named
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
 from seqpart.offload.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost
-from seqpart.offload.tensor_file import TensorFiles, Version
+from seqpart.offload.tensor_file import TensorFiles
 from seqpart.offload.transfer import Transfer
 from seqpart.recording.trace import Watched, unwatched
 
 IO_THREADS = 2
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of tensors read from and written to the disk; headers are not counted."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-
-@dataclass(slots=True)
-class _Home:
-    layout: Layout
-    host: torch.Tensor | None
-    """The bytes, when the home is in host memory; owned by the host pool."""
-    now: Version | None = None
-    """The file with the bytes; of a home in host memory, the copy that was persisted of what it holds now."""
-    marked: Version | None = None
-    """What `now` was at the mark before the last put."""
-    epoch: int = -1
-    """How many marks there were before the last put."""
-    files: set[str] = field(default_factory=set)
-    """All versions on the disk, needed and spare."""
 
 
 class Store:
@@ -68,10 +45,13 @@ class Store:
         """What the I/O threads stand in while they move a home."""
         self._device, self._host_pool = device, host_pool
         self._files, self._retained = TensorFiles(device), RetainedFiles(folder)
-        self._homes: dict[str, _Home] = {}
+        self.remembered: dict[str, dict[str, str]] = {}
+        """What `recall` comes back to, as `persist` says it."""
+        self._kept: frozenset[str] = frozenset()
+        self._homes: dict[str, Home] = {}
         self._reserved: dict[str, torch.Tensor] | None = None
         """Host memory of homes that are planned to be there; None: whoever comes first gets it."""
-        self._gone: dict[str, _Home] = {}
+        self._gone: dict[str, Home] = {}
         """Discarded since the mark: a rollback brings them back."""
         self._epoch, self._host_epoch = 0, -1
         """How many marks there were, and how many before the last put into host memory."""
@@ -189,9 +169,9 @@ class Store:
             home.now = None
             self._note_host(self._epoch)
         self._go_back(home)
-        for file in home.files - _named(home.now):
+        for file in home.files - named(home.now):
             self._retained.remove(file)
-        home.files = _named(home.now)
+        home.files = named(home.now)
         if home.now is not None:
             self._gone[name] = home
 
@@ -223,23 +203,44 @@ class Store:
         self._gone.clear()
         return True
 
-    def persist(self) -> dict[str, dict[str, str]]:
-        """Bring every home to the disk, and say by which file another process can `adopt` it. No put may be underway.
+    def persist(self, names: Iterable[str] | None = None) -> dict[str, dict[str, str]]:
+        """Bring every home to the disk, or those of these names, and say by which file another process can `adopt` it. No put
+        may be underway.
 
         A home in host memory is written if it changed since it last was; it stays in host memory as well.
         """
         self._assert_at_rest()
-        self._all([self._pool.submit(self._persist, name, home) for name, home in self._homes.items()])
+        homes = self._homes if names is None else {name: self._homes[name] for name in names}
+        self._all([self._pool.submit(self._persist, name, home) for name, home in homes.items()])
         sync(self.folder)
         return {
             name: {"file": home.now.path.name, "header": f"{home.now.digest:016x}"}
-            for name, home in self._homes.items()
+            for name, home in homes.items()
             if home.now is not None
         }
 
     def keep(self, files: Iterable[str]) -> None:
-        """From now on the files of these names, and no others, are safe from `put` and `discard`."""
-        self._retained.keep(files)
+        """From now on the files of these names, those that are remembered and no others, are safe from `put` and `discard`."""
+        self._kept = frozenset(files)
+        self._retained.keep(self._kept.union(entry["file"] for entry in self.remembered.values()))
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Keep these homes as they are now until others are remembered. No put may be underway."""
+        self.remembered = self.persist(names)
+        self.keep(self._kept)
+
+    def recall(self, *, check_only: bool = False) -> None:
+        """Make the remembered homes what they were, with no put underway. Raises CorruptFile, naming a file that is damaged."""
+        self._assert_at_rest()
+        for name, entry in self.remembered.items():
+            version = self._files.found(self.folder / entry["file"], int(entry["header"], 16))
+            self._files.check(version)
+            if not check_only:
+                home = self._homes[name]
+                home.now, home.layout = version, version.layout
+                home.files.add(version.path.name)
+                if home.host is not None:
+                    self._fill(home)
 
     def adopt(self, described: Mapping[str, Mapping[str, str]]) -> None:
         """Take over the homes that another process persisted in `folder`; other files there go, except kept ones.
@@ -251,7 +252,7 @@ class Store:
         digests = [int(entry["header"], 16) for entry in described.values()]
         for name, version in zip(described, self._pool.map(self._files.found, files, digests), strict=True):
             host = self._host_for(name, version.layout.nbytes)
-            self._homes[name] = _Home(version.layout, host, now=version, files={version.path.name})
+            self._homes[name] = Home(version.layout, host, now=version, files={version.path.name})
         self._all([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None])
         self._retained.sweep(HOME_FILES, [file.name for file in files])
 
@@ -264,12 +265,12 @@ class Store:
         """Wait for it, none of which is of the device's; raises the first error of any."""
         Transfer(self._device, work).wait()
 
-    def _place(self, name: str, layout: Layout) -> _Home:
+    def _place(self, name: str, layout: Layout) -> Home:
         """The home of `name`: where it is, where it was before it was discarded since the mark, or a new place."""
         if name in self._gone:
             self._homes[name] = self._gone.pop(name)
         if name not in self._homes:
-            self._homes[name] = _Home(layout, self._host_for(name, layout.nbytes))
+            self._homes[name] = Home(layout, self._host_for(name, layout.nbytes))
         return self._homes[name]
 
     def source(self, name: str, request: int) -> Source:
@@ -299,7 +300,7 @@ class Store:
                 self.traffic.bytes_written += layout.nbytes
         home.layout = layout
 
-    def _will_change(self, home: _Home, epoch: int) -> None:
+    def _will_change(self, home: Home, epoch: int) -> None:
         if home.host is not None:
             home.now = None
             self._note_host(epoch)
@@ -315,14 +316,14 @@ class Store:
             self._write(name, home, layout, flat, checksummed=checksummed)
         home.layout = layout
 
-    def _write(self, name: str, home: _Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
+    def _write(self, name: str, home: Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
         with self._new_version(name, home) as path:
             home.now = self._files.write(path, layout, flat, checksummed=checksummed)
         with self._count:
             self.traffic.bytes_written += layout.nbytes
 
     @contextmanager
-    def _new_version(self, name: str, home: _Home) -> Iterator[Path]:
+    def _new_version(self, name: str, home: Home) -> Iterator[Path]:
         """Where to write it."""
         spare = self._spare(name, home)
         home.files.add(spare)
@@ -334,21 +335,21 @@ class Store:
                 del self._homes[name]  # it was never written
             raise
 
-    def _spare(self, name: str, home: _Home) -> str:
+    def _spare(self, name: str, home: Home) -> str:
         """A version to write: one whose blocks are on the disk already, or a new one."""
-        needed = _named(home.now) | _named(home.marked)
+        needed = named(home.now) | named(home.marked)
         for file in sorted(home.files - needed):
             if file not in self._retained:
                 return file
         files = (f"{name}.{number}.safetensors" for number in count())
         return next(file for file in files if file not in self._retained and not os.path.lexists(self.folder / file))
 
-    def _go_back(self, home: _Home) -> None:
+    def _go_back(self, home: Home) -> None:
         if home.epoch == self._epoch:
             home.now, home.epoch = home.marked, self._epoch - 1
             home.layout = home.now.layout if home.now is not None else home.layout
 
-    def _persist(self, name: str, home: _Home) -> None:
+    def _persist(self, name: str, home: Home) -> None:
         if home.now is None:
             assert home.host is not None, f"{name} is not written yet"
             self._write(name, home, home.layout, home.host)
@@ -356,7 +357,7 @@ class Store:
         self._files.add_checksum(home.now)
         home.now.make_durable()
 
-    def _fill(self, home: _Home) -> None:
+    def _fill(self, home: Home) -> None:
         assert home.now is not None and home.host is not None
         self._files.read(home.now, home.host)
 
@@ -377,7 +378,3 @@ class Store:
 
 def _at_once() -> None:
     """Nothing to wait for."""
-
-
-def _named(version: Version | None) -> set[str]:
-    return set() if version is None else {version.path.name}

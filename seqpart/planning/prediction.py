@@ -239,11 +239,12 @@ def rows_reason(rows: Mapping[int, int]) -> list[str]:
 
 def disk_bytes(
     problem: Problem, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack],
-    *, all_states: bool, saves: bool, views: int = 1,
+    *, all_states: bool, saves: bool, remembers: bool, views: int = 1,
 ) -> int:  # fmt: skip
     """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result.
 
-    all_states: whether the optimizer state of all partitions is kept at once. views: of the training rows of a boundary.
+    all_states: whether the optimizer state of all partitions is kept at once. remembers: whether the weights of the best
+    evaluation are: what was the best when each checkpoint was made, and now. views: of the training rows of a boundary.
     """
     count = views * problem.train_rows + problem.test_rows
     weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
@@ -254,7 +255,8 @@ def disk_bytes(
     rows += 2 * max((pack.home_bytes(count) for pack in row_packs[:-1]), default=0)
     batches = -(-problem.batch_size // candidate.micro_batch)
     graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
-    return versions * (weights + state) + weights + rows + graphs + problem.live_bytes
+    best = (3 if saves else 1) * weights if remembers else 0
+    return versions * (weights + state) + weights + best + rows + graphs + problem.live_bytes
 
 
 # --- what partitions might do -----------------------------------------------------------------------------------------

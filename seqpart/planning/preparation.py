@@ -393,7 +393,7 @@ class Preparation(Inputs):
             disk_bytes=disk_bytes(
                 problem, candidate, costs, row_packs, saves=self.settings.saves, views=self.settings.views,
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.ema is not None,
-            ), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
+                remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
             heap=used.heap, tile=self.chain.tile, live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),

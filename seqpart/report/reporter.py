@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,7 @@ from rich.table import Column
 from seqpart.execution.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.files.direct import explained
 from seqpart.files.owned import added_to, made
+from seqpart.loop.callbacks import MetricValue
 from seqpart.memory.sampler import Proof
 from seqpart.planning.plan import Plan, as_text_rows
 from seqpart.recording.tally import Tally
@@ -125,7 +126,8 @@ class Reporter:
         speed = event.rows / max(event.seconds, 1e-9)
         self.record(
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
-            accuracy=event.accuracy, rows=event.rows, took=round(event.seconds, 3), samples_per_second=round(speed, 1),
+            accuracy=event.accuracy, metrics=dict(event.metrics), rows=event.rows, took=round(event.seconds, 3),
+            samples_per_second=round(speed, 1),
         )  # fmt: skip
         if phase.is_turn and phase.epochs_done != phase.epoch:  # of an epoch the last is shown
             return
@@ -134,7 +136,7 @@ class Reporter:
         short = f"{_spellings(phase)[-1]} loss {event.loss:.4f}"
         parts = (
             f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}", accuracy, f"  {event.seconds:6.1f} s",
-            f"  {speed:8.0f} samples/s",
+            f"  {speed:8.0f} samples/s", *(f"  {name} {number:.4f}" for name, number in single(event.metrics).items()),
         )  # fmt: skip
         self.say(as_many(parts, width_of(self.console), short=short))
 
@@ -154,6 +156,11 @@ class Reporter:
             with contextlib.suppress(OSError):
                 self._log.close()
             self._log = None
+
+
+def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
+    """Those that are one number."""
+    return {name: value for name, value in metrics.items() if isinstance(value, float)}
 
 
 def _console(quiet: bool) -> Console:

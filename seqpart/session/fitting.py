@@ -8,6 +8,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
 from seqpart.files.scratch import AVERAGE, WEIGHTS
 from seqpart.memory.device import describe_versions
+from seqpart.report.reporter import single
 from seqpart.result import Evaluation, Result
 from seqpart.schedule.steps import Position
 from seqpart.session.places import PLAN
@@ -28,6 +29,7 @@ def carry_out(session: Session, began: float) -> Result:
                 session.run_stages()
                 if session.averages:
                     session.homes.export(directory.result(AVERAGE), averages=True)
+                session.take_best()
                 session.homes.export(directory.result(WEIGHTS))
                 session.saving.obey(Position(len(session.prepared.phases)), Metrics())
                 session.interrupts.hold()
@@ -48,7 +50,8 @@ def _conclude(session: Session, seconds: float) -> Result:
     weights, proof = directory.root / WEIGHTS, session.proof()
     test_loss, accuracy = session.test or (None, None)
     result = Result(
-        weights=weights, test_loss=test_loss, accuracy=accuracy,
+        weights=weights, test_loss=test_loss, accuracy=accuracy, metrics=session.watch.metrics,
+        best_update=session.watch.best_update,
         train_losses=tuple(session.losses), proof=proof, plan=plan,
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
         average=directory.root / AVERAGE if session.averages else None,
@@ -60,7 +63,14 @@ def _conclude(session: Session, seconds: float) -> Result:
     summary |= {"finished": now(), "settings": session.settings.to_json()}
     write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
     directory.publish()
-    reporter.record("result", accuracy=result.accuracy, test_loss=result.test_loss, proof=asdict(proof), took=seconds)
+    reporter.record(
+        "result",
+        accuracy=result.accuracy,
+        test_loss=result.test_loss,
+        metrics=result.metrics,
+        proof=asdict(proof),
+        took=seconds,
+    )
     reporter.say(f"{tested(result)}; {seconds:.1f} s; weights in {weights}")
     if result.average is not None:
         reporter.say(f"their moving average is in {result.average}")
@@ -74,4 +84,5 @@ def tested(result: Result) -> str:
     if result.test_loss is None:
         return "not tested: there is no test set"
     accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
-    return f"{accuracy}test loss {result.test_loss:.4f}"
+    more = "".join(f", {name} {value:.4f}" for name, value in single(result.metrics).items())
+    return f"{accuracy}test loss {result.test_loss:.4f}{more}"

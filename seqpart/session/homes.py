@@ -72,12 +72,12 @@ class Homes:
             assert self._pool is not None
             self._pool.give(room)
 
-    def fill(self, resumed: ResumePoint | None) -> None:
-        """Weights and rows: from the checkpoint, or from the model and the data."""
+    def fill(self, resumed: ResumePoint | None, *, rows: bool = True) -> None:
+        """Weights and, where they are asked for, rows: from the checkpoint, or from the model and the data."""
         for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
             self.boundaries.labels[name], self.boundaries.label_types[name] = split.labels, split.label_type
-            if (rows := self._preparation.reading.rows(name, self._preparation.device)) is not None:
-                self.boundaries.passing[name] = rows
+            if (passing := self._preparation.reading.rows(name, self._preparation.device)) is not None:
+                self.boundaries.passing[name] = passing
         manifest = resumed.manifest if resumed is not None else None
         with self._told("the blocks were built"):
             self._build(keep=manifest is not None)
@@ -92,8 +92,8 @@ class Homes:
         if self._preparation.initial_weights is not None:
             self._reporter.say(self._preparation.initial_weights.said)
         with self._told("the data were read"):
-            self._write_rows("train")
-            self._write_rows("test")
+            for name in ("train", "test") if rows else ():
+                self._write_rows(name)
 
     def _write_missing_rows(self, at: Position) -> None:
         """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
@@ -145,6 +145,10 @@ class Homes:
             for spec in layout.specs:
                 flat = found[spec.name].as_strided((found[spec.name].numel(),), (1,)).view(torch.uint8)
                 sink.append(bytes_of(flat))
+
+    def remember(self) -> None:
+        """The weights as they are now are what `store.recall` comes back to."""
+        self.store.remember([block.home for block in self._prepared.chain.whole if block.home in self.store])
 
     def export(self, weights: Path, *, averages: bool = False) -> None:
         """averages: of what has a moving average that."""

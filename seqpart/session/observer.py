@@ -1,11 +1,13 @@
 """What looks at a run: told where it stands, and asked there whether it is to go on."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from seqpart.execution.events import Event
 from seqpart.execution.executor import Executor
+from seqpart.execution.metrics import OwnMetrics
 from seqpart.execution.partition import Partition
+from seqpart.planning.preparation import Prepared
 from seqpart.recording.trace import Watched, unwatched
 from seqpart.schedule.steps import Position, Step
 
@@ -32,6 +34,14 @@ class Observer:
     """Sees a partition with its gradients before each of its updates."""
     at_rest: Callable[[Executor], bool] = lambda _: True
     """Everything stands at a position. Returns whether to go on; if not the stages end there, with everything at home."""
+    callbacks: Sequence[object] = ()
+    """Objects with some of on_step, on_epoch and on_eval: see loop/callbacks.py."""
+    metrics: OwnMetrics | None = None
+    """The user's, over passes of the test rows."""
+    counts_updates: bool = False
+    """Whether it asks for the sums of each update."""
+    shaped: Callable[[Prepared], Prepared] = lambda prepared: prepared
+    """Of a plan that is made anew behind a failed allocation, what the run goes on with."""
     listen: Callable[[Event], None] = lambda _: None
     """Told of each step, and of the beginning and end of each pass."""
     watched: Watched = unwatched
@@ -59,4 +69,7 @@ class Observer:
             other.failed(failure)
 
         watched = self.watched if other.watched is unwatched else other.watched
-        return Observer(before_update=before_update, at_rest=at_rest, listen=listen, watched=watched, failed=failed)
+        return replace(
+            self, before_update=before_update, at_rest=at_rest, listen=listen, watched=watched, failed=failed,
+            callbacks=(*self.callbacks, *other.callbacks), counts_updates=self.counts_updates or other.counts_updates,
+        )  # fmt: skip

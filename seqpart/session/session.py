@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -13,7 +13,7 @@ from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.costs.partition import state_layouts
 from seqpart.data.reader import ReaderThread
-from seqpart.errors import DataError, Diverged, DoesNotFit, LimitExceeded, ModelError, OutOfMemory
+from seqpart.errors import DataError, Diverged, LimitExceeded, ModelError, OutOfMemory
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, PhaseDone
 from seqpart.execution.executor import AllocationFailed, Executor, Hooks, out_of_memory
@@ -26,7 +26,6 @@ from seqpart.memory.limit import RUNTIME_VARIES, Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.parts.parting import Parting
 from seqpart.parts.parts import JointChain
-from seqpart.planning.plan import PlanRequest
 from seqpart.planning.preparation import Preparation, Prepared, Stage
 from seqpart.rates.scheduler import Groups, Scheduler
 from seqpart.recording.timeline import MEMORY
@@ -36,17 +35,19 @@ from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Position, Verb, steps_of
+from seqpart.session import replanning
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.places import open_places
+from seqpart.session.watch import Watch
 from seqpart.settings import Settings
 from seqpart.units import format_limit, format_size
 
 _GRANT_SECONDS = 0.5
 """Between two looks at what was reserved for generated code; a look takes a millisecond."""
 
-_SPARE, _MOST_SPARE = 32, 8
-"""Shares of the limit that are left free behind failed allocations: the first, doubled each time, and the last."""
+Ended = Generator[None, None, tuple[Failure | None, Position, Metrics | None]]
+"""What failed, where the run stands, and its sums there; behind all the pauses until then."""
 
 
 class Session:
@@ -85,6 +86,8 @@ class Session:
         self._thread = stack.enter_context(ReaderThread())
         self._thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
+        self.watch = Watch(self._observer, self._settings, sampler, resumed.loop if resumed is not None else {})
+        self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
         self._digest = data_digest(preparation.train, preparation.test)
@@ -98,12 +101,12 @@ class Session:
         return self._settings.ema is not None
 
     @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Inside, the limit is enforced, and the homes are filled."""
+    def limited(self, *, rows: bool = True) -> Iterator[None]:
+        """Inside, the limit is enforced, and the homes are filled. rows: also with those of the data."""
         reading = self._preparation.reading
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
         with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
-            self.homes.fill(self._resumed)
+            self.homes.fill(self._resumed, rows=rows)
             yield
 
     @property
@@ -120,11 +123,17 @@ class Session:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def run_stages(self, start: Position | None = None) -> None:
-        """Run the schedule from `start`, or from where the run goes on, to its end or to where the observer stops it.
+        """Run the schedule from `start`, or from where the run goes on, to its end or to where the observer stops it."""
+        for _ in self.stages(start):
+            pass
+
+    def stages(self, start: Position | None = None) -> Generator[None, None, None]:
+        """The same, with a pause wherever everything stands at a position.
 
         Behind a failed allocation it goes on from where all was at home, with a plan that needs less.
         """
         at, metrics = self._beginning() if start is None else (start, None)
+        at, metrics = self._ended_early(at, metrics)
         self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
         self._stopped, number = False, 0
         while number < len(self.prepared.stages) and not self._stopped:
@@ -132,9 +141,20 @@ class Session:
             if at.phase >= stage.end:
                 number += 1
                 continue
-            failure, at, metrics = self._run_stage(stage, at, metrics)
+            failure, at, metrics = yield from self._run_stage(stage, at, metrics)
             if failure is not None:
                 self._go_on_behind(failure, metrics or Metrics())
+            at, metrics = self._ended_early(at, metrics)
+
+    def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
+        """Where the run goes on, and its sums there: behind training whose end was asked for."""
+        end = self.watch.end_behind(self.prepared.phases, at)
+        if end is None:
+            return at, metrics
+        if at.updates and metrics is not None:
+            self.losses.append(metrics.mean_loss)
+        self.watch.tell_end(self.reporter, self.prepared.phases[at.phase].share_of(at.updates)[0])
+        return end, None
 
     def _beginning(self) -> tuple[Position, Metrics | None]:
         resumed = self._resumed
@@ -142,21 +162,17 @@ class Session:
             return Position(), None
         return resumed.position, Metrics.from_json(resumed.metrics, self._device.torch) if resumed.metrics else None
 
-    def _run_stage(
-        self, stage: Stage, start: Position, metrics: Metrics | None
-    ) -> tuple[Failure | None, Position, Metrics | None]:
+    def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         """(what failed, where the run stands, its sums): to the stage's end, to a stop, or to a failed allocation."""
         self._held = self.sampler.usage.read()
         with self._device.heap.kept(stage.heap):
-            ended = self._run_steps(stage, start, metrics)
+            ended = yield from self._run_steps(stage, start, metrics)
             if ended[0] is not None:  # graphs of the step that failed go before the heap does, which could not shrink else
                 self._partitions = []
                 gc.collect()
             return ended
 
-    def _run_steps(
-        self, stage: Stage, start: Position, metrics: Metrics | None
-    ) -> tuple[Failure | None, Position, Metrics | None]:
+    def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         with ExitStack() as stack:
             exchange = self._exchange(stage)
             stack.callback(exchange.close)
@@ -170,7 +186,7 @@ class Session:
             self.sampler.label = lambda: str(executor.step)
             stack.callback(self._keep_label)
             try:
-                executor.run(checked(steps_of(phases[: stage.end], start), stage.resources.at_once))
+                yield from executor.running(checked(steps_of(phases[: stage.end], start), stage.resources.at_once))
             except AllocationFailed as failed:
                 failure = Failure(
                     step=failed.step, text=str(failed), at=executor.position, keeps_heap=stage.heap > 0,
@@ -179,7 +195,7 @@ class Session:
                 return failure, executor.position, executor.compute.rested
             except Diverged as error:
                 raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
-            return None, executor.position, None
+            return None, executor.position, executor.compute.rested
 
     def _keep_label(self) -> None:
         """What the sampler says of the step that is under way then no longer holds an executor, and graphs in it."""
@@ -220,7 +236,7 @@ class Session:
             phases=prepared.phases, partitions=partitions, losses=prepared.loss, boundaries=self.homes.boundaries,
             row_packs=prepared.row_packs, exchange=exchange, graphs=graphs, device=self._device,
             reader_thread=self._thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
-            listen=self._listen,
+            listen=self._listen, heard=self.heard,
         )  # fmt: skip
         gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         stays, slots = stage.resources.stays, stage.resources.slots
@@ -258,39 +274,25 @@ class Session:
     def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
         self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # of a plan that another replaces
         self.losses = self.losses[: _passes_before(self.prepared.phases, failure.at)]
+        self.watch.evaluations.go_back(failure.at.phase)
         self.saving.obey(failure.at, metrics)
         self._observer.failed(failure)
         request = replace(self.prepared.request, micro_batch=failure.micro_batch)
         # Kernels of another number of rows, as the last batch has, may keep memory of their own.
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
-        if self._grant() and (planned := self._planned_or_none(request)) is not None:
+        if self._grant() and (planned := replanning.planned_or_none(self._preparation, self.prepared, request)) is not None:
             # It was charged to the limit before, although nobody uses it.
             self._go_on(failure, planned, " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
             self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
-            planned = self._planned_anew(replace(request, may_keep_heap=False))
+            planned = replanning.planned_anew(self._preparation, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
-        elif (smaller := self._planned_smaller(request)) is not None:
+        elif (smaller := replanning.planned_smaller(self._preparation, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
         else:
             self._halve_micro_batch(failure)
-
-    def _planned_smaller(self, request: PlanRequest) -> Prepared | None:
-        """A plan that needs less at the same micro-batch, so that the results stay what they were; None: there is none."""
-        limit, used = self.prepared.plan.limit, self.prepared.plan.peak - self.prepared.request.spare
-        spare = max(limit // _SPARE, 2 * request.spare)
-        if spare > limit // _MOST_SPARE:
-            return None
-        smaller = self._planned_or_none(replace(request, spare=spare, saved=None))
-        return smaller if smaller is not None and smaller.plan.peak - spare < used else None
-
-    def _planned_or_none(self, request: PlanRequest) -> Prepared | None:
-        try:
-            return self._planned_anew(request)
-        except DoesNotFit:
-            return None
 
     def _halve_micro_batch(self, failure: Failure) -> None:
         plan, largest = self.prepared.plan, failure.micro_batch
@@ -303,7 +305,9 @@ class Session:
                 f"{len(plan.partitions) + 1}."
             )
         try:
-            halved = self._planned_anew(replace(self.prepared.request, micro_batch=largest // 2))
+            halved = replanning.planned_anew(
+                self._preparation, self.prepared, replace(self.prepared.request, micro_batch=largest // 2)
+            )
         except (ModelError, DataError) as error:  # as BatchNorm says of a single row
             raise OutOfMemory(
                 f"memory ran out in {failure.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
@@ -311,13 +315,8 @@ class Session:
             ) from error
         self._go_on(failure, halved, f" with micro-batch {largest // 2} instead of {largest}")
 
-    def _planned_anew(self, request: PlanRequest) -> Prepared:
-        """The method stays: another one has other phases, and the position counts these."""
-        methods, starts = (self.prepared.method,), self.prepared.plan.starts
-        return self._preparation.prepare(replace(request, methods=methods, starts=starts))
-
     def _go_on(self, failure: Failure, planned: Prepared, how: str) -> None:
-        micro_batch, self.prepared = planned.request.micro_batch, planned
+        micro_batch, self.prepared = planned.request.micro_batch, self._observer.shaped(planned)
         self.homes.boundaries.keep_in_memory(planned.plan.rows_in_memory)
         self.reporter.record("allocation failed", step=str(failure.step), micro_batch=micro_batch, text=failure.text)
         self.reporter.warn(
@@ -331,6 +330,7 @@ class Session:
                 self.test = event.loss, event.accuracy
             elif event.phase.kind is PhaseKind.TRAIN:
                 self.losses.append(event.loss)
+        self.watch.listen(event)
         self.reporter.listen(event)
         self._observer.listen(event)
 
@@ -351,22 +351,35 @@ class Session:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def _at_rest(self, executor: Executor) -> bool:
-        self.saving.at_rest(executor, self._partitions, self.prepared.phases)
+        phases = self.prepared.phases
+        try:
+            self.watch.at_rest(executor, phases, self.heard)
+        except Exception as error:
+            error.add_note(self.saving.behind_error(executor, self._partitions))
+            raise
+        if self.watch.has_new_best:
+            self.saving.settle(executor, self._partitions)
+            self.homes.remember()
+            self.watch.has_new_best = False
+        self.saving.at_rest(executor, self._partitions, phases)
         self._stopped = not self._observer.at_rest(executor)
-        return not self._stopped
+        return not self._stopped and self.watch.end_behind(phases, executor.position) is None
 
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """What a checkpoint says beside tensors."""
         return state_of(
-            self._preparation,
-            self.prepared,
-            position,
-            metrics,
-            losses=self.losses,
-            test=self.test,
-            data=self._digest,
-            job=self._job,
-        )
+            self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, data=self._digest,
+            job=self._job, loop=self.watch.state(),
+        )  # fmt: skip
+
+    def take_best(self) -> None:
+        """The weights of the best evaluation, where they were kept, take the place of what was trained since."""
+        best = self.watch.evaluations.best
+        if not self._settings.keep_best or best is None or best.phase == self.watch.evaluations.all[-1].phase:
+            return
+        self.homes.store.recall()
+        self.test = best.loss, best.accuracy
+        self.reporter.say(f"the weights are those behind update {best.update}, of the best evaluation")
 
     # --- the end --------------------------------------------------------------------------------------------------
 
