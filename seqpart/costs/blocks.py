@@ -129,6 +129,7 @@ def measure_chain(
         # One factory builds the same structure every time.
         key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
         if key not in known:
+            logging.getLogger("seqpart.planning").debug("block %d of %d is measured", block.number + 1, len(chain))
             known[key] = _measure_block(block, taken, granule, autocast)
         cost = known[key]
         numbers = dict(zip((one.number for one in cost.takes), block.takes, strict=True))
@@ -171,7 +172,6 @@ def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
 
 
 def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
-    logging.getLogger("seqpart.planning").debug("%s is measured on fake tensors, %d rows", block, taken[0].rows)
     mode = FakeMode()
     module, tensors = block.fake(mode)
     with block.left_as_it_is():
