@@ -220,7 +220,7 @@ def test_a_function_is_averaged_by_rows_and_evaluate_takes_metrics_too(tmp_path)
         (lambda outputs, labels: {"a": "b"}, "compute_metrics: expected a to be a number; found str"),
         (lambda outputs, labels: {"a": [1, 2]}, "compute_metrics: expected a to be a number; found 2 of them"),
     ],
-    ids=str,
+    ids=["a number", "numbers", "no dict", "a text", "a list"],
 )
 def test_what_is_no_metric_is_refused_in_words(metric, words, tmp_path):
     with pytest.raises(OptionError, match=words):
