@@ -76,4 +76,4 @@ def refuse_outside(name: str, values: Sequence[float], expected: str, least: flo
     if not all(value > least for value in values):
         raise OptionError(f"{name}: expected {expected}; found {min(values)}.")
     if max(values) > MOST:
-        raise OptionError(f"{name}: expected numbers up to {MOST}; found {short(max(values))}.")
+        raise OptionError(f"{name}: expected {expected}, at most {MOST}; found {short(max(values))}.")

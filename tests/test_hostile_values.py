@@ -44,9 +44,9 @@ PLANNED = [
     "--test-every 99999999999999999999",
 ]
 ABSURD = {
-    "--epochs 99999999999999": (2, "--epochs: expected whole numbers up to 1000000000; found 99999999999999"),
+    "--epochs 99999999999999": (2, "--epochs: expected numbers above 0, at most 1000000000; found 99999999999999"),
     "--recovery-epochs 99999999999999": (2, "--recovery-epochs: expected 0 or more, and at most 1000000000"),
-    "--batch-size 99999999999999": (2, "--batch-size: expected whole numbers up to 1000000000"),
+    "--batch-size 99999999999999": (2, "--batch-size: expected whole numbers from 1 up, at most 1000000000"),
     "--micro-batch-size 99999999999999": (2, "--micro-batch-size 99999999999999 is more than the batch of 64"),
     "--warmup-updates 99999999999999": (2, "so the learning rate would never be reached"),
     "--partitions 999999999": (2, "--partitions 999999999: the model has 4 blocks"),
@@ -56,7 +56,7 @@ ABSURD = {
     "--width 99999999999999": (2, "--width: expected at most 1000000000"),
     "--depth 1000000": (2, "--depth: expected at most 1022 blocks, each of which is planned on its own; found 1000000"),
     "--depth 99999999999999": (2, "--depth: expected at most 1022 blocks"),
-    "--epochs " + "9" * 5000: (2, "--epochs: expected a whole number"),
+    "--epochs " + "9" * 5000: (2, "--epochs: expected numbers above 0, at most 1000000000; found inf"),
     "--mem-limit " + "9" * 400: (2, "--mem-limit: expected a size such as 2GB"),
     "--mem-limit 3000000TB": (2, "--mem-limit: expected at most 2000000000.00 GB; found more"),
     "--ram-limit " + "9" * 400: (2, "--ram-limit: expected a size such as 2GB"),
@@ -237,8 +237,9 @@ def test_an_image_size_beyond_all_memory_is_refused(here, capsys):
 
 
 @pytest.mark.parametrize("spec", ["npz:few.npz", "folder:few", "idx:half", "text:few.txt"])
-def test_data_without_a_test_set_are_refused_with_what_is_missing(spec, here, capsys):
-    np.savez(here / "few.npz", x=np.zeros((4, 64), np.float32), y=np.arange(4) % 2)
+def test_data_with_half_a_test_set_are_refused_with_what_is_missing(spec, here, capsys):
+    rows = np.zeros((4, 64), np.float32)
+    np.savez(here / "few.npz", x_train=rows, y_train=np.arange(4) % 2, x_test=rows)
     images(here / "few", 4)
     write_idx(here / "half")
     for path in (here / "half").glob("t10k*"):

@@ -189,7 +189,7 @@ def test_a_loss_is_named_for_the_labels_that_it_can_judge_and_once():
         refuses(DataError, rf'loss="{loss}" needs classes \(integers\) as labels; found floats', loss, floats)
     refuses(DataError, 'loss="mse" needs floats as labels; found classes', "mse", classes)
     refuses(DataError, r"ends with outputs of shape \(3,\), and the labels have 4 classes", "psl", torch.arange(12) % 4)
-    with pytest.raises(OptionError, match=r"loss: expected cross-entropy, psl or mse.*found 'hinge'"):
+    with pytest.raises(OptionError, match=r"loss: expected cross-entropy, psl, mse or bce.*found 'hinge'"):
         Trainer(None, "hinge", mem_limit="2GB", method="full")
     with pytest.raises(OptionError, match="loss: settings name one, psl"):
         Trainer(None, F.cross_entropy, settings=Settings(mem_limit="2GB", method="full", loss="psl"))
