@@ -236,15 +236,31 @@ def _result(root: Path, state: str, missing: list[str]) -> dict[str, Any]:
     path = root / RESULT if state == "done" else latest(root, RESULT)
     try:
         found = json.loads(_text(path))
-        if state == "done" and isinstance(found["proof"], dict):
+        if state == "done":
+            _refuse_other_types(found)
             return dict(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if state == "done":
             missing.append(f"the results: {RESULT}: {error.strerror if isinstance(error, OSError) else 'it is damaged'}")
             return {}
     cure = f" Go on with: python -m seqpart.train --resume {root}" if has_checkpoint(root) and state != "running" else ""
     missing.append(f"the proof and the final test: the run is {_STATES.get(state, state)}.{cure}")
     return {}
+
+
+_FIGURES = ("limit", "peak", "predicted", "runtime", "host", "file_growth", "samples", "violations")
+"""Of a proof; each is there in every version."""
+
+
+def _refuse_other_types(result: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where what is shown of a result is not there, or not of its type."""
+    proof = result["proof"]
+    optional = (proof.get("allocator_peak"), result.get("accuracy"), result.get("test_loss"))
+    numbers = [*(proof[name] for name in _FIGURES), *(value for value in optional if value is not None)]
+    if not isinstance(proof["source"], str) or not all(type(number) in (int, float) for number in numbers):
+        raise TypeError
+    if proof["limit"] <= 0:
+        raise ValueError
 
 
 def _job(root: Path) -> dict[str, Any]:
