@@ -208,6 +208,7 @@ def test_a_batch_that_cannot_be_taken_is_refused_in_words(batch, words, tmp_path
         ({"method": "psl"}, "a loop of your own takes exact methods"),
         ({"epochs": 2}, "epochs: a loop of your own decides that itself"),
         ({"eval_every": 5, "keep_best": True}, "eval_every, keep_best: a loop of your own decides"),
+        ({"log": "tensorboard", "trace": "trace.json"}, "trace, log: a loop of your own decides"),
         ({"save_every": 100}, "save_every: a loop of your own decides"),
         ({"lr_schedule": "cosine"}, "lr_schedule cosine needs to know how many updates"),
     ],

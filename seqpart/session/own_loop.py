@@ -35,7 +35,7 @@ from seqpart.values import flag_of
 
 _OF_FIT = (
     "output_dir", "overwrite", "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
-    "cache", "workers",
+    "log", "cache", "workers",
 )  # fmt: skip
 """Settings that mean something to `fit` alone."""
 
