@@ -1,0 +1,191 @@
+"""transformers' data sets and collators as loaders of ours, whose batches have one shape."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from seqpart.errors import DataError, OptionError
+from seqpart.loaders.draws import generators_kept
+
+LABELS = ("labels", "label", "label_ids")
+_PAD: Mapping[str, int] = {
+    "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100, "decoder_attention_mask": 0, "input_ids": 0,
+    "decoder_input_ids": 0,
+}  # fmt: skip
+"""What fills the places behind the end of a row; of tokens the tokenizer or the configuration says."""
+
+Sizes = dict[str, int]
+"""Of each input with a second dimension, the largest that it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """A collate_fn for an update: the user's collator makes its batches, which are padded to one length and put together."""
+
+    collator: Callable[[list[Any]], Mapping[str, Any]]
+    name: str
+    """Of the data set, for errors."""
+    size: int
+    """Items of a batch of the collator."""
+    columns: frozenset[str] | None
+    """What is left of an item; None: all of it."""
+    token: int
+    """What fills the places behind the last token."""
+    left: bool
+    """Whether it is filled from the left."""
+    sizes: Sizes
+    """What is padded, to which length."""
+
+    def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
+        """Tensors (rows, ...) by name, with `labels`. Raises DataError."""
+        batches = [self._padded(self.batch(items[at : at + self.size])) for at in range(0, len(items), self.size)]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def batch(self, items: list[Any]) -> dict[str, torch.Tensor]:
+        """Of the collator, as it is. Raises DataError."""
+        if self.columns is not None and isinstance(items[0], Mapping):
+            items = [{name: value for name, value in item.items() if name in self.columns} for item in items]
+            if not items[0]:
+                raise DataError(
+                    f"{self.name}: no column has the name of an argument of the model's forward. Rename them, or give "
+                    "remove_unused_columns=False."
+                )
+        found = self.collator(items)
+        if not isinstance(found, Mapping):
+            raise DataError(f"{self.name}: expected the collator to return a dict; found {type(found).__name__}.")
+        if "labels" not in found:
+            raise DataError(
+                f"{self.name}: a batch has no labels behind the collator, only {', '.join(map(str, found)) or 'nothing'}. A "
+                "causal language model needs DataCollatorForLanguageModeling(tokenizer, mlm=False), or labels in the data set."
+            )
+        for name, value in found.items():
+            if not isinstance(value, torch.Tensor):
+                raise DataError(f"{self.name}: {name} is a {type(value).__name__} behind the collator; expected tensors.")
+        return dict(found)
+
+    def _padded(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._filled(name, value) for name, value in batch.items()}
+
+    def _filled(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        lacking = self.sizes.get(name, 0) - value.shape[1] if name in self.sizes else 0
+        if lacking <= 0:  # one that is longer than any was is told where rows are put together
+            return value
+        by = self.token if name.endswith("input_ids") else _PAD[name]
+        filling = value.new_full((len(value), lacking, *value.shape[2:]), by)
+        return torch.cat([filling, value] if self.left else [value, filling], 1)
+
+
+def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
+    """(batches, data set) of each, with the sizes that all of them are padded to: the largest.
+
+    It takes a pass over the data, unless a first batch shows that they are no sequences. Raises DataError for inputs that
+    differ between batches and cannot be padded.
+    """
+    largest: Sizes = {}
+    varying: set[str] = set()
+    for sizes in (sizes for batches, data in several for sizes in _sizes(batches, data)):
+        varying |= {name for name, size in sizes.items() if largest.get(name, size) != size}
+        largest |= {name: max(size, largest.get(name, 0)) for name, size in sizes.items()}
+    name = several[0][0].name
+    odd = sorted(varying - set(_PAD))
+    if odd:
+        raise DataError(
+            f"{name}: {', '.join(odd)}: batches differ in length, and what pads them is not known. Let the collator pad to one "
+            "length for the whole data set."
+        )
+    if "input_ids" in varying and "attention_mask" not in largest:
+        raise DataError(
+            f"{name}: batches differ in length, and have no attention_mask that tells which tokens only fill them. Let the "
+            "tokenizer return it, or pad all to one length."
+        )
+    return [replace(batches, sizes={one: largest[one] for one in varying}) for batches, _ in several]
+
+
+def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
+    """Of each batch."""
+    with generators_kept():
+        for at in range(0, len(data), batches.size):
+            batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
+            yield {name: value.shape[1] for name, value in batch.items() if value.ndim > 1}
+            if not any(name in _PAD and name != "labels" for name in batch):
+                return
+
+
+class Order(Sampler[int]):
+    """The numbers of the rows as transformers' Trainer has them: in each epoch a permutation by its own seed."""
+
+    def __init__(self, count: int, rows: int, seed: int | None) -> None:
+        """rows: so many of `count`, the others are dropped. seed: None: in order."""
+        self._count, self._rows, self._seed, self._epoch = count, rows, seed, 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """They count from 1."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[int]:
+        if self._seed is None:
+            yield from range(self._rows)
+            return
+        generator = torch.Generator().manual_seed(self._seed + self._epoch - 1)
+        yield from torch.randperm(self._count, generator=generator)[: self._rows].tolist()
+
+
+def training_loader(data: Any, batches: Batches, arguments: Any, rows: int, batch: int) -> "DataLoader[Any]":
+    """rows: of an epoch; batch: of an update."""
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    order = Order(len(data), rows, seed if arguments.train_sampling_strategy == "random" else None)
+    return DataLoader(
+        data, batch_size=batch, sampler=order, collate_fn=batches, num_workers=arguments.dataloader_num_workers
+    )  # fmt: skip
+
+
+def evaluation_loader(data: Any, batches: Batches) -> "DataLoader[Any]":
+    return DataLoader(data, batch_size=batches.size, collate_fn=batches)
+
+
+def refuse_unknown(data: Any, name: str) -> None:
+    """Raises DataError for what is no data set with numbers."""
+    if data is None:
+        raise DataError(f"{name} is missing.")
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise DataError(
+            f"{name}: expected a data set with len() and [i]; found {type(data).__name__}. seqpart.Trainer takes streams."
+        )
+    if not len(data):
+        raise DataError(f"{name} is empty. Give at least one row.")
+
+
+def columns_of(model: nn.Module) -> frozenset[str]:
+    """What the model's forward takes by name, and labels."""
+    of_peft: Any = getattr(model, "get_base_model", None)
+    base = of_peft() if of_peft is not None else model
+    return frozenset(inspect.signature(base.forward).parameters) | set(LABELS)
+
+
+def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
+    """The user's, or the one that transformers' Trainer takes. Raises OptionError."""
+    from transformers import DataCollatorWithPadding, default_data_collator
+
+    if given is None:
+        pads = hasattr(processing_class, "pad") and hasattr(processing_class, "model_input_names")
+        return DataCollatorWithPadding(processing_class) if pads else default_data_collator
+    if not callable(given):
+        raise OptionError(f"data_collator: expected a function of a list of items; found {type(given).__name__}.")
+    return given  # type: ignore[no-any-return]
+
+
+def padding_of(collator: Any, processing_class: Any, config: Any) -> tuple[int, bool]:
+    """(the token that fills a row, whether it is filled from the left)."""
+    tokenizer = getattr(collator, "tokenizer", None) or processing_class
+    token = getattr(tokenizer, "pad_token_id", None)
+    if token is None:
+        token = getattr(config, "pad_token_id", None)
+    return token or 0, getattr(tokenizer, "padding_side", "right") == "left"
