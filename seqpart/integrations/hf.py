@@ -18,17 +18,18 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metr
 
 import seqpart.trainer
 from seqpart.errors import OptionError
-from seqpart.integrations import hf_data
+from seqpart.integrations import hf_data, hf_optimizers
 from seqpart.integrations.hf_arguments import (
     RUN,
     Lengths,
-    OwnOptimizer,
     lengths_of,
     options_of,
     refuse_what_is_not_taken,
     text,
+    wanted_of,
 )
 from seqpart.integrations.hf_callbacks import Relay
+from seqpart.integrations.hf_optimizers import Given, OwnOptimizer
 from seqpart.integrations.hf_predictions import Predictions
 from seqpart.options import Options
 from seqpart.result import Result
@@ -40,7 +41,8 @@ class Trainer:
     """Trains a model of transformers, which computes its loss from `labels`, under `mem_limit`.
 
     model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_metrics, callbacks,
-        optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers. Batches are padded to one length.
+        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers. Batches are padded to one
+        length.
     options: of `seqpart.Trainer`, where TrainingArguments have no word for them: mem_limit (default: what is free), method
         (default: auto), micro_batch_size, ram_limit, offload_dir, partitions, ema, trace and others.
 
@@ -53,13 +55,15 @@ class Trainer:
         self, model: Any = None, args: TrainingArguments | None = None, data_collator: Any = None, train_dataset: Any = None,
         eval_dataset: Any = None, processing_class: Any = None, model_init: Callable[[], Any] | None = None,
         compute_loss_func: Any = None, compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
-        callbacks: Sequence[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
+        callbacks: Sequence[Any] | None = None, optimizers: Given = (None, None),
         optimizer_cls_and_kwargs: OwnOptimizer | None = None, preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         **options: Unpack[Options],
     ) -> None:  # fmt: skip
         self.args = args if args is not None else TrainingArguments(output_dir="trainer_output")
         refuse_what_is_not_taken(self.args)
-        _refuse(model, model_init, compute_loss_func, optimizers, self.args, eval_dataset)
+        _refuse(
+            self.args, model, model_init, compute_loss_func, optimizers, optimizer_cls_and_kwargs, eval_dataset, compute_metrics
+        )
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self.model: nn.Module = model if model_init is None else model_init()
         if hasattr(self.model, "config"):
@@ -67,7 +71,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = hf_data.collator_of(data_collator, processing_class)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self._own_optimizer, self._options = optimizer_cls_and_kwargs, options
+        self._optimizers, self._own_optimizer, self._options = optimizers, optimizer_cls_and_kwargs, options
         self._relay = Relay(self.args, self.model, processing_class, callbacks or ())
         self._ours: seqpart.trainer.Trainer | None = None
         self.result: Result | None = None
@@ -115,7 +119,7 @@ class Trainer:
         resume = _run_in(Path(place)) if place else None
         began = time.time()
         self._relay.begin(lengths.updates, math.ceil(lengths.updates / lengths.per_epoch))
-        with self._judge() as judge:
+        with self._judge(wanted_of(self.args)) as judge:
             self.result = trainer.fit(
                 train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
             )
@@ -189,7 +193,8 @@ class Trainer:
     def _trainer(self) -> "seqpart.trainer.Trainer":
         if self._ours is None:
             lengths = self._lengths() if self.train_dataset is not None else lengths_of(self.args, 1)
-            options = options_of(self.args, self.model, lengths, self._own_optimizer, tests=self._tests)
+            options = options_of(self.args, lengths, tests=self._tests)
+            options["optimizer"], options["lr_schedule"] = self._optimizer(lengths.updates)
             clash = sorted(set(options) & set(self._options))
             if clash:
                 raise OptionError(
@@ -200,6 +205,11 @@ class Trainer:
                 self.model, "model", quiet=bool(self.args.disable_tqdm), **{**options, **given}
             )
         return self._ours
+
+    def _optimizer(self, updates: int) -> tuple[hf_optimizers.Build, hf_optimizers.Schedule]:
+        if self._optimizers != (None, None):
+            return hf_optimizers.as_given(self._optimizers, self.model, hf_optimizers.schedule_of(self.args, updates))
+        return hf_optimizers.of_arguments(self.args, self.model, updates, self._own_optimizer)
 
     def _batches(self, name: str, size: int) -> hf_data.Batches:
         token, left = hf_data.padding_of(self.data_collator, self.processing_class, getattr(self.model, "config", None))
@@ -238,14 +248,14 @@ class Trainer:
         metrics |= speed_metrics(prefix, began, num_samples=len(data), num_steps=steps)
         return metrics
 
-    def _judge(self) -> AbstractContextManager[Predictions | None]:
+    def _judge(self, wanted: str | None = None) -> AbstractContextManager[Predictions | None]:
         """What compute_metrics sees, if there is one."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return nullcontext()
-        return closing(self._predictions())
+        return closing(self._predictions(wanted))
 
-    def _predictions(self) -> Predictions:
-        return Predictions(self.compute_metrics, self.preprocess_logits_for_metrics, self._folder())
+    def _predictions(self, wanted: str | None = None) -> Predictions:
+        return Predictions(self.compute_metrics, self.preprocess_logits_for_metrics, self._folder(), wanted)
 
     def _folder(self) -> Path:
         """An existing one, on the disk of the run."""
@@ -261,7 +271,8 @@ def _run_in(place: Path) -> Path:
 
 
 def _refuse(
-    model: Any, model_init: Any, loss: Any, optimizers: tuple[Any, Any], args: TrainingArguments, eval_dataset: Any
+    args: TrainingArguments, model: Any, model_init: Any, loss: Any, optimizers: Given, own: OwnOptimizer | None,
+    eval_dataset: Any, judges: Any,
 ) -> None:  # fmt: skip
     """What was given, and cannot be honoured, or does not go together. Raises OptionError."""
     if (model is None) is (model_init is None):
@@ -270,12 +281,11 @@ def _refuse(
         raise OptionError(
             "compute_loss_func: give the loss to seqpart.Trainer(model, loss), as a function of output and labels."
         )
-    if any(one is not None for one in optimizers):
-        raise OptionError(
-            "optimizers: such an optimizer holds the state of the whole model. Give optimizer_cls_and_kwargs, and "
-            "lr_scheduler_type in TrainingArguments."
-        )
+    if own is not None and optimizers != (None, None):
+        raise OptionError("optimizers: optimizer_cls_and_kwargs says it too. Leave one out.")
     if text(args.eval_strategy) != "no" and eval_dataset is None:
         raise OptionError(
             f"eval_strategy {text(args.eval_strategy)}: eval_dataset is missing. Give one, or eval_strategy='no'."
         )
+    if (wanted := wanted_of(args)) is not None and judges is None:
+        raise OptionError(f"metric_for_best_model {wanted}: compute_metrics is missing, which has to find it.")

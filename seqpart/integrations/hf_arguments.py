@@ -1,29 +1,14 @@
 """transformers' TrainingArguments as settings of ours."""
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from seqpart.errors import OptionError
 from seqpart.integrations.hf_fields import CURES, HONOURED, WITHOUT_EFFECT
 
-OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
-    "adamw_torch": (torch.optim.AdamW, {}),
-    "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
-    "sgd": (torch.optim.SGD, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-}
-_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Names of parameters that do not decay, as in transformers' Trainer."""
 _SAMPLING, _REPORTS = ("random", "sequential"), ("tensorboard", "wandb")
-
-OwnOptimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
-"""A class, and its keyword arguments."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +80,12 @@ def _one_of(name: str, choice: Any, known: tuple[str, ...] | None, but: tuple[st
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def options_of(arguments: Any, model: nn.Module, lengths: Lengths, own: OwnOptimizer | None, *, tests: bool) -> dict[str, Any]:
-    """Options of `seqpart.Trainer`. own: an optimizer in the place of the one that `arguments` name; tests: whether there are
-    rows to test on. Raises OptionError."""
+def options_of(arguments: Any, lengths: Lengths, *, tests: bool) -> dict[str, Any]:
+    """Options of `seqpart.Trainer`, but for the optimizer and its schedule. tests: whether there are rows to test on."""
     options: dict[str, Any] = {
         "output_dir": Path(arguments.output_dir) / RUN, "overwrite": True, "batch_size": lengths.batch,
         "clip_grad_norm": arguments.max_grad_norm or None, "seed": arguments.seed,
-        "dtype": "bf16" if arguments.bf16 else "fp32", "optimizer": _optimizer(arguments, model, own),
-        "lr_schedule": _schedule(arguments, lengths.updates), "save_every": _saving(arguments, lengths),
+        "dtype": "bf16" if arguments.bf16 else "fp32", "save_every": _saving(arguments, lengths),
     }  # fmt: skip
     if arguments.max_steps > 0:
         options["max_steps"] = arguments.max_steps
@@ -117,64 +100,6 @@ def options_of(arguments: Any, model: nn.Module, lengths: Lengths, own: OwnOptim
 
 RUN = "seqpart"
 """The directory of the run, in output_dir."""
-
-
-def _optimizer(arguments: Any, model: nn.Module, own: OwnOptimizer | None) -> Callable[[list[nn.Parameter]], Any]:
-    """What builds a partition's optimizer: two groups, of parameters that decay and of those that do not."""
-    kind, keywords = own if own is not None else _named(arguments)
-    decaying = _decaying(model)
-
-    def build(parameters: list[nn.Parameter]) -> Any:
-        known = {id(module._parameters[leaf]): decays for module, leaf, decays in decaying}
-        # Parameters that are tried before there is a partition are no one's.
-        groups = [[one for one in parameters if known.get(id(one), True) is decays] for decays in (True, False)]
-        return kind(
-            [{"params": groups[0], "weight_decay": arguments.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
-            **keywords,
-        )  # fmt: skip
-
-    build.__name__ = getattr(kind, "__name__", "optimizer")
-    return build
-
-
-def _named(arguments: Any) -> OwnOptimizer:
-    name = text(arguments.optim)
-    if name not in OPTIMIZERS:
-        raise OptionError(
-            f"TrainingArguments: optim: expected one of {', '.join(OPTIMIZERS)}; found {name}. Give another as "
-            "optimizer_cls_and_kwargs, such as (torch.optim.Adafactor, {'lr': 1e-3})."
-        )
-    kind, keywords = OPTIMIZERS[name]
-    adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
-    return kind, {"lr": arguments.learning_rate, **keywords, **(adam if name.startswith("adamw") else {})}
-
-
-def _decaying(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:
-    """Of each parameter its module, its name there, and whether it decays."""
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    names = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
-    found: dict[int, tuple[nn.Module, str, bool]] = {}
-    for place, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:  # one that is shared goes by its first name
-                found.setdefault(id(parameter), (module, leaf, f"{place}.{leaf}".removeprefix(".") in names))
-    return list(found.values())
-
-
-def _schedule(arguments: Any, updates: int) -> Callable[[torch.optim.Optimizer], Any]:
-    """transformers' own scheduler, for so many updates."""
-    warmup = arguments.get_warmup_steps(updates)
-
-    def schedule(optimizer: torch.optim.Optimizer) -> Any:
-        from transformers import get_scheduler
-
-        return get_scheduler(
-            arguments.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=updates,
-            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
-        )  # fmt: skip
-
-    return schedule
 
 
 def _steps(count: float, updates: int) -> int:
@@ -193,9 +118,13 @@ def _evaluations(arguments: Any, updates: int) -> dict[str, Any]:
     epochs = text(arguments.eval_strategy) == "epoch"
     found: dict[str, Any] = {"eval_every": "1 epoch" if epochs else _steps(arguments.eval_steps, updates)}
     if arguments.load_best_model_at_end:
-        name, larger = str(arguments.metric_for_best_model).removeprefix("eval_"), arguments.greater_is_better
-        found |= {
-            "keep_best": True,
-            "best_by": "loss" if name == "loss" and not larger else f"{'max' if larger else 'min'}:{name}",
-        }
+        larger = bool(arguments.greater_is_better)
+        by = f"{'max' if larger else 'min'}:{wanted_of(arguments) or 'loss'}"
+        found |= {"keep_best": True, "best_by": "loss" if by == "min:loss" else by}
     return found
+
+
+def wanted_of(arguments: Any) -> str | None:
+    """The metric by which the best weights are chosen; None: the loss."""
+    name = str(arguments.metric_for_best_model or "loss").removeprefix("eval_")
+    return name if arguments.load_best_model_at_end and name != "loss" else None

@@ -125,8 +125,8 @@ class Relay:
         if self._arguments.metric_for_best_model is None:
             return
         name = f"eval_{self._arguments.metric_for_best_model.removeprefix('eval_')}"
-        if name not in found:
-            raise OptionError(f"metric_for_best_model: an evaluation found no {name}; it found {', '.join(found)}.")
+        if name not in found:  # refused beforehand where the best weights are asked for
+            return
         value, best = found[name], self.state.best_metric
         if best is None or (value > best if self._arguments.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step

@@ -69,11 +69,25 @@ class Batches:
         return dict(found)
 
     def _padded(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._filled(name, value) for name, value in batch.items()}
+        lacking = {
+            name: self.sizes[name] - value.shape[1] for name, value in batch.items() if value.ndim > 1 and name in self.sizes
+        }
+        short = {name: by for name, by in lacking.items() if by > 0}
+        odd = sorted(set(short) - set(_PAD))
+        if odd:
+            raise DataError(
+                f"{self.name}: {', '.join(odd)}: batches differ in length, and how to pad is not known. Let the collator pad "
+                "to one length for the whole data set."
+            )
+        if "input_ids" in short and "attention_mask" not in batch:
+            raise DataError(
+                f"{self.name}: batches differ in length, and have no attention_mask that tells which tokens only fill them. "
+                "Let the tokenizer return it, or pad all to one length."
+            )
+        return {name: self._filled(name, value, short.get(name, 0)) for name, value in batch.items()}
 
-    def _filled(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        lacking = self.sizes.get(name, 0) - value.shape[1] if name in self.sizes else 0
-        if lacking <= 0:  # one that is longer than any was is told where rows are put together
+    def _filled(self, name: str, value: torch.Tensor, lacking: int) -> torch.Tensor:
+        if not lacking:
             return value
         by = self.token if name.endswith("input_ids") else _PAD[name]
         filling = value.new_full((len(value), lacking, *value.shape[2:]), by)
@@ -83,37 +97,22 @@ class Batches:
 def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
     """(batches, data set) of each, with the sizes that all of them are padded to: the largest.
 
-    It takes a pass over the data, unless a first batch shows that they are no sequences. Raises DataError for inputs that
-    differ between batches and cannot be padded.
+    It takes a pass over the data, unless a first batch shows that they are no sequences. Raises DataError.
     """
     largest: Sizes = {}
-    varying: set[str] = set()
     for sizes in (sizes for batches, data in several for sizes in _sizes(batches, data)):
-        varying |= {name for name, size in sizes.items() if largest.get(name, size) != size}
         largest |= {name: max(size, largest.get(name, 0)) for name, size in sizes.items()}
-    name = several[0][0].name
-    odd = sorted(varying - set(_PAD))
-    if odd:
-        raise DataError(
-            f"{name}: {', '.join(odd)}: batches differ in length, and what pads them is not known. Let the collator pad to one "
-            "length for the whole data set."
-        )
-    if "input_ids" in varying and "attention_mask" not in largest:
-        raise DataError(
-            f"{name}: batches differ in length, and have no attention_mask that tells which tokens only fill them. Let the "
-            "tokenizer return it, or pad all to one length."
-        )
-    return [replace(batches, sizes={one: largest[one] for one in varying}) for batches, _ in several]
+    return [replace(batches, sizes=largest) for batches, _ in several]
 
 
 def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
-    """Of each batch."""
+    """Of each batch, in order: that of its longest row."""
     with generators_kept():
         for at in range(0, len(data), batches.size):
             batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
-            yield {name: value.shape[1] for name, value in batch.items() if value.ndim > 1}
             if not any(name in _PAD and name != "labels" for name in batch):
                 return
+            yield {name: value.shape[1] for name, value in batch.items() if value.ndim > 1}
 
 
 class Order(Sampler[int]):

@@ -8,19 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from seqpart.errors import OptionError
+
 
 class Predictions:
     """Outputs and labels of a pass over the evaluation rows: an object with update, compute and reset, as `compute_metrics` of
     our Trainer takes it.
 
-    judge: transformers' compute_metrics, of an EvalPrediction; first: preprocess_logits_for_metrics; folder: of the files.
+    judge: transformers' compute_metrics, of an EvalPrediction; first: preprocess_logits_for_metrics; folder: of the files;
+    wanted: what judge has to find.
     """
 
     def __init__(
         self, judge: Callable[[Any], Mapping[str, Any]] | None,
-        first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path,
+        first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path, wanted: str | None = None,
     ) -> None:  # fmt: skip
-        self._judge, self._first, self._folder = judge, first, folder
+        self._judge, self._first, self._folder, self._wanted = judge, first, folder, wanted
         self._files: list[_Rows] = []
 
     def reset(self) -> None:
@@ -45,13 +48,19 @@ class Predictions:
         return predictions, labels
 
     def compute(self) -> dict[str, float]:
+        """Raises OptionError."""
         if self._judge is None:
             return {}
         from transformers import EvalPrediction
 
         predictions, labels = self.arrays()
         found = self._judge(EvalPrediction(predictions=predictions, label_ids=labels))
-        return {name.removeprefix("eval_"): float(value) for name, value in found.items()}
+        named = {name.removeprefix("eval_"): float(value) for name, value in found.items()}
+        if self._wanted is not None and self._wanted not in named:
+            raise OptionError(
+                f"metric_for_best_model: compute_metrics found no {self._wanted}; it found {', '.join(named) or 'nothing'}."
+            )
+        return named
 
 
 class _Rows:
