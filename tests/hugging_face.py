@@ -67,3 +67,74 @@ def same_history(ours, theirs):
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert one == {name: pytest.approx(value, rel=1e-6) for name, value in other.items()}
+
+
+def uneven(mask=True):
+    """Rows of 3 to 8 tokens."""
+    rows = []
+    for number, row in enumerate(little_rows()):
+        ids = row["input_ids"].repeat(2)[: 3 + number % 6].tolist()
+        rows.append({"input_ids": ids, "label": row["label"], **({"attention_mask": [1] * len(ids)} if mask else {})})
+    return rows
+
+
+def collate(items, length=0):
+    """Of one's own, that knows of no tokenizer."""
+    length = max(length, *(len(item["input_ids"]) for item in items))
+    found = {
+        name: torch.tensor([item[name] + [0] * (length - len(item[name])) for item in items])
+        for name in ("input_ids", "attention_mask")
+        if name in items[0]
+    }
+    return {**found, "labels": torch.tensor([item["label"] for item in items])}
+
+
+class Listening(transformers.TrainerCallback):
+    """What was called, and `then` in a method of that name."""
+
+    def __init__(self, **then):
+        self.called, self._then = [], then
+
+    def _call(self, name, state, control):
+        self.called.append((name, state.global_step))
+        if name in self._then:
+            self._then[name](state, control)
+        return control
+
+    def on_train_begin(self, args, state, control, **_):
+        return self._call("train begins", state, control)
+
+    def on_epoch_begin(self, args, state, control, **_):
+        return self._call("epoch begins", state, control)
+
+    def on_step_end(self, args, state, control, **_):
+        return self._call("step", state, control)
+
+    def on_evaluate(self, args, state, control, metrics, **_):
+        return self._call("evaluation", state, control)
+
+    def on_log(self, args, state, control, logs, **_):
+        return self._call("log", state, control)
+
+    def on_epoch_end(self, args, state, control, **_):
+        return self._call("epoch ends", state, control)
+
+    def on_train_end(self, args, state, control, **_):
+        return self._call("train ends", state, control)
+
+
+def accuracy(found):
+    assert found.predictions.shape == (8, 3) and found.label_ids.shape == (8,)
+    return {"right": (found.predictions.argmax(-1) == found.label_ids).mean()}
+
+
+def by_groups(model):
+    """A learning rate of its own for the classifier, and schedules that set momentum too."""
+    head = list(model.classifier.parameters())
+    rest = [one for one in model.parameters() if all(one is not other for other in head)]
+    groups = [{"params": rest}, {"params": head, "lr": 0.05, "weight_decay": 0.1}]
+    return torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=8)
