@@ -184,3 +184,19 @@ def test_what_it_does_not_have_is_told_and_is_not_there():
     assert not hasattr(Trainer, "compute_loss")
     with pytest.raises(AttributeError, match=r"has no hyperparameter_search: docs/huggingface.md"):
         Trainer.__new__(Trainer).hyperparameter_search()
+
+
+def test_a_model_without_a_loss_of_its_own_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="model: the forward of BertModel takes no labels"):
+        Trainer(little_model().bert, arguments(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["evaluate", "save_model", "train"])
+def test_a_callback_cannot_use_the_model_while_it_is_empty(what, tmp_path):
+    callback = Listening(step=lambda state, control: getattr(trainer, what)())
+    trainer = Trainer(
+        little_model(), arguments(tmp_path), train_dataset=little_rows(), eval_dataset=little_rows(8), callbacks=[callback],
+        method="full",
+    )  # fmt: skip
+    with pytest.raises(OptionError, match=f"{what}: the model is empty while it trains"):
+        trainer.train()

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqpart.errors import DataError
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
 
@@ -56,6 +58,7 @@ OPTIONS = {
     "the best of evaluations by steps": {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True,
         "logging_steps": 2, "logging_first_step": True, "num_train_epochs": 2, "per_device_eval_batch_size": 3,
+        "eval_on_start": True,
     },
 }  # fmt: skip
 
@@ -192,6 +195,17 @@ def test_a_run_that_ended_in_its_midst_goes_on_to_the_same_weights(tmp_path):
     trainer = Trainer(model, arguments(tmp_path / "ours", **options), train_dataset=little_rows(), method="full")
     assert trainer.train(resume_from_checkpoint=True).global_step == 6
     same_weights(dict(model.state_dict()), expected)
+
+
+def test_rows_without_labels_have_the_same_predictions(tmp_path):
+    rows = little_rows(8, 2)
+    unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in rows]
+    trainer = Trainer(little_model(), arguments(tmp_path), train_dataset=little_rows(), compute_metrics=accuracy)
+    found, known = trainer.predict(unlabelled), trainer.predict(rows)
+    assert (found.predictions == known.predictions).all() and found.label_ids is None
+    assert not [name for name in found.metrics if name.endswith(("loss", "right"))]
+    with pytest.raises(DataError, match="test_dataset has no labels, and there is no train_dataset"):
+        Trainer(little_model(), arguments(tmp_path)).predict(unlabelled)
 
 
 def test_evaluations_and_predictions_are_those_of_transformers(tmp_path):

@@ -4,10 +4,11 @@ Arguments that have a meaning here do what they do there; others are refused by 
 of per_device_train_batch_size * gradient_accumulation_steps rows, whatever fits at once.
 """
 
+import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -59,13 +60,18 @@ class Trainer:
         optimizer_cls_and_kwargs: OwnOptimizer | None = None, preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         **options: Unpack[Options],
     ) -> None:  # fmt: skip
-        self.args = args if args is not None else TrainingArguments(output_dir="trainer_output")
+        self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         refuse_what_is_not_taken(self.args)
         _refuse(
             self.args, model, model_init, compute_loss_func, optimizers, optimizer_cls_and_kwargs, eval_dataset, compute_metrics
         )
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self.model: nn.Module = model if model_init is None else model_init()
+        if "labels" not in inspect.signature(self.model.forward).parameters:
+            raise OptionError(
+                f"model: the forward of {type(self.model).__name__} takes no labels, from which it computes its loss. Give "
+                "one with a head (AutoModelFor...); a model of peft needs its task_type."
+            )
         if hasattr(self.model, "config"):
             self.model.config.use_cache = False
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
@@ -74,6 +80,7 @@ class Trainer:
         self._optimizers, self._own_optimizer, self._options = optimizers, optimizer_cls_and_kwargs, options
         self._relay = Relay(self.args, self.model, processing_class, callbacks or ())
         self._ours: seqpart.trainer.Trainer | None = None
+        self._empty = False
         self.result: Result | None = None
         """What the last training left, with the proof of the limit."""
         self._trainer()  # what is wrong with settings is told here
@@ -112,14 +119,14 @@ class Trainer:
         Raises what `seqpart.Trainer.fit` raises.
         """
         trainer, lengths = self._trainer(), self._lengths()
-        if self.args.eval_on_start:
-            self.evaluate()
         train, tests = self._loaders(lengths)
         place = self._output_dir if resume_from_checkpoint is True else resume_from_checkpoint
         resume = _run_in(Path(place)) if place else None
         began = time.time()
         self._relay.begin(lengths.updates, math.ceil(lengths.updates / lengths.per_epoch))
-        with self._judge(wanted_of(self.args)) as judge:
+        if self.args.eval_on_start:
+            self.evaluate()
+        with self._judge(wanted_of(self.args)) as judge, self._empty_model("train"):
             self.result = trainer.fit(
                 train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
             )
@@ -129,28 +136,40 @@ class Trainer:
         self._relay.end(metrics)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
         """The loss, and what compute_metrics finds, each with the prefix; of a dict of data sets with their names in it too."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(data, dict):
             parts = (self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items())
             return {name: value for part in parts for name, value in part.items()}
         with self._judge() as judge:
-            metrics = self._judged(data, "eval_dataset", ignore_keys, metric_key_prefix, judge)
+            hf_data.refuse_unknown(data, "eval_dataset")
+            batches = self._batches("eval_dataset", self.args.per_device_eval_batch_size)
+            metrics = self._judged(data, batches, ignore_keys, metric_key_prefix, judge)
         self._relay.evaluated(metrics)
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions and labels, which lie in files, and metrics. The rows need labels."""
-        with closing(self._predictions()) as judge:
-            metrics = self._judged(test_dataset, "test_dataset", ignore_keys, metric_key_prefix, judge)
-            found = judge.arrays()
+        """Predictions and labels, which lie in files, and metrics; of rows without labels the predictions alone."""
+        hf_data.refuse_unknown(test_dataset, "test_dataset")
+        batches = self._batches("test_dataset", self.args.per_device_eval_batch_size)
+        if labelled := batches.labelled(test_dataset):
+            judges = self._predictions()
+        else:
+            batches = batches.with_labels_like(self.train_dataset)
+            judges = Predictions(None, self.preprocess_logits_for_metrics, self._folder())
+        with closing(judges) as judge:
+            metrics = self._judged(test_dataset, batches, ignore_keys, metric_key_prefix, judge)
+            predictions, labels = judge.arrays()
+        if not labelled:
+            del metrics[f"{metric_key_prefix}_loss"]
         self._relay.predicted(metrics)
-        return PredictionOutput(*found, metrics)
+        return PredictionOutput(predictions, labels if labelled else None, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """The model as it is now, as `from_pretrained` reads it, and the tokenizer."""
         place = Path(output_dir or self._output_dir)
+        self._refuse_empty("save_model")
         if any(parameter.is_meta for parameter in self.model.parameters()):
             if self.result is None:
                 raise OptionError("save_model: the model's weights are in files, and nothing was trained yet.")
@@ -175,6 +194,20 @@ class Trainer:
         self._relay.handler.remove_callback(callback)
 
     # --- how it does it -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _empty_model(self, what: str) -> Iterator[None]:
+        """While something lasts that takes the model's weights away. Raises OptionError where something else does already."""
+        self._refuse_empty(what)
+        self._empty = True
+        try:
+            yield
+        finally:
+            self._empty = False
+
+    def _refuse_empty(self, what: str) -> None:
+        if self._empty:
+            raise OptionError(f"{what}: the model is empty while it trains or is judged, so no callback can do that.")
 
     @property
     def _output_dir(self) -> Path:
@@ -234,15 +267,17 @@ class Trainer:
         loader = hf_data.training_loader(self.train_dataset, train, self.args, lengths.rows, lengths.batch)
         return loader, hf_data.evaluation_loader(self.eval_dataset, rest[0]) if rest else None
 
-    def _judged(self, data: Any, name: str, ignore_keys: object, prefix: str, judge: Predictions | None) -> dict[str, float]:
+    def _judged(
+        self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, judge: Predictions | None
+    ) -> dict[str, Any]:
         """The metrics of an evaluation."""
         if ignore_keys is not None:
             raise OptionError("ignore_keys: the scores of a model (its logits) are judged, and nothing else. Leave it out.")
-        hf_data.refuse_unknown(data, name)
         began = time.time()
-        (batches,) = hf_data.padded_alike([(self._batches(name, self.args.per_device_eval_batch_size), data)])
-        found = self._trainer().evaluate(hf_data.evaluation_loader(data, batches), compute_metrics=judge)
-        metrics = {f"{prefix}_{one}": value for one, value in found.metrics.items() if isinstance(value, float)}
+        (batches,) = hf_data.padded_alike([(batches, data)])
+        with self._empty_model("evaluate"):
+            found = self._trainer().evaluate(hf_data.evaluation_loader(data, batches), compute_metrics=judge)
+        metrics: dict[str, Any] = {f"{prefix}_{one}": value for one, value in found.metrics.items()}
         metrics[f"{prefix}_loss"] = found.loss
         steps = math.ceil(len(data) / batches.size)
         metrics |= speed_metrics(prefix, began, num_samples=len(data), num_steps=steps)

@@ -74,7 +74,7 @@ class Relay:
         self._losses, self._total, self._steps, self._in_epoch = [], 0.0, 0, False
         self._call("on_train_begin")
 
-    def end(self, metrics: dict[str, float]) -> None:
+    def end(self, metrics: dict[str, Any]) -> None:
         self.log(metrics)
         self._call("on_train_end")
 
@@ -90,7 +90,7 @@ class Relay:
 
     def on_step(self, event: StepEvent) -> None:
         self._epoch_begins()
-        self.state.global_step, self.state.epoch = event.update, event.epoch
+        self.state.global_step, self.state.epoch = event.update, float(event.epoch)
         self._losses.append(event.loss)
         self._total, self._steps = self._total + event.loss, self._steps + 1
         self._rate, self._norm = event.learning_rate, event.gradient_norm
@@ -100,14 +100,14 @@ class Relay:
 
     def on_epoch(self, event: EpochEvent) -> None:
         self._epoch_begins()
-        self.state.epoch = event.epoch
+        self.state.epoch = float(event.epoch)
         self._call("on_epoch_end")
         self._in_epoch = False
         self._log_losses()
         self._ends(event)
 
     def on_eval(self, event: EvalEvent) -> None:
-        found = {f"eval_{name}": value for name, value in event.metrics.items() if isinstance(value, float)}
+        found: dict[str, Any] = {f"eval_{name}": value for name, value in event.metrics.items()}
         found |= {
             "eval_loss": event.loss, "eval_runtime": event.seconds, "eval_samples_per_second": event.rows_per_second,
         }  # fmt: skip
@@ -120,7 +120,7 @@ class Relay:
             self._in_epoch = True
             self._call("on_epoch_begin")
 
-    def _note_best(self, found: Mapping[str, float]) -> None:
+    def _note_best(self, found: Mapping[str, Any]) -> None:
         """Behind on_evaluate: EarlyStoppingCallback compares with the best of the evaluations before."""
         if self._arguments.metric_for_best_model is None:
             return
@@ -137,14 +137,14 @@ class Relay:
 
     # --- what is told -----------------------------------------------------------------------------------------------------
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
+    def evaluated(self, metrics: dict[str, Any]) -> None:
         self.log(metrics)
         self._call("on_evaluate", metrics=metrics)
 
-    def predicted(self, metrics: dict[str, float]) -> None:
+    def predicted(self, metrics: dict[str, Any]) -> None:
         self._call("on_predict", metrics=metrics)
 
-    def log(self, logs: dict[str, float]) -> None:
+    def log(self, logs: dict[str, Any]) -> None:
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})

@@ -40,6 +40,8 @@ class Batches:
     """Whether it is filled from the left."""
     sizes: Sizes
     """What is padded, to which length."""
+    like: Mapping[str, torch.Tensor] | None = None
+    """A batch with labels of the kind that stand in for those that there are not; None: all have some."""
 
     def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
         """Tensors (rows, ...) by name, with `labels`. Raises DataError."""
@@ -48,6 +50,20 @@ class Batches:
 
     def batch(self, items: list[Any]) -> dict[str, torch.Tensor]:
         """Of the collator, as it is. Raises DataError."""
+        found = self._collated(items)
+        if "labels" not in found and self.like is not None:
+            found = {**found, "labels": _stand_in(found, self.like)}
+        if "labels" not in found:
+            raise DataError(
+                f"{self.name}: a batch has no labels behind the collator, only {', '.join(map(str, found)) or 'nothing'}. A "
+                "causal language model needs DataCollatorForLanguageModeling(tokenizer, mlm=False), or labels in the data set."
+            )
+        for name, value in found.items():
+            if not isinstance(value, torch.Tensor):
+                raise DataError(f"{self.name}: {name} is a {type(value).__name__} behind the collator; expected tensors.")
+        return dict(found)
+
+    def _collated(self, items: list[Any]) -> Mapping[str, Any]:
         if self.columns is not None and isinstance(items[0], Mapping):
             items = [{name: value for name, value in item.items() if name in self.columns} for item in items]
             if not items[0]:
@@ -58,15 +74,19 @@ class Batches:
         found = self.collator(items)
         if not isinstance(found, Mapping):
             raise DataError(f"{self.name}: expected the collator to return a dict; found {type(found).__name__}.")
-        if "labels" not in found:
-            raise DataError(
-                f"{self.name}: a batch has no labels behind the collator, only {', '.join(map(str, found)) or 'nothing'}. A "
-                "causal language model needs DataCollatorForLanguageModeling(tokenizer, mlm=False), or labels in the data set."
-            )
-        for name, value in found.items():
-            if not isinstance(value, torch.Tensor):
-                raise DataError(f"{self.name}: {name} is a {type(value).__name__} behind the collator; expected tensors.")
-        return dict(found)
+        return found
+
+    def labelled(self, data: Any) -> bool:
+        """Whether the first row has labels behind the collator."""
+        with generators_kept():
+            return "labels" in self._collated([data[0]])
+
+    def with_labels_like(self, data: Any) -> "Batches":
+        """The same for rows without labels, where labels of the kind that `data` has are wanted. Raises DataError."""
+        if data is None:
+            raise DataError(f"{self.name} has no labels, and there is no train_dataset that tells of what kind they would be.")
+        with generators_kept():
+            return replace(self, like=self.batch([data[0]]))
 
     def _padded(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         lacking = {
@@ -92,6 +112,13 @@ class Batches:
         by = self.token if name.endswith("input_ids") else _PAD[name]
         filling = value.new_full((len(value), lacking, *value.shape[2:]), by)
         return torch.cat([filling, value] if self.left else [value, filling], 1)
+
+
+def _stand_in(batch: Mapping[str, Any], like: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Labels of zeros for `batch`: one for each token where those of `like` are so."""
+    rows, labels, tokens = len(next(iter(batch.values()))), like["labels"], like.get("input_ids")
+    by_token = tokens is not None and labels.shape == tokens.shape and "input_ids" in batch
+    return labels.new_zeros(batch["input_ids"].shape if by_token else (rows, *labels.shape[1:]))
 
 
 def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:

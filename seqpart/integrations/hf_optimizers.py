@@ -111,9 +111,7 @@ def as_given(given: Given, model: nn.Module, default: Schedule) -> tuple[Build, 
     places = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
     lacking = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in places]
     if lacking:
-        raise OptionError(
-            f"optimizers: {lacking[0]} learns and is in no group. Add it, or freeze it: requires_grad_(False)."
-        )
+        raise OptionError(f"optimizers: {lacking[0]} learns and is in no group. Add it, or freeze it: requires_grad_(False).")
     kind = type(optimizer)
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     known = set(inspect.signature(kind).parameters)

@@ -47,7 +47,7 @@ class Predictions:
         predictions, labels = (file.array() for file in self._files)
         return predictions, labels
 
-    def compute(self) -> dict[str, float]:
+    def compute(self) -> dict[str, Any]:
         """Raises OptionError."""
         if self._judge is None:
             return {}
@@ -55,7 +55,7 @@ class Predictions:
 
         predictions, labels = self.arrays()
         found = self._judge(EvalPrediction(predictions=predictions, label_ids=labels))
-        named = {name.removeprefix("eval_"): float(value) for name, value in found.items()}
+        named = {name.removeprefix("eval_"): value for name, value in found.items()}
         if self._wanted is not None and self._wanted not in named:
             raise OptionError(
                 f"metric_for_best_model: compute_metrics found no {self._wanted}; it found {', '.join(named) or 'nothing'}."
