@@ -1,0 +1,326 @@
+"""transformers' Trainer, under a memory limit: `from seqpart.integrations.hf import Trainer` in place of transformers'.
+
+Arguments that have a meaning here do what they do there; others are refused by name (docs/huggingface.md). An update is that
+of per_device_train_batch_size * gradient_accumulation_steps rows, whatever fits at once.
+"""
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Unpack
+
+from torch import nn
+from transformers import TrainingArguments, enable_full_determinism, set_seed
+from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
+from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
+
+import seqpart.trainer
+from seqpart.errors import OptionError
+from seqpart.integrations import hf_data, hf_optimizers
+from seqpart.integrations.hf_arguments import (
+    RUN,
+    Lengths,
+    lengths_of,
+    options_of,
+    refuse_what_is_not_taken,
+    text,
+    wanted_of,
+)
+from seqpart.integrations.hf_callbacks import Relay
+from seqpart.integrations.hf_optimizers import Given, OwnOptimizer
+from seqpart.integrations.hf_predictions import Predictions
+from seqpart.options import Options
+from seqpart.result import Result
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains a model of transformers, which computes its loss from `labels`, under `mem_limit`.
+
+    model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_metrics, callbacks,
+        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers. Batches are padded to one
+        length.
+    options: of `seqpart.Trainer`, where TrainingArguments have no word for them: mem_limit (default: what is free), method
+        (default: auto), micro_batch_size, ram_limit, offload_dir, partitions, ema, trace and others.
+
+    Raises OptionError for arguments that cannot be honoured.
+    """
+
+    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
+
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, data_collator: Any = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, model_init: Callable[[], Any] | None = None,
+        compute_loss_func: Any = None, compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None, optimizers: Given = (None, None),
+        optimizer_cls_and_kwargs: OwnOptimizer | None = None, preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        **options: Unpack[Options],
+    ) -> None:  # fmt: skip
+        self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        refuse_what_is_not_taken(self.args)
+        _refuse(
+            self.args, model, model_init, compute_loss_func, optimizers, optimizer_cls_and_kwargs, eval_dataset, compute_metrics
+        )
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        self.model: nn.Module = model if model_init is None else model_init()
+        if "labels" not in inspect.signature(self.model.forward).parameters:
+            raise OptionError(
+                f"model: the forward of {type(self.model).__name__} takes no labels, from which it computes its loss. Give "
+                "one with a head (AutoModelFor...); a model of peft needs its task_type."
+            )
+        if hasattr(self.model, "config"):
+            self.model.config.use_cache = False
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.data_collator = hf_data.collator_of(data_collator, processing_class)
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self._optimizers, self._own_optimizer, self._options = optimizers, optimizer_cls_and_kwargs, options
+        self._relay = Relay(self.args, self.model, processing_class, callbacks or ())
+        self._ours: seqpart.trainer.Trainer | None = None
+        self._empty = False
+        self.result: Result | None = None
+        """What the last training left, with the proof of the limit."""
+        self._trainer()  # what is wrong with settings is told here
+
+    def __init_subclass__(cls) -> None:
+        """Raises OptionError for a method of transformers' Trainer that nobody calls here."""
+        from transformers import Trainer as Theirs
+
+        unheard = sorted(
+            name for name in vars(cls) if not name.startswith("__") and hasattr(Theirs, name) and name not in _OURS
+        )
+        if unheard:
+            raise OptionError(
+                f"{cls.__name__}: {', '.join(unheard)}: nobody calls {'it' if len(unheard) == 1 else 'them'} here. A loss of "
+                "your own goes to seqpart.Trainer(model, loss), a loop of your own to its session."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"seqpart's Trainer for transformers has no {name}: docs/huggingface.md lists what it has.")
+
+    @property
+    def state(self) -> Any:
+        """transformers' TrainerState: global_step, epoch, log_history, best_metric."""
+        return self._relay.state
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    # --- what it does -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train. resume_from_checkpoint: the output_dir of a run that ended early, or True for the own one.
+
+        Raises what `seqpart.Trainer.fit` raises.
+        """
+        trainer, lengths = self._trainer(), self._lengths()
+        train, tests = self._loaders(lengths)
+        place = self._output_dir if resume_from_checkpoint is True else resume_from_checkpoint
+        resume = _run_in(Path(place)) if place else None
+        began = time.time()
+        self._relay.begin(lengths.updates, math.ceil(lengths.updates / lengths.per_epoch))
+        if self.args.eval_on_start:
+            self.evaluate()
+        with self._judge(wanted_of(self.args)) as judge, self._empty_model("train"):
+            self.result = trainer.fit(
+                train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
+            )
+        rows = lengths.updates * lengths.batch if self.args.max_steps > 0 else lengths.rows * self.args.num_train_epochs
+        metrics = speed_metrics("train", began, num_samples=rows, num_steps=lengths.updates)
+        metrics["train_loss"] = self._relay.loss
+        self._relay.end(metrics)
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+        """The loss, and what compute_metrics finds, each with the prefix; of a dict of data sets with their names in it too."""
+        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(data, dict):
+            parts = (self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items())
+            return {name: value for part in parts for name, value in part.items()}
+        with self._judge() as judge:
+            hf_data.refuse_unknown(data, "eval_dataset")
+            batches = self._batches("eval_dataset", self.args.per_device_eval_batch_size)
+            metrics = self._judged(data, batches, ignore_keys, metric_key_prefix, judge)
+        self._relay.evaluated(metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predictions and labels, which lie in files, and metrics; of rows without labels the predictions alone."""
+        hf_data.refuse_unknown(test_dataset, "test_dataset")
+        batches = self._batches("test_dataset", self.args.per_device_eval_batch_size)
+        if labelled := batches.labelled(test_dataset):
+            judges = self._predictions()
+        else:
+            batches = batches.with_labels_like(self.train_dataset)
+            judges = Predictions(None, self.preprocess_logits_for_metrics, self._folder())
+        with closing(judges) as judge:
+            metrics = self._judged(test_dataset, batches, ignore_keys, metric_key_prefix, judge)
+            predictions, labels = judge.arrays()
+        if not labelled:
+            del metrics[f"{metric_key_prefix}_loss"]
+        self._relay.predicted(metrics)
+        return PredictionOutput(predictions, labels if labelled else None, metrics)
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """The model as it is now, as `from_pretrained` reads it, and the tokenizer."""
+        place = Path(output_dir or self._output_dir)
+        self._refuse_empty("save_model")
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            if self.result is None:
+                raise OptionError("save_model: the model's weights are in files, and nothing was trained yet.")
+            self.result.save_pretrained(place)
+        elif callable(save := getattr(self.model, "save_pretrained", None)):
+            save(place)
+        else:
+            raise OptionError(
+                f"save_model: {type(self.model).__name__} has no save_pretrained. trainer.result.weights has all."
+            )
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+
+    def add_callback(self, callback: Any) -> None:
+        self._relay.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self._relay.handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self._relay.handler.remove_callback(callback)
+
+    # --- how it does it -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _empty_model(self, what: str) -> Iterator[None]:
+        """While something lasts that takes the model's weights away. Raises OptionError where something else does already."""
+        self._refuse_empty(what)
+        self._empty = True
+        try:
+            yield
+        finally:
+            self._empty = False
+
+    def _refuse_empty(self, what: str) -> None:
+        if self._empty:
+            raise OptionError(f"{what}: the model is empty while it trains or is judged, so no callback can do that.")
+
+    @property
+    def _output_dir(self) -> Path:
+        assert self.args.output_dir is not None  # transformers sees to that
+        return Path(self.args.output_dir)
+
+    @property
+    def _tests(self) -> bool:
+        """Whether there are evaluations while it trains."""
+        return text(self.args.eval_strategy) != "no"
+
+    def _lengths(self) -> Lengths:
+        hf_data.refuse_unknown(self.train_dataset, "train_dataset")
+        return lengths_of(self.args, len(self.train_dataset))
+
+    def _trainer(self) -> "seqpart.trainer.Trainer":
+        if self._ours is None:
+            lengths = self._lengths() if self.train_dataset is not None else lengths_of(self.args, 1)
+            options = options_of(self.args, lengths, tests=self._tests)
+            options["optimizer"], options["lr_schedule"] = self._optimizer(lengths.updates)
+            clash = sorted(set(options) & set(self._options))
+            if clash:
+                raise OptionError(
+                    f"{', '.join(clash)}: TrainingArguments say it. Leave {'it' if len(clash) == 1 else 'them'} out."
+                )
+            given: Options = {"mem_limit": "auto", "method": "auto", **self._options}
+            self._ours = seqpart.trainer.Trainer(
+                self.model, "model", quiet=bool(self.args.disable_tqdm), **{**options, **given}
+            )
+        return self._ours
+
+    def _optimizer(self, updates: int) -> tuple[hf_optimizers.Build, hf_optimizers.Schedule]:
+        if self._optimizers != (None, None):
+            return hf_optimizers.as_given(self._optimizers, self.model, hf_optimizers.schedule_of(self.args, updates))
+        return hf_optimizers.of_arguments(self.args, self.model, updates, self._own_optimizer)
+
+    def _batches(self, name: str, size: int) -> hf_data.Batches:
+        token, left = hf_data.padding_of(self.data_collator, self.processing_class, getattr(self.model, "config", None))
+        columns = hf_data.columns_of(self.model) if self.args.remove_unused_columns else None
+        return hf_data.Batches(
+            collator=self.data_collator, name=name, size=size, columns=columns, token=token, left=left, sizes={}
+        )  # fmt: skip
+
+    def _loaders(self, lengths: Lengths) -> tuple[Any, Any]:
+        """Of the training rows and, where there are evaluations, of their rows: all padded to one length."""
+        train = self._batches("train_dataset", self.args.per_device_train_batch_size)
+        tests = self._batches("eval_dataset", self.args.per_device_eval_batch_size)
+        several = [(train, self.train_dataset)]
+        if self._tests:
+            if isinstance(self.eval_dataset, dict):
+                raise OptionError(
+                    "eval_dataset: several of them go with evaluate(), not with evaluations in training. Give one."
+                )
+            hf_data.refuse_unknown(self.eval_dataset, "eval_dataset")
+            several.append((tests, self.eval_dataset))
+        train, *rest = hf_data.padded_alike(several)
+        loader = hf_data.training_loader(self.train_dataset, train, self.args, lengths.rows, lengths.batch)
+        return loader, hf_data.evaluation_loader(self.eval_dataset, rest[0]) if rest else None
+
+    def _judged(
+        self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, judge: Predictions | None
+    ) -> dict[str, Any]:
+        """The metrics of an evaluation."""
+        if ignore_keys is not None:
+            raise OptionError("ignore_keys: the scores of a model (its logits) are judged, and nothing else. Leave it out.")
+        began = time.time()
+        (batches,) = hf_data.padded_alike([(batches, data)])
+        with self._empty_model("evaluate"):
+            found = self._trainer().evaluate(hf_data.evaluation_loader(data, batches), compute_metrics=judge)
+        metrics: dict[str, Any] = {f"{prefix}_{one}": value for one, value in found.metrics.items()}
+        metrics[f"{prefix}_loss"] = found.loss
+        steps = math.ceil(len(data) / batches.size)
+        metrics |= speed_metrics(prefix, began, num_samples=len(data), num_steps=steps)
+        return metrics
+
+    def _judge(self, wanted: str | None = None) -> AbstractContextManager[Predictions | None]:
+        """What compute_metrics sees, if there is one."""
+        if self.compute_metrics is None or self.args.prediction_loss_only:
+            return nullcontext()
+        return closing(self._predictions(wanted))
+
+    def _predictions(self, wanted: str | None = None) -> Predictions:
+        return Predictions(self.compute_metrics, self.preprocess_logits_for_metrics, self._folder(), wanted)
+
+    def _folder(self) -> Path:
+        """An existing one, on the disk of the run."""
+        place = self._output_dir.absolute()
+        return next(folder for folder in (place, *place.parents) if folder.is_dir())
+
+
+_OURS = {"__init__", "__doc__", "train", "evaluate", "predict", "save_model", "add_callback"}
+
+
+def _run_in(place: Path) -> Path:
+    return place / RUN if (place / RUN).is_dir() else place
+
+
+def _refuse(
+    args: TrainingArguments, model: Any, model_init: Any, loss: Any, optimizers: Given, own: OwnOptimizer | None,
+    eval_dataset: Any, judges: Any,
+) -> None:  # fmt: skip
+    """What was given, and cannot be honoured, or does not go together. Raises OptionError."""
+    if (model is None) is (model_init is None):
+        raise OptionError("model: give a model, or model_init: a function that returns one.")
+    if loss is not None:
+        raise OptionError(
+            "compute_loss_func: give the loss to seqpart.Trainer(model, loss), as a function of output and labels."
+        )
+    if own is not None and optimizers != (None, None):
+        raise OptionError("optimizers: optimizer_cls_and_kwargs says it too. Leave one out.")
+    if text(args.eval_strategy) != "no" and eval_dataset is None:
+        raise OptionError(
+            f"eval_strategy {text(args.eval_strategy)}: eval_dataset is missing. Give one, or eval_strategy='no'."
+        )
+    if (wanted := wanted_of(args)) is not None and judges is None:
+        raise OptionError(f"metric_for_best_model {wanted}: compute_metrics is missing, which has to find it.")

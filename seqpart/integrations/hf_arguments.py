@@ -1,0 +1,130 @@
+"""transformers' TrainingArguments as settings of ours."""
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from seqpart.errors import OptionError
+from seqpart.integrations.hf_fields import CURES, HONOURED, WITHOUT_EFFECT
+
+_SAMPLING, _REPORTS = ("random", "sequential"), ("tensorboard", "wandb")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of a training set: its rows in an epoch, those of an update, and how many updates there are."""
+
+    rows: int
+    batch: int
+    per_epoch: int
+    updates: int
+
+
+def lengths_of(arguments: Any, count: int) -> Lengths:
+    """count: items of the training set; with dataloader_drop_last those behind the last whole batch do not count."""
+    size = arguments.per_device_train_batch_size
+    rows = count - count % size if arguments.dataloader_drop_last else count
+    batch = size * arguments.gradient_accumulation_steps
+    per_epoch = max(1, math.ceil(rows / batch))
+    steps = arguments.max_steps
+    return Lengths(rows, batch, per_epoch, steps if steps > 0 else math.ceil(arguments.num_train_epochs * per_epoch))
+
+
+def refuse_what_is_not_taken(arguments: Any) -> None:
+    """Raises OptionError, naming every field that was set to another value than its default and cannot be honoured."""
+    wrong = [name for name in _set_fields(arguments) if name not in HONOURED and name not in WITHOUT_EFFECT]
+    if wrong:
+        cures = "; ".join(f"{name}: {CURES[name]}" for name in wrong if name in CURES)
+        raise OptionError(
+            f"TrainingArguments: {', '.join(wrong)}: not taken here. Leave {'it' if len(wrong) == 1 else 'them'} out"
+            f"{f' ({cures})' if cures else ''}; docs/huggingface.md says what is taken."
+        )
+    if arguments.world_size > 1:
+        raise OptionError(f"TrainingArguments: one process trains here, and {arguments.world_size} were started.")
+    if arguments.label_names not in (None, ["labels"]):
+        raise OptionError(
+            "TrainingArguments: label_names: expected ['labels'], from which the model computes its loss; found "
+            f"{arguments.label_names}."
+        )
+    _one_of("train_sampling_strategy", arguments.train_sampling_strategy, _SAMPLING)
+    _one_of("save_strategy", arguments.save_strategy, ("no", "steps", "epoch"))
+    _one_of("lr_scheduler_type", arguments.lr_scheduler_type, None, but=("reduce_lr_on_plateau", "greedy"))
+    for name in arguments.report_to or ():
+        _one_of("report_to", name, _REPORTS)
+
+
+def _set_fields(arguments: Any) -> list[str]:
+    from transformers import TrainingArguments
+
+    defaults = TrainingArguments(output_dir=arguments.output_dir)
+    found = []
+    for field in fields(arguments):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if getattr(arguments, field.name, default) != getattr(defaults, field.name, default):
+            found.append(field.name)
+    return found
+
+
+def text(choice: Any) -> str:
+    """Of a member of an enumeration of transformers, or what is text already."""
+    return str(getattr(choice, "value", choice))
+
+
+def _one_of(name: str, choice: Any, known: tuple[str, ...] | None, but: tuple[str, ...] = ()) -> None:
+    if text(choice) in but or (known is not None and text(choice) not in known):
+        expected = f"one of {', '.join(known)}" if known else f"another one than {', '.join(but)}"
+        raise OptionError(f"TrainingArguments: {name}: expected {expected}; found {text(choice)}.")
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def options_of(arguments: Any, lengths: Lengths, *, tests: bool) -> dict[str, Any]:
+    """Options of `seqpart.Trainer`, but for the optimizer and its schedule. tests: whether there are rows to test on."""
+    options: dict[str, Any] = {
+        "output_dir": Path(arguments.output_dir) / RUN, "overwrite": True, "batch_size": lengths.batch,
+        "clip_grad_norm": arguments.max_grad_norm or None, "seed": arguments.seed,
+        "dtype": "bf16" if arguments.bf16 else "fp32", "save_every": _saving(arguments, lengths),
+    }  # fmt: skip
+    if arguments.max_steps > 0:
+        options["max_steps"] = arguments.max_steps
+    else:
+        options["epochs"] = float(arguments.num_train_epochs)
+    if arguments.use_cpu:
+        options["device"] = "cpu"
+    if arguments.report_to:
+        options["log"] = tuple(arguments.report_to)
+    return options | (_evaluations(arguments, lengths.updates) if tests else {})
+
+
+RUN = "seqpart"
+"""The directory of the run, in output_dir."""
+
+
+def _steps(count: float, updates: int) -> int:
+    """A number of updates, given as such or as a share of all."""
+    return math.ceil(count * updates) if count < 1 else int(count)
+
+
+def _saving(arguments: Any, lengths: Lengths) -> str | int:
+    strategy = text(arguments.save_strategy)
+    if strategy == "steps":
+        return _steps(arguments.save_steps, lengths.updates)
+    return lengths.per_epoch if strategy == "epoch" else "never"
+
+
+def _evaluations(arguments: Any, updates: int) -> dict[str, Any]:
+    epochs = text(arguments.eval_strategy) == "epoch"
+    found: dict[str, Any] = {"eval_every": "1 epoch" if epochs else _steps(arguments.eval_steps, updates)}
+    if arguments.load_best_model_at_end:
+        larger = bool(arguments.greater_is_better)
+        by = f"{'max' if larger else 'min'}:{wanted_of(arguments) or 'loss'}"
+        found |= {"keep_best": True, "best_by": "loss" if by == "min:loss" else by}
+    return found
+
+
+def wanted_of(arguments: Any) -> str | None:
+    """The metric by which the best weights are chosen; None: the loss."""
+    name = str(arguments.metric_for_best_model or "loss").removeprefix("eval_")
+    return name if arguments.load_best_model_at_end and name != "loss" else None

@@ -1,0 +1,171 @@
+"""What our run tells, as transformers' callbacks and TrainerState have it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+
+from seqpart.errors import OptionError
+from seqpart.loop import EpochEvent, EvalEvent, StepEvent
+
+CALLED = {
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_evaluate",
+    "on_predict", "on_log",
+}  # fmt: skip
+_WISHES = ("should_epoch_stop", "should_save", "should_evaluate")
+
+
+class _Flow(DefaultFlowCallback):
+    """Says when to log; evaluations, checkpoints and the end are settings of the run."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        by_steps = args.logging_strategy == "steps" and state.global_step % state.logging_steps == 0
+        control.should_log = control.should_log or by_steps or (state.global_step == 1 and args.logging_first_step)
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_log = control.should_log or args.logging_strategy == "epoch"
+        return control
+
+
+class Relay:
+    """A callback of our Trainer that calls those of transformers. `control.should_training_stop` ends the training, and
+    `should_log` logs; other wishes are refused.
+
+    Raises OptionError for a callback with methods that nobody calls here.
+    """
+
+    def __init__(self, arguments: Any, model: Any, processing_class: Any, callbacks: Iterable[Any]) -> None:
+        self._arguments, self.control, self._losses, self._total = arguments, TrainerControl(), list[float](), 0.0
+        self._steps, self._logged, self._in_epoch = 0, 0, False
+        self.handler = CallbackHandler([_Flow], model, processing_class, None, None)
+        for callback in callbacks:
+            self.add(callback)
+        self.state = self._new_state()
+        self._call("on_init_end")
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(stateful_callbacks=[one for one in self.handler.callbacks if isinstance(one, ExportableState)])  # type: ignore[misc]
+
+    def add(self, callback: Any) -> None:
+        kind = callback if isinstance(callback, type) else type(callback)
+        names = (name for name in dir(TrainerCallback) if name.startswith("on_") and name not in CALLED)
+        unheard = [name for name in names if getattr(kind, name, None) is not getattr(TrainerCallback, name)]
+        if unheard:
+            raise OptionError(
+                f"callbacks: {kind.__name__} has {', '.join(unheard)}, which nobody calls here; expected some of "
+                f"{', '.join(sorted(CALLED))}. Take {'it' if len(unheard) == 1 else 'them'} out."
+            )
+        self.handler.add_callback(callback)
+
+    # --- a training -------------------------------------------------------------------------------------------------------
+
+    def begin(self, updates: int, epochs: int) -> None:
+        self.state = self._new_state()
+        self.state.compute_steps(self._arguments, updates)
+        self.state.max_steps, self.state.num_train_epochs, self.state.epoch = updates, epochs, 0.0
+        self._losses, self._total, self._steps, self._in_epoch = [], 0.0, 0, False
+        self._call("on_train_begin")
+
+    def end(self, metrics: dict[str, Any]) -> None:
+        self.log(metrics)
+        self._call("on_train_end")
+
+    @property
+    def loss(self) -> float:
+        """Mean over the updates of this training."""
+        return self._total / self._steps if self._steps else float("nan")
+
+    @property
+    def steps(self) -> int:
+        """Updates of this training, without those before it was resumed."""
+        return self._steps
+
+    def on_step(self, event: StepEvent) -> None:
+        self._epoch_begins()
+        self.state.global_step, self.state.epoch = event.update, float(event.epoch)
+        self._losses.append(event.loss)
+        self._total, self._steps = self._total + event.loss, self._steps + 1
+        self._rate, self._norm = event.learning_rate, event.gradient_norm
+        self._call("on_step_end")
+        self._log_losses()
+        self._ends(event)
+
+    def on_epoch(self, event: EpochEvent) -> None:
+        self._epoch_begins()
+        self.state.epoch = float(event.epoch)
+        self._call("on_epoch_end")
+        self._in_epoch = False
+        self._log_losses()
+        self._ends(event)
+
+    def on_eval(self, event: EvalEvent) -> None:
+        found: dict[str, Any] = {f"eval_{name}": value for name, value in event.metrics.items()}
+        found |= {
+            "eval_loss": event.loss, "eval_runtime": event.seconds, "eval_samples_per_second": event.rows_per_second,
+        }  # fmt: skip
+        self.evaluated(found)
+        self._note_best(found)
+        self._ends(event)
+
+    def _epoch_begins(self) -> None:
+        if not self._in_epoch:
+            self._in_epoch = True
+            self._call("on_epoch_begin")
+
+    def _note_best(self, found: Mapping[str, Any]) -> None:
+        """Behind on_evaluate: EarlyStoppingCallback compares with the best of the evaluations before."""
+        if self._arguments.metric_for_best_model is None:
+            return
+        name = f"eval_{self._arguments.metric_for_best_model.removeprefix('eval_')}"
+        if name not in found:  # refused beforehand where the best weights are asked for
+            return
+        value, best = found[name], self.state.best_metric
+        if best is None or (value > best if self._arguments.greater_is_better else value < best):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+
+    def _ends(self, event: StepEvent | EpochEvent | EvalEvent) -> None:
+        if self.control.should_training_stop:
+            event.stop("a callback of transformers")
+
+    # --- what is told -----------------------------------------------------------------------------------------------------
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self.log(metrics)
+        self._call("on_evaluate", metrics=metrics)
+
+    def predicted(self, metrics: dict[str, Any]) -> None:
+        self._call("on_predict", metrics=metrics)
+
+    def log(self, logs: dict[str, Any]) -> None:
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._call("on_log", logs=logs)
+
+    def _log_losses(self) -> None:
+        wanted, self.control.should_log = self.control.should_log, False
+        if not wanted or not self._losses:
+            return
+        logs = {"loss": sum(self._losses) / len(self._losses)}
+        logs |= {} if self._norm is None else {"grad_norm": self._norm}
+        logs |= {} if self._rate is None else {"learning_rate": self._rate}
+        self._losses = []
+        self.log(logs)
+
+    def _call(self, event: str, **more: Any) -> None:
+        call = getattr(self.handler, event)
+        self.control = call(self._arguments, self.state, self.control, **more)
+        wishes = [name for name in _WISHES if getattr(self.control, name)]
+        if wishes:
+            raise OptionError(
+                f"callbacks: control.{wishes[0]} was set in {event}, which is not taken here; should_training_stop and "
+                "should_log are. Say it in TrainingArguments."
+            )

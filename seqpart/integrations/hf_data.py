@@ -1,0 +1,217 @@
+"""transformers' data sets and collators as loaders of ours, whose batches have one shape."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from seqpart.errors import DataError, OptionError
+from seqpart.loaders.draws import generators_kept
+
+LABELS = ("labels", "label", "label_ids")
+_PAD: Mapping[str, int] = {
+    "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100, "decoder_attention_mask": 0, "input_ids": 0,
+    "decoder_input_ids": 0,
+}  # fmt: skip
+"""What fills the places behind the end of a row; of tokens the tokenizer or the configuration says."""
+
+Sizes = dict[str, int]
+"""Of each input with a second dimension, the largest that it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """A collate_fn for an update: the user's collator makes its batches, which are padded to one length and put together."""
+
+    collator: Callable[[list[Any]], Mapping[str, Any]]
+    name: str
+    """Of the data set, for errors."""
+    size: int
+    """Items of a batch of the collator."""
+    columns: frozenset[str] | None
+    """What is left of an item; None: all of it."""
+    token: int
+    """What fills the places behind the last token."""
+    left: bool
+    """Whether it is filled from the left."""
+    sizes: Sizes
+    """What is padded, to which length."""
+    like: Mapping[str, torch.Tensor] | None = None
+    """A batch with labels of the kind that stand in for those that there are not; None: all have some."""
+
+    def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
+        """Tensors (rows, ...) by name, with `labels`. Raises DataError."""
+        batches = [self._padded(self.batch(items[at : at + self.size])) for at in range(0, len(items), self.size)]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def batch(self, items: list[Any]) -> dict[str, torch.Tensor]:
+        """Of the collator, as it is. Raises DataError."""
+        found = self._collated(items)
+        if "labels" not in found and self.like is not None:
+            found = {**found, "labels": _stand_in(found, self.like)}
+        if "labels" not in found:
+            raise DataError(
+                f"{self.name}: a batch has no labels behind the collator, only {', '.join(map(str, found)) or 'nothing'}. A "
+                "causal language model needs DataCollatorForLanguageModeling(tokenizer, mlm=False), or labels in the data set."
+            )
+        for name, value in found.items():
+            if not isinstance(value, torch.Tensor):
+                raise DataError(f"{self.name}: {name} is a {type(value).__name__} behind the collator; expected tensors.")
+        return dict(found)
+
+    def _collated(self, items: list[Any]) -> Mapping[str, Any]:
+        if self.columns is not None and isinstance(items[0], Mapping):
+            items = [{name: value for name, value in item.items() if name in self.columns} for item in items]
+            if not items[0]:
+                raise DataError(
+                    f"{self.name}: no column has the name of an argument of the model's forward. Rename them, or give "
+                    "remove_unused_columns=False."
+                )
+        found = self.collator(items)
+        if not isinstance(found, Mapping):
+            raise DataError(f"{self.name}: expected the collator to return a dict; found {type(found).__name__}.")
+        return found
+
+    def labelled(self, data: Any) -> bool:
+        """Whether the first row has labels behind the collator."""
+        with generators_kept():
+            return "labels" in self._collated([data[0]])
+
+    def with_labels_like(self, data: Any) -> "Batches":
+        """The same for rows without labels, where labels of the kind that `data` has are wanted. Raises DataError."""
+        if data is None:
+            raise DataError(f"{self.name} has no labels, and there is no train_dataset that tells of what kind they would be.")
+        with generators_kept():
+            return replace(self, like=self.batch([data[0]]))
+
+    def _padded(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        lacking = {
+            name: self.sizes[name] - value.shape[1] for name, value in batch.items() if value.ndim > 1 and name in self.sizes
+        }
+        short = {name: by for name, by in lacking.items() if by > 0}
+        odd = sorted(set(short) - set(_PAD))
+        if odd:
+            raise DataError(
+                f"{self.name}: {', '.join(odd)}: batches differ in length, and how to pad is not known. Let the collator pad "
+                "to one length for the whole data set."
+            )
+        if "input_ids" in short and "attention_mask" not in batch:
+            raise DataError(
+                f"{self.name}: batches differ in length, and have no attention_mask that tells which tokens only fill them. "
+                "Let the tokenizer return it, or pad all to one length."
+            )
+        return {name: self._filled(name, value, short.get(name, 0)) for name, value in batch.items()}
+
+    def _filled(self, name: str, value: torch.Tensor, lacking: int) -> torch.Tensor:
+        if not lacking:
+            return value
+        by = self.token if name.endswith("input_ids") else _PAD[name]
+        filling = value.new_full((len(value), lacking, *value.shape[2:]), by)
+        return torch.cat([filling, value] if self.left else [value, filling], 1)
+
+
+def _stand_in(batch: Mapping[str, Any], like: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Labels of zeros for `batch`: one for each token where those of `like` are so."""
+    rows, labels, tokens = len(next(iter(batch.values()))), like["labels"], like.get("input_ids")
+    by_token = tokens is not None and labels.shape == tokens.shape and "input_ids" in batch
+    return labels.new_zeros(batch["input_ids"].shape if by_token else (rows, *labels.shape[1:]))
+
+
+def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
+    """(batches, data set) of each, with the sizes that all of them are padded to: the largest.
+
+    It takes a pass over the data, unless a first batch shows that they are no sequences. Raises DataError.
+    """
+    largest: Sizes = {}
+    for sizes in (sizes for batches, data in several for sizes in _sizes(batches, data)):
+        largest |= {name: max(size, largest.get(name, 0)) for name, size in sizes.items()}
+    return [replace(batches, sizes=largest) for batches, _ in several]
+
+
+def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
+    """Of each batch, in order: that of its longest row."""
+    with generators_kept():
+        for at in range(0, len(data), batches.size):
+            batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
+            if not any(name in _PAD and name != "labels" for name in batch):
+                return
+            yield {name: value.shape[1] for name, value in batch.items() if value.ndim > 1}
+
+
+class Order(Sampler[int]):
+    """The numbers of the rows as transformers' Trainer has them: in each epoch a permutation by its own seed."""
+
+    def __init__(self, count: int, rows: int, seed: int | None) -> None:
+        """rows: so many of `count`, the others are dropped. seed: None: in order."""
+        self._count, self._rows, self._seed, self._epoch = count, rows, seed, 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """They count from 1."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[int]:
+        if self._seed is None:
+            yield from range(self._rows)
+            return
+        generator = torch.Generator().manual_seed(self._seed + self._epoch - 1)
+        yield from torch.randperm(self._count, generator=generator)[: self._rows].tolist()
+
+
+def training_loader(data: Any, batches: Batches, arguments: Any, rows: int, batch: int) -> "DataLoader[Any]":
+    """rows: of an epoch; batch: of an update."""
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    order = Order(len(data), rows, seed if arguments.train_sampling_strategy == "random" else None)
+    return DataLoader(
+        data, batch_size=batch, sampler=order, collate_fn=batches, num_workers=arguments.dataloader_num_workers
+    )  # fmt: skip
+
+
+def evaluation_loader(data: Any, batches: Batches) -> "DataLoader[Any]":
+    return DataLoader(data, batch_size=batches.size, collate_fn=batches)
+
+
+def refuse_unknown(data: Any, name: str) -> None:
+    """Raises DataError for what is no data set with numbers."""
+    if data is None:
+        raise DataError(f"{name} is missing.")
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise DataError(
+            f"{name}: expected a data set with len() and [i]; found {type(data).__name__}. seqpart.Trainer takes streams."
+        )
+    if not len(data):
+        raise DataError(f"{name} is empty. Give at least one row.")
+
+
+def columns_of(model: nn.Module) -> frozenset[str]:
+    """What the model's forward takes by name, and labels."""
+    of_peft: Any = getattr(model, "get_base_model", None)
+    base = of_peft() if of_peft is not None else model
+    return frozenset(inspect.signature(base.forward).parameters) | set(LABELS)
+
+
+def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
+    """The user's, or the one that transformers' Trainer takes. Raises OptionError."""
+    from transformers import DataCollatorWithPadding, default_data_collator
+
+    if given is None:
+        pads = hasattr(processing_class, "pad") and hasattr(processing_class, "model_input_names")
+        return DataCollatorWithPadding(processing_class) if pads else default_data_collator
+    if not callable(given):
+        raise OptionError(f"data_collator: expected a function of a list of items; found {type(given).__name__}.")
+    return given  # type: ignore[no-any-return]
+
+
+def padding_of(collator: Any, processing_class: Any, config: Any) -> tuple[int, bool]:
+    """(the token that fills a row, whether it is filled from the left)."""
+    tokenizer = getattr(collator, "tokenizer", None) or processing_class
+    token = getattr(tokenizer, "pad_token_id", None)
+    if token is None:
+        token = getattr(config, "pad_token_id", None)
+    return token or 0, getattr(tokenizer, "padding_side", "right") == "left"

@@ -1,0 +1,226 @@
+"""Our Trainer for transformers beside its own: the same weights, rows, logs and calls."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqpart.errors import DataError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
+
+from seqpart.integrations import hf_data  # noqa: E402
+from seqpart.integrations.hf import Trainer  # noqa: E402
+from seqpart.integrations.hf_arguments import lengths_of  # noqa: E402
+from tests.hugging_face import (  # noqa: E402
+    TRAINERS,
+    Listening,
+    accuracy,
+    arguments,
+    by_groups,
+    collate,
+    history,
+    little_model,
+    little_rows,
+    one_cycle,
+    same_history,
+    same_weights,
+    trained,
+    uneven,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("known_machine"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
+]
+
+
+OPTIONS = {
+    "weights that decay, a cosine with a warm-up, half an epoch more": {
+        "weight_decay": 0.3, "adam_beta1": 0.8, "adam_epsilon": 1e-6, "lr_scheduler_type": "cosine", "warmup_steps": 0.2,
+        "num_train_epochs": 1.5,
+    },
+    "sgd without clipping, rows in order": {
+        "optim": "sgd", "max_grad_norm": 0.0, "train_sampling_strategy": "sequential", "per_device_train_batch_size": 7,
+    },
+    "an optimizer of one's own, a schedule with options": {
+        "optimizer_cls_and_kwargs": (torch.optim.Adagrad, {"lr": 0.1}), "lr_scheduler_type": "cosine_with_restarts",
+        "lr_scheduler_kwargs": {"num_cycles": 2}, "max_steps": 5,
+    },
+    "another seed for the data, no remainder, mixed precision, logged by epochs": {
+        "data_seed": 11, "per_device_train_batch_size": 7, "dataloader_drop_last": True, "num_train_epochs": 2, "bf16": True,
+        "logging_strategy": "epoch", "optim": "adamw_torch",
+    },
+    "the best of evaluations by steps": {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True,
+        "logging_steps": 2, "logging_first_step": True, "num_train_epochs": 2, "per_device_eval_batch_size": 3,
+        "eval_on_start": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_do_what_they_do_in_transformers(options, tmp_path):
+    (theirs, expected), (ours, found) = (trained(tmp_path, whose, **options) for whose in TRAINERS)
+    same_weights(found, expected)
+    if "max_grad_norm" in options:  # the norm of gradients that are not clipped is not computed here
+        assert not any("grad_norm" in logs for logs in history(ours))
+        theirs.state.log_history = [{name: logs[name] for name in logs if name != "grad_norm"} for logs in history(theirs)]
+    same_history(history(ours), history(theirs))
+    for name in ("global_step", "max_steps", "epoch", "num_train_epochs"):
+        assert getattr(ours.state, name) == pytest.approx(getattr(theirs.state, name))
+
+
+@pytest.mark.parametrize("scheduler", [one_cycle, lambda optimizer: None], ids=["with a scheduler", "without"])
+def test_an_optimizer_that_was_made_for_the_model_trains_it(scheduler, tmp_path):
+    weights = []
+    for whose, kind in TRAINERS.items():
+        model = little_model()
+        optimizer = by_groups(model)
+        trainer = kind(
+            model, arguments(tmp_path / whose, num_train_epochs=2), train_dataset=little_rows(),
+            optimizers=(optimizer, scheduler(optimizer)), **({} if whose == "theirs" else {"method": "full"}),
+        )  # fmt: skip
+        trainer.train()
+        weights.append((model.state_dict(), [logs.get("learning_rate") for logs in trainer.state.log_history]))
+    same_weights(*(one for one, _ in weights))
+    assert weights[0][1] == weights[1][1]
+
+
+@settings(max_examples=12)
+@given(
+    count=st.integers(1, 40), size=st.integers(1, 9), steps=st.integers(1, 4), seed=st.integers(0, 1 << 31), last=st.booleans(),
+    sampling=st.sampled_from(["random", "sequential"]),
+)  # fmt: skip
+def test_updates_have_the_rows_that_they_have_in_transformers(tmp_path_factory, count, size, steps, seed, last, sampling):
+    made = arguments(
+        tmp_path_factory.getbasetemp() / "order", per_device_train_batch_size=size, gradient_accumulation_steps=steps,
+        seed=seed, dataloader_drop_last=last and count >= size, train_sampling_strategy=sampling,
+        dataloader_pin_memory=False, remove_unused_columns=False,
+    )  # fmt: skip
+    items = [{"labels": number} for number in range(count)]
+    theirs = transformers.Trainer(torch.nn.Linear(1, 1), made, train_dataset=items, data_collator=list)
+    batches = hf_data.Batches(collator=list, name="", size=size, columns=None, token=0, left=False, sizes={})
+    lengths = lengths_of(made, count)
+    loader = hf_data.training_loader(items, batches, made, lengths.rows, lengths.batch)
+    expected = theirs.get_train_dataloader()
+    assert theirs.set_initial_training_values(made, expected)[-1] == lengths.updates
+    for epoch in range(3):
+        expected.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch + 1)
+        assert [items[number] for number in loader.sampler] == [item for batch in expected for item in batch]
+
+
+def test_a_peft_model_leaves_its_adapter(tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+
+    def adapted():
+        torch.manual_seed(5)
+        return peft.get_peft_model(little_model(), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+
+    (_, expected), (ours, found) = (trained(tmp_path, whose, adapted()) for whose in TRAINERS)
+    same_weights(found, expected)
+    ours.save_model(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(little_model(), tmp_path / "adapter")
+    same_weights(dict(again.state_dict()), found)
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+def test_any_collator_is_padded_on_to_the_longest_row(tmp_path):
+    weights = []
+    for whose, collator in (("theirs", functools.partial(collate, length=8)), ("ours", collate)):
+        model = little_model()
+        trainer = TRAINERS[whose](model, arguments(tmp_path / whose), data_collator=collator, train_dataset=uneven())
+        trainer.train()
+        weights.append(model.state_dict())
+    same_weights(*weights)
+
+
+# --- around the training ----------------------------------------------------------------------------------------------
+
+
+def test_callbacks_are_called_as_in_transformers(tmp_path):
+    called = []
+    for whose in TRAINERS:
+        callback = Listening()
+        trained(tmp_path, whose, callbacks=[callback], eval_strategy="epoch", num_train_epochs=2, logging_steps=2)
+        called.append(callback.called)
+    assert called[0] == called[1]
+
+
+def stop(state, control):
+    control.should_training_stop = state.global_step == 2
+
+
+def test_a_callback_ends_the_training(tmp_path):
+    (theirs, expected), (ours, found) = (
+        trained(tmp_path, whose, callbacks=[Listening(step=stop)], num_train_epochs=3) for whose in TRAINERS
+    )
+    same_weights(found, expected)
+    assert ours.state.global_step == theirs.state.global_step == 2
+
+
+def test_early_stopping_of_transformers_ends_the_training(tmp_path):
+    options = {
+        "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 9,
+        "learning_rate": 0.2,
+    }  # fmt: skip
+    (theirs, expected), (ours, found) = (
+        trained(tmp_path, whose, callbacks=[transformers.EarlyStoppingCallback(2)], **options) for whose in TRAINERS
+    )
+    same_weights(found, expected)
+    assert ours.state.global_step == theirs.state.global_step < 27
+    assert ours.state.best_metric == pytest.approx(theirs.state.best_metric)
+    assert ours.state.best_global_step == theirs.state.best_global_step == ours.result.best_update
+
+
+def test_a_run_that_ended_in_its_midst_goes_on_to_the_same_weights(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "optim": "adamw_torch"}
+
+    def fail(state, control):
+        if state.global_step == 3:
+            raise ZeroDivisionError
+
+    _, expected = trained(tmp_path / "whole", **options)
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, callbacks=[Listening(step=fail)], **options)
+    model = little_model()
+    trainer = Trainer(model, arguments(tmp_path / "ours", **options), train_dataset=little_rows(), method="full")
+    assert trainer.train(resume_from_checkpoint=True).global_step == 6
+    same_weights(dict(model.state_dict()), expected)
+
+
+def test_rows_without_labels_have_the_same_predictions(tmp_path):
+    rows = little_rows(8, 2)
+    unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in rows]
+    trainer = Trainer(little_model(), arguments(tmp_path), train_dataset=little_rows(), compute_metrics=accuracy)
+    found, known = trainer.predict(unlabelled), trainer.predict(rows)
+    assert (found.predictions == known.predictions).all() and found.label_ids is None
+    assert not [name for name in found.metrics if name.endswith(("loss", "right"))]
+    with pytest.raises(DataError, match="test_dataset has no labels, and there is no train_dataset"):
+        Trainer(little_model(), arguments(tmp_path)).predict(unlabelled)
+
+
+def test_evaluations_and_predictions_are_those_of_transformers(tmp_path):
+    found = []
+    for whose, kind in TRAINERS.items():
+        trainer = kind(
+            little_model(), arguments(tmp_path / whose), eval_dataset={"one": little_rows(8), "two": little_rows(8, 1)},
+            compute_metrics=accuracy, preprocess_logits_for_metrics=lambda logits, labels: logits * 2,
+        )  # fmt: skip
+        found.append(
+            (trainer.evaluate(), trainer.predict(little_rows(8, 2)), trainer.evaluate(little_rows(8), metric_key_prefix="x"))
+        )
+    for one, other in zip(found[1][::2], found[0][::2], strict=True):
+        kept = {name: value for name, value in other.items() if "model_preparation" not in name}
+        assert one.keys() == kept.keys()
+        assert all(one[name] == pytest.approx(kept[name]) for name in kept if name.endswith(("loss", "right")))
+    assert (found[1][1].predictions == found[0][1].predictions).all() and (found[1][1].label_ids == found[0][1].label_ids).all()
+    assert found[1][1].metrics["test_right"] == found[0][1].metrics["test_right"]
