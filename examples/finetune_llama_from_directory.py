@@ -3,8 +3,8 @@
     python examples/finetune_llama_from_directory.py [--lora]                                  # tiny, made here; a minute
     python examples/finetune_llama_from_directory.py --full --model DIR --data FILE [--lora]   # at full size
 
-DIR is what save_pretrained writes or a hub's repository holds: config.json, safetensors, tokenizer.json. FILE is a text in UTF-8,
-whose last tenth is the test split. The model never exists whole: its weights go from their files to the disk one by one. It is
+DIR is what save_pretrained writes or a hub's repository holds: config.json, safetensors, tokenizer.json. FILE is a text, whose
+last tenth is the test split. The model never exists whole: its weights go from their files to the disk one by one. It is
 trained in float32; with --lora it is frozen in the type of its files, and float32 adapters learn. Needs transformers, and peft.
 """
 

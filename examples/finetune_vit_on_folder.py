@@ -3,8 +3,8 @@
     python examples/finetune_vit_on_folder.py                                        # stripes that are made here; a minute
     python examples/finetune_vit_on_folder.py --full --data DIR --weights FILE       # ViT-B/16 at 224 x 224 pixels
 
-DIR has train/CLASS and val/CLASS with image files. FILE is what such a model was trained to (timm's model.safetensors); where its
-head is for other classes, a new one is trained. Training images are cropped and flipped anew in every epoch.
+DIR has train/CLASS and val/CLASS with image files. FILE is what such a model was trained to (timm's model.safetensors); where
+its head is for other classes, a new one is trained. Training images are cropped and flipped anew in every epoch.
 """
 
 import argparse

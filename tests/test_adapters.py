@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.costs.blocks import measure_chain
+from seqpart.costs.partition import growing, state_layouts
 from seqpart.errors import ModelError, OptionError
 from seqpart.execution.events import StepDone
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
+from seqpart.tracing.tracing import chain_of
 from tests.exactly import numbers
 
 BATCH, EPOCHS = 8, 2
@@ -98,6 +101,34 @@ def test_what_goes_home_is_what_the_plan_counts(tmp_path):
         written[len(frozen)] = steps.written()
     last = 4 * (WIDTH * 4 + 4)
     assert written[5] % last == 0 and 0 < written[5] < written[0] / 20
+
+
+class Layers(nn.Module):
+    """The same with a forward of its own, so that it is seen through which values gradients come back."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.layers = nn.ModuleList(layers(frozen))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@settings(max_examples=16)
+@given(st.sets(st.integers(0, 5)))
+def test_a_kept_graph_holds_what_layers_that_learn_took_at_every_cut(frozen):
+    """Beyond its boundaries. What passes between frozen layers in front of all that learns dies, and was taken off all the
+    same: less than nothing was left, and what a layer that learns keeps of it was not counted."""
+    chain = chain_of(Layers(frozen), (6,), torch.float32)
+    costs = measure_chain(chain, (6,), BATCH)
+    first_frozen = frozen == set(range(len(frozen)))
+    for first in range(6):
+        found = list(growing(costs[first:], state_layouts(costs[first:], None), lambda _: (0, 0)))
+        for last, cost in enumerate(found, first):
+            taken = sum(4 * BATCH * WIDTH for number in range(first + 1, last + 1) if number not in frozen)
+            assert cost.kept == taken if first_frozen else cost.kept >= taken, (first, last)
 
 
 # --- peft ------------------------------------------------------------------------------------------------------------
