@@ -126,15 +126,21 @@ def test_a_loop_of_ones_own_learns_digits_and_writes_its_best_weights(tmp_path):
     assert load_file(tmp_path / "runs/own-loop.safetensors")["0.weight"].shape == (256, 64)
 
 
-def test_a_unet_finds_shapes_and_a_mask_of_255_does_not_count(tmp_path):
+def test_a_unet_finds_shapes(tmp_path):
     out = run("train_unet.py", tmp_path, "--epochs", 5, threads=1)
     assert said(out, "mean IoU") > 0.6, "one class everywhere is at most 0.3"
     assert load_file(tmp_path / "runs/unet/model.safetensors")["head.weight"].shape == (3, 8, 1, 1)
+
+
+@pytest.mark.slow
+def test_a_unet_learns_nothing_of_pixels_that_do_not_count(tmp_path):
+    run("train_unet.py", tmp_path, "--epochs", 1, threads=1)
     for path in (tmp_path / "runs/shapes/masks").iterdir():
         mask = np.array(Image.open(path))
-        mask[:4] = 255
+        mask[mask == 2] = 255
         Image.fromarray(mask).save(path)
-    assert said(run("train_unet.py", tmp_path, "--data", "runs/shapes", "--epochs", 1, threads=1), "mean IoU") < 1
+    out = run("train_unet.py", tmp_path, "--data", "runs/shapes", "--epochs", 5, threads=1)
+    assert said(out, "mean IoU") > 0.55, "background everywhere is at most 0.45"
 
 
 @pytest.mark.slow
@@ -160,13 +166,14 @@ def test_a_llama_learns_sums_whole_and_then_other_ones_by_an_adapter_that_loads_
     (tmp_path / "others.txt").write_text("".join(f"{n % 20} less {n % 7} is {n % 20 - n % 7}.\n" for n in range(1500)))
     more = ["--lora", "--model", "runs/llama/pretrained", "--data", "others.txt", "--output-dir", "runs/lora"]
     adapted = run("finetune_llama_from_directory.py", tmp_path, *more, threads=1)
-    assert said(adapted, "before,") < 1 < said(adapted, "test loss")
+    assert said(adapted, "before,") < 4 < said(adapted, "test loss"), "of 287 tokens by chance 5.7"
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama/pretrained")
     learned = peft.PeftModel.from_pretrained(base, tmp_path / "runs/lora/adapter").state_dict()
     expected = load_file(tmp_path / "runs/lora/model.safetensors")
     assert expected.keys() == learned.keys() and all(torch.equal(expected[name], learned[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune_vit_on_folder.py", "finetune_llama_from_directory.py", "train_unet.py"])
 def test_at_full_size_an_example_says_what_it_needs(name, tmp_path):
     pytest.importorskip({"f": "transformers", "t": "PIL"}[name[0]])
@@ -178,6 +185,7 @@ def test_at_full_size_an_example_says_what_it_needs(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["timm", "transformers"])
 def test_an_example_says_in_one_line_what_is_not_installed(name, tmp_path):
     example = {"timm": "finetune_vit_on_folder", "transformers": "finetune_llama_from_directory"}[name]
