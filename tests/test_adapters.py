@@ -308,10 +308,12 @@ def test_a_model_without_an_adapter_has_none_to_write(tmp_path):
         result.save_adapter(tmp_path / "adapter", average=True)
 
 
-def test_the_page_about_adapters_runs_as_printed(tmp_path, monkeypatch, capsys):
+PAGE = (Path(__file__).parent.parent / "docs/adapters.md").read_text()
+
+
+@pytest.mark.parametrize("number", range(PAGE.count("```python")))
+def test_the_page_about_adapters_runs_as_printed(number, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs/adapters.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(snippet, {})
-    assert "parameters learn" in capsys.readouterr().out
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number], {})
+    assert "parameters that learn, and" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
