@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from seqpart.result import Evaluation, Result
     from seqpart.settings import Settings
     from seqpart.trainer import Trainer
+    from seqpart.weights.empty import parameters_on_meta
 
 __all__ = [
     "BadInput",
@@ -52,17 +53,20 @@ __all__ = [
     "StoreError",
     "Trainer",
     "VerifyMismatch",
+    "parameters_on_meta",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
-    if name in ("Evaluation", "Result", "Settings", "Trainer"):
+    if name in ("Evaluation", "Result", "Settings", "Trainer", "parameters_on_meta"):
         from seqpart import result, settings, trainer
+        from seqpart.weights import empty
 
         globals().update(
-            Evaluation=result.Evaluation, Result=result.Result, Settings=settings.Settings, Trainer=trainer.Trainer
-        )
+            Evaluation=result.Evaluation, Result=result.Result, Settings=settings.Settings, Trainer=trainer.Trainer,
+            parameters_on_meta=empty.parameters_on_meta,
+        )  # fmt: skip
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

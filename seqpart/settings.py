@@ -72,7 +72,8 @@ class Settings:
     """Begin with these weights: a safetensors file, or a directory with one, or with several and their index. They go home one
     tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
     weights_partial: bool = False
-    """Let --weights lack some of the model's tensors, which then stay as they are initialized, and have others. Says which."""
+    """Let --weights lack some of the model's tensors, or have them in other shapes (a head for other classes): they stay as
+    initialized. It may have others. Says which."""
     epochs: float | tuple[float, ...] = EPOCHS
     """Passes over the training rows, per partition. With exact methods also a part of one: 0.5."""
     max_steps: int | None = None

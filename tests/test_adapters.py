@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.costs.blocks import measure_chain
+from seqpart.costs.partition import growing, state_layouts
 from seqpart.errors import ModelError, OptionError
 from seqpart.execution.events import StepDone
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import Verb
+from seqpart.tracing.tracing import chain_of
 from tests.exactly import numbers
 
 BATCH, EPOCHS = 8, 2
@@ -100,6 +103,34 @@ def test_what_goes_home_is_what_the_plan_counts(tmp_path):
     assert written[5] % last == 0 and 0 < written[5] < written[0] / 20
 
 
+class Layers(nn.Module):
+    """The same with a forward of its own, so that it is seen through which values gradients come back."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.layers = nn.ModuleList(layers(frozen))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@settings(max_examples=16)
+@given(st.sets(st.integers(0, 5)))
+def test_a_kept_graph_holds_what_layers_that_learn_took_at_every_cut(frozen):
+    """Beyond its boundaries. What passes between frozen layers in front of all that learns dies, and was taken off all the
+    same: less than nothing was left, and what a layer that learns keeps of it was not counted."""
+    chain = chain_of(Layers(frozen), (6,), torch.float32)
+    costs = measure_chain(chain, (6,), BATCH)
+    first_frozen = frozen == set(range(len(frozen)))
+    for first in range(6):
+        found = list(growing(costs[first:], state_layouts(costs[first:], None), lambda _: (0, 0)))
+        for last, cost in enumerate(found, first):
+            taken = sum(4 * BATCH * WIDTH for number in range(first + 1, last + 1) if number not in frozen)
+            assert cost.kept == taken if first_frozen else cost.kept >= taken, (first, last)
+
+
 # --- peft ------------------------------------------------------------------------------------------------------------
 
 peft = pytest.importorskip("peft", reason="adapters of peft need it: pip install peft")
@@ -147,8 +178,8 @@ def plain(model):
 
 def trained(folder, model, **options):
     trainer = Trainer(
-        model, mem_limit="2GB", batch_size=BATCH, micro_batch_size=BATCH, epochs=EPOCHS, lr=1e-2, shuffle=False, quiet=True,
-        output_dir=folder, **{"method": "streamed", "partitions": 3, **options},
+        model, mem_limit="2GB", batch_size=BATCH, micro_batch_size=BATCH, epochs=EPOCHS, lr=1e-2, shuffle=False,
+        output_dir=folder, **{"method": "streamed", "partitions": 3, "quiet": True, **options},
     )  # fmt: skip
     return trainer.fit(text(), text())
 
@@ -189,6 +220,49 @@ def test_the_adapter_alone_is_what_pefts_own_save_writes_and_loads_onto_the_base
     x, _ = text()
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=x).logits, model.eval()(input_ids=x).logits)
+
+
+def on_meta(model):
+    """The base as parameters_on_meta makes it, with the adapter's own values."""
+    values = {name: tensor for name, tensor in model.named_parameters() if "lora_" in name}
+    for name, tensor in list(model.named_parameters()):
+        if name not in values:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_adapter_learns_to_the_same_bits_on_a_base_that_comes_from_its_files_and_never_exists_whole(name, tmp_path, capsys):
+    """Names in a peft model are others than in the files of its base: nothing but a base in memory could be adapted."""
+    expected, model = adapted(**MODELS[name]), on_meta(adapted(**MODELS[name]))
+    llama().to(MODELS[name].get("dtype", torch.float32)).save_pretrained(tmp_path / "base")
+    capsys.readouterr()
+    result = trained(tmp_path / "run", model, weights=tmp_path / "base", quiet=False)
+    assert "as initialized, since they are an adapter's own: base_model.model" in capsys.readouterr().out
+    ours, theirs = result.state_dict(), trained(tmp_path / "plain", expected).state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_base_that_lacks_tensors_is_refused_and_the_adapter_is_not_among_them(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["lm_hat.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"missing: base_model\.model\.lm_head\.weight; not in the model: lm_hat\.weight\. With"
+    ):
+        trained(tmp_path / "run", on_meta(adapted()), weights=tmp_path / "base")
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 64])
+def test_all_linear_layers_are_planned_at_every_cut(micro_batch_size, tmp_path):
+    """What a graph holds beyond its boundaries was less than nothing where frozen layers come first, and planning failed."""
+    trainer = Trainer(
+        adapted(target_modules="all-linear"), mem_limit="2GB", method="auto", batch_size=64, micro_batch_size=micro_batch_size,
+        quiet=True, output_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert trainer.plan(text(64), text(64)).peak < 2e9
 
 
 def test_the_base_is_not_written_back(tmp_path):
@@ -234,10 +308,12 @@ def test_a_model_without_an_adapter_has_none_to_write(tmp_path):
         result.save_adapter(tmp_path / "adapter", average=True)
 
 
-def test_the_page_about_adapters_runs_as_printed(tmp_path, monkeypatch, capsys):
+PAGE = (Path(__file__).parent.parent / "docs/adapters.md").read_text()
+
+
+@pytest.mark.parametrize("number", range(PAGE.count("```python")))
+def test_the_page_about_adapters_runs_as_printed(number, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs/adapters.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(snippet, {})
-    assert "parameters learn" in capsys.readouterr().out
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number], {})
+    assert "parameters that learn, and" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}

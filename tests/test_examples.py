@@ -1,12 +1,15 @@
 """The examples do what they print. Each runs in a process of its own, from its text with smaller numbers."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.given import idx
@@ -14,7 +17,7 @@ from tests.given import idx
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name, folder, *arguments, smaller=()):
+def run(name, folder, *arguments, smaller=(), threads=None):
     text = (EXAMPLES / name).read_text()
     for number, less in smaller:
         assert number in text
@@ -22,6 +25,8 @@ def run(name, folder, *arguments, smaller=()):
     script = folder / name
     script.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "GOMP_SPINCOUNT": "0"}
+    if threads is not None:  # small networks gain nothing from a second one
+        environment["OMP_NUM_THREADS"] = str(threads)
     done = subprocess.run(
         [sys.executable, script, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )  # fmt: skip
@@ -107,6 +112,89 @@ def test_a_resnet_learns_images_from_an_npz_file(options, tmp_path):
     out = run("cifar_resnet.py", tmp_path, "train.npz", "--width", 8, "--depth", 1, "--epochs", 10, *options)
     assert "violations 0" in out
     assert float(out.split("\naccuracy ")[1].split(",")[0]) > 0.9
+
+
+def said(out, what):
+    """The number behind the last `what` of the output; the limit was kept."""
+    assert "violations 0" in out
+    return float(out.rpartition(f"{what} ")[2].split()[0].rstrip(","))
+
+
+def test_a_loop_of_ones_own_learns_digits_and_writes_its_best_weights(tmp_path):
+    out = run("own_loop.py", tmp_path, "--epochs", 4, threads=1)
+    assert said(out, "best accuracy") > 0.8
+    assert load_file(tmp_path / "runs/own-loop.safetensors")["0.weight"].shape == (256, 64)
+
+
+def test_a_unet_finds_shapes(tmp_path):
+    out = run("train_unet.py", tmp_path, "--epochs", 5, threads=1)
+    assert said(out, "mean IoU") > 0.6, "one class everywhere is at most 0.3"
+    assert load_file(tmp_path / "runs/unet/model.safetensors")["head.weight"].shape == (3, 8, 1, 1)
+
+
+@pytest.mark.slow
+def test_a_unet_learns_nothing_of_pixels_that_do_not_count(tmp_path):
+    run("train_unet.py", tmp_path, "--epochs", 1, threads=1)
+    for path in (tmp_path / "runs/shapes/masks").iterdir():
+        mask = np.array(Image.open(path))
+        mask[mask == 2] = 255
+        Image.fromarray(mask).save(path)
+    out = run("train_unet.py", tmp_path, "--data", "runs/shapes", "--epochs", 5, threads=1)
+    assert said(out, "mean IoU") > 0.55, "background everywhere is at most 0.45"
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_learns_a_folder_and_then_another_one_from_what_it_has_learned(tmp_path):
+    pytest.importorskip("timm")
+    first = run("finetune_vit_on_folder.py", tmp_path, threads=1)
+    assert said(first, "accuracy") > 0.8, "of 3 classes"
+    for path in (tmp_path / "runs/stripes").glob("*/checks"):
+        shutil.rmtree(path)
+    learned = load_file(tmp_path / "runs/vit/model.safetensors")
+    more = ["--data", "runs/stripes", "--weights", "runs/vit/model.safetensors", "--output-dir", "runs/more", "--epochs", 4]
+    second = run("finetune_vit_on_folder.py", tmp_path, *more, threads=1)
+    assert "have another shape there: head.bias is of shape (2,), and of (3,) there, head.weight is" in second
+    assert said(second, "accuracy") > 0.9, "of 2 classes"
+    assert load_file(tmp_path / "runs/more/model.safetensors")["head.weight"].shape == (2, learned["head.weight"].shape[1])
+
+
+@pytest.mark.slow
+def test_a_llama_learns_sums_whole_and_then_other_ones_by_an_adapter_that_loads_onto_its_base(tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    out = run("finetune_llama_from_directory.py", tmp_path, threads=1)
+    assert said(out, "test loss") > 5 and said(out, "before,") < 1
+    (tmp_path / "others.txt").write_text("".join(f"{n % 20} less {n % 7} is {n % 20 - n % 7}.\n" for n in range(1500)))
+    more = ["--lora", "--model", "runs/llama/pretrained", "--data", "others.txt", "--output-dir", "runs/lora"]
+    adapted = run("finetune_llama_from_directory.py", tmp_path, *more, threads=1)
+    assert said(adapted, "before,") < 4 < said(adapted, "test loss"), "of 287 tokens by chance 5.7"
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama/pretrained")
+    learned = peft.PeftModel.from_pretrained(base, tmp_path / "runs/lora/adapter").state_dict()
+    expected = load_file(tmp_path / "runs/lora/model.safetensors")
+    assert expected.keys() == learned.keys() and all(torch.equal(expected[name], learned[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["finetune_vit_on_folder.py", "finetune_llama_from_directory.py", "train_unet.py"])
+def test_at_full_size_an_example_says_what_it_needs(name, tmp_path):
+    pytest.importorskip({"f": "transformers", "t": "PIL"}[name[0]])
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, "--full"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+    )  # fmt: skip
+    assert done.returncode == 2 and "--full needs --" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["timm", "transformers"])
+def test_an_example_says_in_one_line_what_is_not_installed(name, tmp_path):
+    example = {"timm": "finetune_vit_on_folder", "transformers": "finetune_llama_from_directory"}[name]
+    code = f"import sys; sys.modules[{name!r}] = None; sys.path.insert(0, {str(EXAMPLES)!r}); import {example}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"pip install {name}" in done.stderr
 
 
 def loss_of_epoch_1(out):

@@ -1,5 +1,7 @@
 """A loop of one's own under the limit: `Trainer.session`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
 from seqpart.execution.partition import Partition
+from tests.machine import SPEEDS, known_speeds
 from tests.test_evaluate import alive, files
 from tests.test_same_as_plain import OPTIMIZERS, data, network
 
@@ -21,7 +24,7 @@ WAYS = [
 def trainer(folder, model=None, loss=None, optimizer="adam", **options):
     options = {"mem_limit": "2GB", "method": "full", "batch_size": 32, "micro_batch_size": 32, "lr": 1e-2, "seed": 5, **options}
     return Trainer(
-        network() if model is None else model, loss, optimizer, offload_dir=folder / "homes", quiet=True, **options
+        network() if model is None else model, loss, optimizer, offload_dir=folder / "homes", **{"quiet": True, **options}
     )  # fmt: skip
 
 
@@ -86,6 +89,18 @@ def test_evaluations_and_exports_in_between_change_nothing(options, tmp_path):
     expected = F.cross_entropy(chain(rows[0]), rows[1]).item()
     assert found[-1].loss == pytest.approx(expected, rel=1e-5) and 0 < found[-1].metrics["rows"] <= 41
     assert len({one.loss for one in found}) == len(found)
+
+
+@pytest.mark.parametrize("options", WAYS[:3], ids=str)
+def test_a_step_is_predicted_to_take_what_an_update_of_an_epoch_takes(options, tmp_path, capsys, monkeypatch):
+    """A step is an epoch of one update, and counted what was loaded and written once for all steps: 0.7 s instead of 0.001,
+    with any method, so that `auto` could not tell them apart."""
+    known_speeds(monkeypatch, replace(SPEEDS, read=1e5, write=1e5))
+    with trainer(tmp_path, **options, quiet=False).session(data()):
+        pass
+    predicted = float(capsys.readouterr().out.partition("predicted time")[2].partition("(")[2].split()[0])
+    expected = trainer(tmp_path, **options).plan(data(128)).update_seconds
+    assert predicted == pytest.approx(expected, rel=0.1, abs=2e-4)
 
 
 def test_modules_given_alive_have_the_trained_weights_behind_the_loop_and_theirs_behind_an_error(tmp_path):

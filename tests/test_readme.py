@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from seqpart.train import main
+from tests import test_recipes
 from tests.command import ENVIRONMENT, SMALL, call, end, refused, start
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +32,7 @@ SNIPPETS = {
     for number, text in enumerate(re.findall(_CODE, page.read_text(), re.DOTALL))
     if page.stem != "adapters"  # run by test_adapters, where peft is there
 }
-PROSE = re.sub(_CODE, "", TEXT, flags=re.DOTALL)
+PROSE = re.sub(r" \\\n +", " ", re.sub(_CODE, "", TEXT, flags=re.DOTALL))
 LESS = {"2048": "32", "* 20": "* 2"}
 """What is made smaller in the snippets that train large networks."""
 
@@ -102,6 +103,7 @@ HOW = {
     "pytest": "runs this",
     "pytest -m slow": "run by .ci/run",
     "tools/check": "there",
+    **dict.fromkeys(test_recipes.COMMANDS.values(), "run smaller by test_recipes or test_examples (slow)"),
 }  # fmt: skip
 
 

@@ -257,17 +257,33 @@ def test_partial_weights_leave_the_rest_as_it_is_initialized_and_say_which(tmp_p
     assert_equal(found, plain.fit(x, x).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "word"),
-    [
-        ("head.weight", torch.zeros(CLASSES + 1, WIDTH), r"head\.weight is of shape \(3, 12\), and of \(4, 12\) there"),
-        ("head.bias", torch.zeros(CLASSES, dtype=torch.int64), r"head\.bias is of type torch\.float32"),
-    ],
-)
-def test_tensors_of_other_shapes_and_kinds_are_refused_even_as_partial_weights(name, tensor, word, tmp_path):
-    weights = saved(tmp_path / "some.safetensors", made("traced"), **{name: tensor})
-    with pytest.raises(ModelError, match=word):
+def test_a_head_for_other_classes_stays_as_it_is_initialized_with_partial_weights_and_is_refused_without(tmp_path, capsys):
+    """To begin with what somebody else trained to 1,000 classes the head had to be taken out of the file by hand."""
+    whole, came, x = made("traced", 1), made("traced", 7), data()
+    weights = saved(tmp_path / "some.safetensors", whole, **{"head.weight": torch.zeros(CLASSES + 1, WIDTH)})
+    with pytest.raises(ModelError, match=r"head\.weight is of shape \(3, 12\), and of \(4, 12\) there\. With weights_partial"):
+        trainer(tmp_path, made("traced"), weights=weights).fit(x, x)
+    expected = made("traced", 1)
+    with torch.no_grad():
+        expected.head.weight.copy_(came.head.weight)
+    found = Trainer(
+        came, mem_limit="3GB", method="streamed", epochs=2, batch_size=16, lr=1e-2, partitions=3, weights=weights,
+        weights_partial=True, output_dir=tmp_path / "1",
+    ).fit(x, x)  # fmt: skip
+    said = capsys.readouterr().out
+    assert "as initialized, since they have another shape there: head.weight is of shape (3, 12), and of (4, 12) there" in said
+    assert_equal(found.state_dict(), trainer(tmp_path / "2", expected).fit(x, x).state_dict())
+    with pytest.raises(ModelError, match=r"no values, and .* has none for them: head\.weight"):
+        trainer(tmp_path, empty("traced"), weights=weights, weights_partial=True).fit(x, x)
+
+
+def test_tensors_of_other_kinds_and_files_with_nothing_of_the_model_are_refused_even_as_partial_weights(tmp_path):
+    weights = saved(tmp_path / "some.safetensors", made("traced"), **{"head.bias": torch.zeros(CLASSES, dtype=torch.int64)})
+    with pytest.raises(ModelError, match=r"head\.bias is of type torch\.float32"):
         trainer(tmp_path, made("traced"), weights=weights, weights_partial=True).fit(data(), data())
+    save_file({"w": torch.zeros(3), "v": torch.zeros(3)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ModelError, match=r"foreign\.safetensors has no tensor of this model: it has v, w\."):
+        trainer(tmp_path, made("traced"), weights=tmp_path / "foreign.safetensors", weights_partial=True).fit(data(), data())
 
 
 def test_a_model_on_meta_without_weights_is_refused_in_words(tmp_path):

@@ -113,7 +113,7 @@ def growing(
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
     tied = lent = adding = adding_again = 0
-    flow = Flow()
+    flow, loose, held = Flow(), dict[int, int](), set[int]()
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
         slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
@@ -128,6 +128,13 @@ def growing(
                 borrowed.append(owner)
                 slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
         new, over, given_inside = flow.take(block)
+        # What a block gives that carries no gradient dies behind its last use, but where one that learns saves it for backward.
+        if any(value.learns for value in block.gives):
+            saved = {value.number: loose.pop(value.number) for value in block.takes if value.number in loose}
+            held |= saved.keys() | {value.number for value in block.gives}
+            alive, graph = alive + sum(saved.values()), graph + sum(round_up(size, LINE) for size in saved.values())
+        else:
+            loose |= {value.number: value.nbytes for value in block.gives}
         forward = max(forward, alive + block.forward_peak)
         # The gradient that the successor hands over is as large as the output. Everything behind this block has
         # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`; and those of
@@ -159,7 +166,8 @@ def growing(
         came, leaving = flow.came, flow.leaving
         copied, output = sum(value.nbytes for value in flow.written), sum(value.nbytes for value in leaving)
         own = sum(value.nbytes for value in came) + copied + targets
-        earlier, rows = output - block.output, came[0].rows
+        earlier = sum(value.nbytes for value in leaving if value.number in held and value.giver != block.gives[-1].giver)
+        rows = came[0].rows
         yield PartitionCost(
             weights=weights, rewritten=rewritten,
             borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,

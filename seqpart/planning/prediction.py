@@ -141,7 +141,9 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     if method.in_pairs:
         return method.phases(work)
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
-    return Phases([Epochs(train=train, epochs=1, behind=test_phases(work, stays=method.stays))])
+    # The first update loads what is there for the others: with one update an epoch it takes two epochs to see one of these.
+    epochs = WALKED_UPDATES if rows <= batch else 1
+    return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work, stays=method.stays))])
 
 
 def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from seqpart.model.live_modules import LiveModules
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.settings import Settings
 from seqpart.weights.files import WeightFiles
-from seqpart.weights.names import Named, matched, named_tensors
+from seqpart.weights.names import Named, matched, named_tensors, names_in_base
 
 _NAMED = 4
 """Names that a message gives."""
@@ -39,9 +39,10 @@ def initial_weights(
 class InitialWeights:
     """Of `files`, what belongs to `blocks`, whose tensors lie in their homes as `layouts` say.
 
-    partial: whether tensors that the files have not stay what they are, and those that the model has not are passed over;
-    else both are refused. Raises ModelError for these, for tensors of other shapes or kinds, and for tensors without values
-    that the files have not.
+    partial: whether tensors that the files have not, or in another shape (a head for other classes), stay what they are, and
+    those that the model has not are passed over; else all three are refused. What an adapter of peft adds to its base stays
+    what it is. Raises ModelError for these, for tensors of other kinds, for files that have nothing of the model, and for
+    tensors without values that the files have not.
     """
 
     def __init__(
@@ -55,20 +56,26 @@ class InitialWeights:
         match = matched(list(here), files.tensors)
         self._sources: dict[int, dict[str, tuple[str, int]]] = {}
         """By block, {name of its tensor: (name in the files, elements there before it)}."""
-        wrong = []
-        for name, source in match.found.items():
-            if problem := _unlike(here[name], files.tensors[source].spec):
-                wrong.append(f"{name} is {problem}")
+        unlike = {name: said for name, other in match.found.items() if (said := _unlike(here[name], files.tensors[other].spec))}
+        kept = {name for name in unlike if partial and here[name].shape != files.tensors[match.found[name]].spec.shape}
+        if wrong := [f"{name} is {said}" for name, said in unlike.items() if name not in kept]:
+            raise ModelError(
+                f"{files.path} holds the weights of another model: {_some(wrong)}. With --weights-partial those of another "
+                "shape stay as they are initialized."
+            )
+        used = {name: source for name, source in match.found.items() if name not in kept}
+        if partial and not used:
+            raise ModelError(f"{files.path} has no tensor of this model: it has {_some(list(files.tensors))}.")
+        for name, source in used.items():
             skip = 0
             for block, spec in here[name].pieces:
                 if not (values_stay and block.given_alive and spec.name not in empty.get(block.number, ())):
                     self._sources.setdefault(block.number, {})[spec.name] = source, skip
                 skip += prod(spec.shape)
-        if wrong:
-            raise ModelError(f"{files.path} holds the weights of another model: {_some(wrong)}.")
         had = {(block.number, spec.name) for name in match.found for block, spec in here[name].pieces}
         missing = [name for name in match.missing if not had.issuperset((b.number, spec.name) for b, spec in here[name].pieces)]
         buffers = {block.exported(spec.name) for block, layout in zip(blocks, layouts, strict=True) for spec in layout.specs}
+        buffers |= set(names_in_base(buffers).values())
         unexpected = [
             name for name in match.unexpected if name not in buffers and match.prefix + name not in buffers
         ]  # but for buffers that a state_dict leaves out today
@@ -92,7 +99,14 @@ class InitialWeights:
                 f"tensors on the meta device have no values, and {files.path} has none for them: {_some(without)}. Build "
                 "their modules on the CPU, or give weights that have them."
             )
-        self.said = _words(files, len(match.found), missing, unexpected)
+        self.said = _words(
+            f"weights: {len(used)} tensors of {files.path}", {
+                "as initialized, since they are an adapter's own": match.adapter,
+                "as initialized, since they are not there": missing,
+                "as initialized, since they have another shape there": [f"{name} is {unlike[name]}" for name in sorted(kept)],
+                "passed over, since the model has them not": unexpected,
+            }
+        )  # fmt: skip
 
     def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
         """Write the block's tensors into `views`, those that the files have. Raises CorruptFile, StoreError."""
@@ -109,13 +123,8 @@ def _unlike(spec: Named, stored: TensorSpec) -> str:
     return ""
 
 
-def _words(files: WeightFiles, found: int, missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    parts = [f"weights: {found} tensors of {files.path}"]
-    if missing:
-        parts.append(f"as initialized, since they are not there: {_some(missing)}")
-    if unexpected:
-        parts.append(f"passed over, since the model has them not: {_some(unexpected)}")
-    return "; ".join(parts)
+def _words(first: str, others: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join([first, *(f"{what}: {_some(names)}" for what, names in others.items() if names)])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Which tensor of a file is which of the model."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,19 +74,43 @@ class Match:
     unexpected: Sequence[str]
     prefix: str
     """What the names of the one have before those of the other; "" where they are the same."""
+    adapter: Sequence[str] = ()
+    """Names in the model of an adapter's own tensors, which are not in the file: it is its base's."""
 
 
 def matched(wanted: Collection[str], stored: Collection[str]) -> Match:
     """Names are taken as they are; or all of the file's, or all of the model's, without a first part that the others have not:
-    `module.` of DataParallel, `transformer.` of a GPT-2 that was saved without its head."""
+    `module.` of DataParallel, `transformer.` of a GPT-2 that was saved without its head. Those of a model of peft are also
+    taken as its base has them."""
     best: dict[str, str] = {}
-    prefix = ""
-    for first in ["", *sorted({f"{name.partition('.')[0]}." for name in (*wanted, *stored) if "." in name})]:
-        more = {name.removeprefix(first) if first else name: name for name in stored}
-        less = {f"{first}{name}": name for name in stored}
-        for names in (more, less):
-            found = {name: names[name] for name in wanted if name in names}
-            if len(found) > len(best):
-                best, prefix = found, first
-    used = set(best.values())
-    return Match(best, [name for name in wanted if name not in best], [name for name in stored if name not in used], prefix)
+    prefix, own = "", frozenset[str]()
+    for names in filter(None, ({name: name for name in wanted}, names_in_base(wanted))):
+        for first in ["", *sorted({f"{name.partition('.')[0]}." for name in (*names.values(), *stored) if "." in name})]:
+            more = {name.removeprefix(first) if first else name: name for name in stored}
+            less = {f"{first}{name}": name for name in stored}
+            for known in (more, less):
+                found = {name: known[base] for name, base in names.items() if base in known}
+                if len(found) > len(best):
+                    best, prefix, own = found, first, frozenset(wanted) - names.keys()
+    missing, used = [name for name in wanted if name not in best], set(best.values())
+    return Match(
+        best, [name for name in missing if name not in own], [name for name in stored if name not in used], prefix,
+        [name for name in missing if name in own],
+    )  # fmt: skip
+
+
+_IN_PEFT, _WRAPPED = "base_model.model.", ".base_layer."
+
+
+def names_in_base(names: Collection[str]) -> dict[str, str]:
+    """{name in a model of peft: name in the model that it was made of}, without those of the adapter itself: what lies in a
+    layer beside its `base_layer`. A module that is trained whole is there twice. Empty for another model."""
+    wrapped = {name.partition(_WRAPPED)[0] for name in names if _WRAPPED in name}
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        inside = any(".".join(parts[:end]) in wrapped for end in range(1, len(parts)))
+        if name.startswith(_IN_PEFT) and (_WRAPPED in name or not inside):
+            base = name.removeprefix(_IN_PEFT).replace(_WRAPPED, ".").replace(".original_module.", ".")
+            found[name] = re.sub(r"\bmodules_to_save\.[^.]+\.", "", base)
+    return found
