@@ -36,7 +36,7 @@ from seqpart.planning.problem import (
 from seqpart.planning.search import fastest, smallest_of
 from seqpart.units import format_size
 
-_SPEEDS_ERR = 0.25
+_SPEEDS_ERR = 0.1
 """By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
 
 
