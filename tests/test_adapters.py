@@ -232,7 +232,9 @@ def on_meta(model):
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number not in (0, 2))) for number, name in enumerate(MODELS)]
+)
 def test_an_adapter_learns_to_the_same_bits_on_a_base_that_comes_from_its_files_and_never_exists_whole(name, tmp_path, capsys):
     """Names in a peft model are others than in the files of its base: nothing but a base in memory could be adapted."""
     expected, model = adapted(**MODELS[name]), on_meta(adapted(**MODELS[name]))

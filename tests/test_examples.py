@@ -159,6 +159,7 @@ def test_a_vision_transformer_learns_a_folder_and_then_another_one_from_what_it_
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 def test_a_llama_learns_sums_whole_and_then_other_ones_by_an_adapter_that_loads_onto_its_base(tmp_path):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     out = run("finetune_llama_from_directory.py", tmp_path, threads=1)
