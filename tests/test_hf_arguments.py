@@ -115,6 +115,9 @@ REFUSED = {
     "compute_loss_func: give the loss to seqpart.Trainer(model, loss)": ({"compute_loss_func": lambda output, labels: 0}, {}),
     "callbacks: Saving has on_save, which nobody calls here": ({"callbacks": [Saving]}, {}),
     "model: give a model, or model_init": ({"model_init": little_model}, {}),
+    "dataloader_drop_last: 24 rows make no whole batch of 25": (
+        {}, {"dataloader_drop_last": True, "per_device_train_batch_size": 25},
+    ),
     "batch_size: TrainingArguments say it. Leave it out": ({"batch_size": 4}, {}),
     "unknown setting": ({"limit": "2GB"}, {}),
     "data_collator: expected a function": ({"data_collator": 3}, {}),

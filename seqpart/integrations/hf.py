@@ -221,7 +221,13 @@ class Trainer:
 
     def _lengths(self) -> Lengths:
         hf_data.refuse_unknown(self.train_dataset, "train_dataset")
-        return lengths_of(self.args, len(self.train_dataset))
+        lengths = lengths_of(self.args, len(self.train_dataset))
+        if not lengths.rows:
+            raise OptionError(
+                f"dataloader_drop_last: {len(self.train_dataset)} rows make no whole batch of "
+                f"{self.args.per_device_train_batch_size}, and nothing is left of them."
+            )
+        return lengths
 
     def _trainer(self) -> "seqpart.trainer.Trainer":
         if self._ours is None:

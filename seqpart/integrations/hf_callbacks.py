@@ -44,7 +44,9 @@ class Relay:
 
     def __init__(self, arguments: Any, model: Any, processing_class: Any, callbacks: Iterable[Any]) -> None:
         self._arguments, self.control, self._losses, self._total = arguments, TrainerControl(), list[float](), 0.0
-        self._steps, self._logged, self._in_epoch = 0, 0, False
+        self._steps, self._in_epoch = 0, False
+        self._rate: float | None = None
+        self._norm: float | None = None
         self.handler = CallbackHandler([_Flow], model, processing_class, None, None)
         for callback in callbacks:
             self.add(callback)

@@ -1,7 +1,7 @@
 """transformers' data sets and collators as loaders of ours, whose batches have one shape."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,18 +93,22 @@ class Batches:
             name: self.sizes[name] - value.shape[1] for name, value in batch.items() if value.ndim > 1 and name in self.sizes
         }
         short = {name: by for name, by in lacking.items() if by > 0}
+        self.refuse_unpadded(short, has_mask="attention_mask" in batch)
+        return {name: self._filled(name, value, short.get(name, 0)) for name, value in batch.items()}
+
+    def refuse_unpadded(self, short: Iterable[str], *, has_mask: bool) -> None:
+        """short: inputs of which some batches are shorter than others. Raises DataError where they cannot be padded."""
         odd = sorted(set(short) - set(_PAD))
         if odd:
             raise DataError(
                 f"{self.name}: {', '.join(odd)}: batches differ in length, and how to pad is not known. Let the collator pad "
                 "to one length for the whole data set."
             )
-        if "input_ids" in short and "attention_mask" not in batch:
+        if "input_ids" in short and not has_mask:
             raise DataError(
                 f"{self.name}: batches differ in length, and have no attention_mask that tells which tokens only fill them. "
                 "Let the tokenizer return it, or pad all to one length."
             )
-        return {name: self._filled(name, value, short.get(name, 0)) for name, value in batch.items()}
 
     def _filled(self, name: str, value: torch.Tensor, lacking: int) -> torch.Tensor:
         if not lacking:
@@ -127,8 +131,12 @@ def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
     It takes a pass over the data, unless a first batch shows that they are no sequences. Raises DataError.
     """
     largest: Sizes = {}
+    smallest: Sizes = {}
     for sizes in (sizes for batches, data in several for sizes in _sizes(batches, data)):
-        largest |= {name: max(size, largest.get(name, 0)) for name, size in sizes.items()}
+        largest |= {name: max(size, largest.get(name, size)) for name, size in sizes.items()}
+        smallest |= {name: min(size, smallest.get(name, size)) for name, size in sizes.items()}
+    short = [name for name in largest if smallest[name] < largest[name]]
+    several[0][0].refuse_unpadded(short, has_mask="attention_mask" in largest)
     return [replace(batches, sizes=largest) for batches, _ in several]
 
 
