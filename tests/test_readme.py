@@ -100,6 +100,7 @@ HOW = {
     'pip install -e ".[check]"': "its extras are looked for",
     "seqpart --help": "run by test_command_line",
     "python -m benchmarks.frontier T": "parsed (slow)",
+    "python -m benchmarks.frontier L-256": "parsed (slow)",
     "pytest": "runs this",
     "pytest -m slow": "run by .ci/run",
     "tools/check": "there",

@@ -162,9 +162,8 @@ def _live(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int) 
     """The worker's life, which ends with that of the run."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the run answers it
-        for number_of in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number_of, signal.SIG_DFL)
+        for number_of in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these may go to all; the run answers them
+            signal.signal(number_of, signal.SIG_IGN)
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
         torch.set_num_threads(1)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
