@@ -1,5 +1,7 @@
 """What method ist divides: the zoo's residual blocks and transformers, convolutional nets; given alive or as factories."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -230,6 +232,23 @@ def test_a_model_with_a_forward_of_its_own_is_trained_as_the_list_of_its_layers(
     found = load_file(fitted(tmp_path / "run", WithForward(), subnets=2, local_steps=2).weights)
     assert {f"layers.{name}" for name in expected} == found.keys()
     assert all(torch.equal(found[f"layers.{name}"], tensor) for name, tensor in expected.items())
+
+
+@machine
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("GPT2", "block 0 (Embedding) and block 1 (Embedding)"),
+        ("Llama", "block 1 (LlamaRotaryEmbedding) and block 2 (LlamaDecoderLayer)"),
+    ],
+)
+def test_models_of_transformers_whose_positions_pass_over_layers_are_refused_with_the_place(name, places):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 11, "use_cache": False}
+    config = getattr(transformers, f"{name}Config")(**sizes, bos_token_id=0, eos_token_id=1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=re.escape(f"nothing passes over it; between {places} there are more")):
+        Trainer(model, mem_limit="2GB", method="ist", subnets=2, quiet=True).plan(tokens(), tokens())
 
 
 @machine
