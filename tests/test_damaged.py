@@ -1,18 +1,22 @@
 """Damaged files of a checkpoint are named and the checkpoint before it serves; full disks leave both as they were."""
 
 import errno
+import itertools
 import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from seqpart import Trainer
 from seqpart.checkpoint import manifest as manifests
 from seqpart.errors import CorruptFile, DiskFull
 from seqpart.files.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
+from seqpart.model import SeparableLinear
+from seqpart.parts.parting import Parting
 from tests.choice import only_quick
 from tests.exactly import How, numbers, split
 from tests.given import classified
@@ -189,3 +193,62 @@ def test_a_damaged_home_of_a_live_model_is_told_with_its_cure(tmp_path):
     flip(tmp_path / "homes" / entry["file"])
     with pytest.raises(CorruptFile, match=r"resume=.*checkpoint\.previous\.json"):
         Trainer(model, **options).fit(classified(64, (8,)), classified(9, (8,)), resume=tmp_path)
+
+
+# --- Homes of subnets, and of scores ---------------------------------------------------------------------------------
+
+
+def divided(method, folder, *, resume=None, reporter=None):
+    """A run of a network that can be divided into subnets, and into scores."""
+    torch.manual_seed(3)
+    model = [
+        nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU()), nn.Sequential(nn.Linear(16, 12), nn.Tanh()),
+        nn.Sequential(SeparableLinear(12, 6, 3), nn.ReLU()), SeparableLinear(6, 3, 3),
+    ]  # fmt: skip
+    options = {"epochs": 2, "batch_size": 8, "lr": 1e-2, "seed": SEED, "save_every": 1, "quiet": True}
+    options |= {"subnets": 3, "local_steps": 1} if method == "ist" else {}
+    options |= {} if resume else {"output_dir": folder}
+    trainer = Trainer(model, "psl", "adam", mem_limit="2GB", method=method, **options)
+    return trainer.fit(classified(48, (6,)), classified(12, (6,)), resume=resume, reporter=reporter)
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("method", only_quick(["ist", "psl"], ["psl"]))
+def test_a_damaged_home_of_a_subnet_or_a_score_is_named_and_the_checkpoint_before_goes_on_to_the_same_bits(method, tmp_path):
+    """`psl` kept no checkpoint before the latest: no loss had ever been seen to come of one."""
+    reporter, chance, root = Stopping(), random.Random(SEED), tmp_path / "stopped"
+    whole = ended(divided(method, tmp_path / "whole", reporter=reporter))
+    with pytest.raises(Killed):
+        divided(method, tmp_path / "kept", reporter=Stopping(int(0.6 * len(reporter.steps)), kill))
+    latest, before = (files_of(tmp_path / "kept", name) for name in (CHECKPOINT, PREVIOUS))
+    homes = sorted(path for path in latest - before if path.parts[0] == "homes")
+    assert len(homes) > 2
+    for path in chance.sample(homes, 2):
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", root)
+        chance.choice([flipped, halved])(root / path, chance)
+        with pytest.raises(CorruptFile) as refusal:
+            divided(method, None, resume=root)
+        assert refusal.value.with_flags.startswith(f"{root / path} "), "it names the file"
+        assert f"--resume {root / PREVIOUS}" in refusal.value.with_flags
+        assert ended(divided(method, None, resume=root / PREVIOUS)) == whole, path
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("verb", only_quick(["split", "merge"], ["merge"]))
+def test_a_disk_that_is_full_as_homes_are_cut_or_put_back_ends_the_run_and_the_checkpoint_goes_on(verb, tmp_path, monkeypatch):
+    whole = ended(divided("ist", tmp_path / "whole"))
+    real, rounds = getattr(Parting, verb), itertools.count(1)
+    with monkeypatch.context() as patched:
+
+        def filling_up(*arguments):
+            if next(rounds) == 2:
+                fill(patched, "pwritev", 2)
+            real(*arguments)
+
+        patched.setattr(Parting, verb, filling_up)
+        with pytest.raises(DiskFull, match=r"the disk is full: could not write .*Free") as ending:
+            divided("ist", tmp_path / "run")
+    assert ending.value.exit_code == 6
+    assert f"go on with --resume {tmp_path / 'run'}" in ending.value.notes_with_flags[-1]
+    assert ended(divided("ist", None, resume=tmp_path / "run")) == whole

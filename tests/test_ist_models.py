@@ -235,6 +235,23 @@ def test_a_model_with_a_forward_of_its_own_is_trained_as_the_list_of_its_layers(
 
 
 @machine
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("GPT2", "block 0 (Embedding) and block 1 (Embedding)"),
+        ("Llama", "block 1 (LlamaRotaryEmbedding) and block 2 (LlamaDecoderLayer)"),
+    ],
+)
+def test_models_of_transformers_whose_positions_pass_over_layers_are_refused_with_the_place(name, places):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 11, "use_cache": False}
+    config = getattr(transformers, f"{name}Config")(**sizes, bos_token_id=0, eos_token_id=1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=re.escape(f"nothing passes over it; between {places} there are more")):
+        Trainer(model, mem_limit="2GB", method="ist", subnets=2, quiet=True).plan(tokens(), tokens())
+
+
+@machine
 def test_too_few_rows_are_refused(tmp_path):
     with pytest.raises(DataError, match="3 training rows are fewer than 4 subnets"):
         Trainer(blocks(), mem_limit="2GB", method="ist", subnets=4, quiet=True).plan(data(3), data(3))

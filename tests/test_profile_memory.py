@@ -121,6 +121,46 @@ def test_on_a_simulated_device_its_memory_pinned_memory_and_the_disk_are_shown(t
         assert row["disk_written"] is not None
 
 
+BOTH = """
+from torch import nn
+
+from seqpart.model import SeparableLinear
+
+def net():
+    def hidden(inputs, width):
+        return lambda: nn.Sequential(nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU())
+    return [
+        hidden(64, 512), hidden(512, 512), lambda: nn.Sequential(nn.Linear(512, 640), nn.ReLU()),
+        lambda: nn.Sequential(SeparableLinear(640, 320, 10), nn.ReLU()), lambda: SeparableLinear(320, 10, 10),
+    ]
+"""
+"""A network that can be divided into subnets, and into scores."""
+PARTS = ["--model", "both:net", "--loss", "psl", "--subnets", "2", "--local-steps", "4", "--epochs", "1", "--lr", "1e-3"]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["--device", "sim:rtx4090", "--mem-limit", "1GB", "--methods", "streamed,ist,psl"],
+        pytest.param(["--mem-limit", "500MB", "--methods", "full,streamed,sil,ist,psl"], marks=pytest.mark.slow),
+    ],
+    ids=["simulated", "real"],
+)
+def test_subnets_and_pairs_of_scores_are_shown_beside_the_other_methods(where, tmp_path):
+    (tmp_path / "both.py").write_text(BOTH)
+    code, said, document = profiled(tmp_path, *where, *PARTS)
+    assert code == 0, said
+    table = {row["method"]: row for row in document["table"]}
+    assert list(table) == where[-1].split(",") and all(row["fits"] == "yes" for row in table.values())
+    steps = {run["method"]: {step[0] for _, _, step in run["memory"] if step} for run in document["runs"]}
+    assert "F" in steps["psl"] and (where[0] == "--device" or {"S", "M"} & steps["ist"])
+    # psl learns what streamed does but for rounding, ist does not.
+    assert table["psl"]["train_loss"] == pytest.approx(table["streamed"]["train_loss"], rel=1e-4)
+    assert abs(table["ist"]["train_loss"] / table["streamed"]["train_loss"] - 1) > 0.01
+    for row in table.values():
+        assert row["predicted"] is None or (0.99 * row["peak"] <= row["predicted"] and row["epoch_seconds"] > 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -133,6 +173,9 @@ def test_on_a_simulated_device_its_memory_pinned_memory_and_the_disk_are_shown(t
         (["--dry-run"], "--dry-run:"),
         (["--epochs", "1,2"], "--epochs 1,2"),
         (["--device", "sim"], "know no simulated device"),
+        (["--methods", "streamed,ist"], "needs --subnets"),
+        (["--methods", "streamed,sil", "--subnets", "2"], "go with ist among --methods"),
+        (["--methods", "streamed,psl"], "--loss psl"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_words(arguments, words):
@@ -156,6 +199,14 @@ def test_options_of_sil_reach_sil_alone():
     assert (jobs["streamed"].kappa, jobs["streamed"].method, jobs["streamed"].partitions) == (None, "streamed", 3)
     assert [jobs[name].sil_inputs for name in ("sil", "streamed", "full")] == ["cached", None, None]
     assert (jobs["full"].kappa, jobs["full"].partitions, jobs["full"].shuffles) == (None, "auto", True)
+
+
+def test_options_of_ist_reach_ist_alone():
+    asked = question.asked(["--mem-limit", "1GB", "--methods", "full,streamed,ist", "--subnets", "3", "--local-steps", "5"], "")
+    jobs = {way.name: question.job_of(asked.job, way) for way in asked.ways}
+    assert {name: (job.method, job.subnets, job.local_steps) for name, job in jobs.items()} == {
+        "full": ("sil", None, None), "streamed": ("streamed", None, None), "ist": ("ist", 3, 5),
+    }  # fmt: skip
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=5000))

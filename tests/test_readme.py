@@ -50,6 +50,7 @@ SAVED, RESUMED = (
 )
 
 AUTO = "--mem-limit 2GB --method auto"
+PROFILE = "python tools/profile_memory.py --mem-limit 620MB"
 
 HOW = {
     MAIN_JOB: "planned; two minutes as printed: tools/watch.py runs it for the table",
@@ -62,7 +63,9 @@ HOW = {
     "python -m seqpart.train --resume DIR": "run, with its directory, from where that was killed (slow)",
     f"python tools/watch.py -- {MAIN_JOB}": "run around a dry run (slow)",
     "python tools/watch.py -- COMMAND": "run around a dry run (slow)",
-    "python tools/profile_memory.py --mem-limit 620MB --width 2048 --depth 24 --batch-size 256 --epochs 2": "parsed (slow)",
+    f"{PROFILE} --width 2048 --depth 24 --batch-size 256 --epochs 2": "parsed (slow)",
+    f"{PROFILE} --methods full,streamed,sil,ist --subnets 4": "parsed (slow)",
+    f"{PROFILE} --methods full,streamed,psl --model psnet --loss psl --data mnist --data-dir DIR": "parsed (slow)",
     "python -m seqpart.train": "run, with options, by everything here",
     "seqpart train": "run by test_command_line",
     "seqpart plan": "run by test_command_line",

@@ -144,6 +144,7 @@ class Compute:
         phase, partition = self._phases[step.phase], self.loaded[step.partition]
         if phase.in_pairs:
             self._elements.backward(step, phase, self.span(step).update_rows)
+            self.judged += 1  # an update has rows, so one of its pairs has a loss
             return 0, 0
         if phase.partition == phase.last:
             batch, taken, labels = self._input(step)

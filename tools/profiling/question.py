@@ -98,6 +98,8 @@ def _refuse(job: Job, ways: tuple[Way, ...]) -> None:
         given.remove("--method")
     if (job.method == "ist") != any(way.method == "ist" for way in ways):
         raise OptionError("--subnets and the other options of ist go with ist among --methods, which needs --subnets.")
+    if job.loss != "psl" and any(way.method == "psl" for way in ways):
+        raise OptionError("--methods psl: it trains by --loss psl. Give it, so that all methods learn the same.")
     if given:
         raise OptionError(f"{', '.join(given)}: goes with a single run. Leave it out (--methods says which ones are compared).")
     several = [name for name in _PER_PARTITION if isinstance(getattr(job, name), tuple)]
