@@ -170,3 +170,9 @@ def test_the_cut_that_is_the_fastest_before_memory_is_spent_well_need_not_be_so_
     """Only that one was made better, and of equal graphs the first were kept, for the longest time: 12 % slower with more."""
     before, after = seconds_at([block(23 * KB, 34 * KB, 8 * KB, 10**8)] * 11, SLOW_DISK, CHECKPOINTED, 8, (0.625, 0.6875))
     assert after <= before
+
+
+def test_one_boundary_elsewhere_makes_room_for_all_partitions_to_stay():
+    """Found by the law above: all boundaries began on the device, or none did, and neither way led there: 2 x."""
+    chain = [block(9 * KB, 0, 3 * KB, 10**6), block(17 * KB, 36 * KB, 26 * KB, 10**6), block(KB, 0, KB, 10**6)]
+    law(chain, SLOW_DISK, 0.0, STREAMED, boundary_tiers=("device", "disk"))

@@ -21,7 +21,7 @@ from seqpart.planning.prediction import (
     options_of,
     predict,
 )
-from seqpart.planning.problem import Parts, Problem
+from seqpart.planning.problem import Parts, Problem, boundary_bytes
 
 _REPAIRS = 800
 """Partitions that are simulated, once each, to make a plan a little better."""
@@ -72,6 +72,7 @@ def fastest(
     ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
     near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
     near += [away for one in near if (away := _offloading(problem, one, available)) is not None]
+    near += [away for one in ranked[:1] for away in _one_boundary_away(problem, one, available)]
     better = [refined(problem, prediction, available, _REPAIRS // len(near)) for prediction in near]
     return min(better, key=_rank, default=None)
 
@@ -112,6 +113,27 @@ def _holds_all(prediction: Prediction) -> bool:
     graphs = len(candidate.parts) - 1 - first_that_learns(candidate.parts)
     stays = prediction.method.stays or len(candidate.resources.stays) == len(candidate.parts)
     return stays and len(candidate.keeps - candidate.offloads) >= graphs
+
+
+_LARGEST = 3
+"""Boundaries that are tried elsewhere where all of them wait on the device."""
+
+
+def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
+    """`found` with one of its largest boundaries elsewhere, which makes room for other answers. Candidates have all or none."""
+    now, elsewhere = found.candidate, [tier for tier in problem.boundary_tiers if tier != DEVICE]
+    if now.resources.tiers or not elsewhere or found.method.in_pairs:
+        return
+    costs = [cost for _, _, cost in now.parts]
+    entering = [sum(value.nbytes for value in cost.entering) for cost in costs]
+    for p in sorted(range(len(costs)), key=lambda p: -entering[p])[:_LARGEST]:
+        tiers = tuple(elsewhere[0] if other == p else DEVICE for other in range(len(costs)))
+        if boundary_bytes(costs, problem.batch_size, now.micro_batch, tiers, "host") > problem.host_room:
+            continue
+        resources = replace(now.resources, tiers=tiers, keeps_heap=False)
+        away = predict(problem, found.method, now.micro_batch, now.parts, resources, now.keeps, now.offloads)
+        if away.peak <= available:
+            yield away
 
 
 _PRICES = (0.1, 0.4, 1.0)
