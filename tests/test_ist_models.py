@@ -257,6 +257,7 @@ def test_too_few_rows_are_refused(tmp_path):
         Trainer(blocks(), mem_limit="2GB", method="ist", subnets=4, quiet=True).plan(data(3), data(3))
 
 
+@pytest.mark.slow
 def test_a_limit_that_a_refusal_names_is_enough_and_no_larger_than_it_must_be(tmp_path):
     """It was 16 MB more: as for blocks that could not be run for real, which those of the whole network never are.
 

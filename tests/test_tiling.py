@@ -273,6 +273,7 @@ def limit_above_runtime(nbytes):
     return f"{(measure_runtime(Device()) + nbytes) >> 20}MB"
 
 
+@pytest.mark.slow
 def test_a_vocabulary_larger_than_the_limit_is_trained_in_tiles_without_being_asked(tmp_path):
     with parameters_on_meta():
         model = made(tied=True, **LARGE)

@@ -86,6 +86,8 @@ class Tracking:
                 self._trackers[name] = opened(name, directory.root, self._run, settings.to_json(), voids_behind)
             except OSError as error:
                 raise explained(error, directory.root) from None
+            except OptionError:
+                raise
             except Exception as error:  # whatever a library of others raises: no login, no server
                 raise OptionError(f"--log {name} cannot begin: {type(error).__name__}: {error}. Leave it out.") from error
 
