@@ -49,6 +49,16 @@ def known_machine(monkeypatch):
     machine.known(monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def processes():
+    """Runs that may be killed, begun from a process that has loaded everything."""
+    from tests.resuming import Processes  # not before, as above
+
+    made = Processes()
+    yield made
+    made.close()
+
+
 def pytest_report_header():
     versions = describe_versions()
     return f"torch {versions['torch']}, {torch.get_num_threads()} threads, GPU: {versions['gpu']}"

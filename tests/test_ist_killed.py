@@ -6,7 +6,6 @@ import signal
 import pytest
 
 from tests.choice import only_quick
-from tests.resuming import Processes
 from tests.test_killed import ended, laid_out, to_go_on, whole_run
 
 MODEL = """
@@ -49,13 +48,6 @@ MIDST = ["split", "write", "merge", "update", "save", "write"]
 @pytest.fixture
 def here(tmp_path):
     return laid_out(tmp_path, MODEL)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    made = Processes()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("name", only_quick(CASES, ["moments kept, cut in three", "residual blocks dealt out"]))

@@ -17,7 +17,6 @@ from seqpart.session.fitting import RESULT
 from seqpart.session.places import JOB
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, command, end, start
-from tests.resuming import Processes
 
 SEED = 20
 MODEL = """
@@ -56,13 +55,6 @@ def laid_out(folder, model):
     chance = np.random.default_rng(0)
     np.savez(folder / "rows.npz", x=chance.normal(size=(120, 12)).astype(np.float32), y=np.arange(120) % 4)
     return folder
-
-
-@pytest.fixture(scope="module")
-def processes():
-    made = Processes()
-    yield made
-    made.close()
 
 
 def ended(folder):

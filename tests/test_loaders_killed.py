@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.command import ENVIRONMENT, SECONDS
-from tests.resuming import Processes
 from tests.test_killed import ended, to_go_on
 
 PROGRAM = """
@@ -48,13 +47,6 @@ CASES = {
     "a sampler, full": ("drawn", ["--method", "full"]),
     "a stream, full": ("stream", ["--method", "full"]),
 }
-
-
-@pytest.fixture(scope="module")
-def processes():
-    made = Processes()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,6 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.planning.plan import Plan
 from tests.command import run
-from tests.resuming import Processes
 from tests.test_killed import ended, laid_out, to_go_on, whole_run
 from tests.test_pairs import convolutional, fit, images, plain, split
 
@@ -95,13 +94,6 @@ COMMON = [
 @pytest.fixture
 def here(tmp_path):
     return laid_out(tmp_path, MODEL)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    made = Processes()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("options", [[], ["--dtype", "bf16", "--micro-batch-size", "5", "--lr-schedule", "cosine"]], ids=str)
