@@ -304,7 +304,7 @@ class Trainer:
         return next(folder for folder in (place, *place.parents) if folder.is_dir())
 
 
-_OURS = {"__init__", "__doc__", "train", "evaluate", "predict", "save_model", "add_callback"}
+_OURS = {"train", "evaluate", "predict", "save_model", "add_callback"}
 
 
 def _run_in(place: Path) -> Path:

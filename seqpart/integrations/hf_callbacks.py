@@ -85,11 +85,6 @@ class Relay:
         """Mean over the updates of this training."""
         return self._total / self._steps if self._steps else float("nan")
 
-    @property
-    def steps(self) -> int:
-        """Updates of this training, without those before it was resumed."""
-        return self._steps
-
     def on_step(self, event: StepEvent) -> None:
         self._epoch_begins()
         self.state.global_step, self.state.epoch = event.update, float(event.epoch)

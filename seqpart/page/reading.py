@@ -253,7 +253,7 @@ _FIGURES = ("limit", "peak", "predicted", "runtime", "host", "file_growth", "sam
 
 
 def _refuse_other_types(result: dict[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError where what is shown of a result is not there, or not of its type."""
+    """Raises an error of those that `_result` takes where what is shown of a result is not there, or not of its type."""
     proof = result["proof"]
     optional = (proof.get("allocator_peak"), result.get("accuracy"), result.get("test_loss"))
     numbers = [*(proof[name] for name in _FIGURES), *(value for value in optional if value is not None)]

@@ -122,7 +122,7 @@ _LARGEST = 3
 def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
     """`found` with one of its largest boundaries elsewhere, which makes room for other answers. Candidates have all or none."""
     now, elsewhere = found.candidate, [tier for tier in problem.boundary_tiers if tier != DEVICE]
-    if now.resources.tiers or not elsewhere or found.method.in_pairs:
+    if now.resources.tiers or not elsewhere:
         return
     costs = [cost for _, _, cost in now.parts]
     entering = [sum(value.nbytes for value in cost.entering) for cost in costs]

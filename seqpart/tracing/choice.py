@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from seqpart.tiling.modules import Tiled
-from seqpart.tiling.separation import Score
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MANY = 800
@@ -41,9 +40,7 @@ def blocks_of(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[nn.Mo
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether more of it is frozen than learns, and some learns, by layers of its own. A score is one block in each case."""
-    if isinstance(module, Score):
-        return False
+    """Whether more of it is frozen than learns, and some learns, by layers of its own."""
     learn = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     own = any(True for _ in module.parameters(recurse=False))
     return 0 < 2 * learn < _size(module) and not own and any(_size(part) for part in module.children())

@@ -14,6 +14,7 @@ from seqpart.model.blocks import Chain, as_chain, refuse_without_values, with_te
 from seqpart.model.inspection import left_as_they_are, listed
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
+from seqpart.tiling.separation import Score
 from seqpart.tiling.tiling import tile_of
 from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
@@ -73,7 +74,7 @@ def _traced(
 ) -> tuple[Chain, Program]:
     """Also what it does when it trains."""
     refuse_without_values({type(model).__name__: model})
-    whole: set[nn.Module] = set()
+    whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
     while True:
         try:
             blocks = blocks_of(model, whole)

@@ -287,7 +287,6 @@ def _refuse_plan(limited: Variant, steps: int, reference: str, reuse: Plan | Non
 def _whole(limited: Variant) -> dict[str, Any]:
     """The settings of what is compared with: the same micro-batches, in all the memory that there is."""
     device = limited.preparation.device
-    device.release_cached()  # what this process has and does not use is of no help to who trains in it
     available = min(device.total_memory(), MemoryUsage(device).read() + device.free_memory())
     return {"mem_limit": available, "micro_batch_size": limited.prepared.plan.micro_batch, "partitions": "auto"}
 
