@@ -13,6 +13,7 @@ from seqpart.methods.ist import IST
 from seqpart.methods.method import Method, PartitionTraining, Subnets, Workload
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Optimizer, choose
+from seqpart.model.packs import DEVICE, tier_at, tiers_of
 from seqpart.parts.moving import buffer_bytes
 from seqpart.parts.parts import Parts, parted
 from seqpart.planning.plan import Plan, PlanRequest
@@ -89,7 +90,8 @@ class SubnetPreparation(Preparation):
         def of_all(own: frozenset[int]) -> frozenset[int]:
             return frozenset(whole + part * each + p for part in range(self.count) for p in own)
 
-        resources = replace(found.resources, parting=self._parting(parts[:whole]))
+        tiers = tiers_of([DEVICE] * whole + [tier_at(found.resources.tiers, p) for p in range(each)] * self.count)
+        resources = replace(found.resources, parting=self._parting(parts[:whole]), tiers=tiers)
         candidate = replace(
             found, parts=parts, resources=resources, keeps=of_all(found.keeps), offloads=of_all(found.offloads),
             why=(*[""] * whole, *found.why * self.count), seconds=0.0,
@@ -134,7 +136,7 @@ class SubnetPreparation(Preparation):
         phases = method.phases(self._workload(candidate, training, None))
         available, peak = problem.limit - margin_of(problem.limit), 0
         for slots in dict.fromkeys((candidate.resources.slots, 1)):
-            for keeps_heap in (True, False) if problem.may_keep_heap else (False,):
+            for keeps_heap in (True, False) if problem.may_keep_heap and not candidate.resources.tiers else (False,):
                 resources = replace(candidate.resources, slots=slots, keeps_heap=keeps_heap)
                 found = replace(candidate, resources=resources)
                 walked, steps, _ = simulate(phases, costs, self.speeds, resources)
