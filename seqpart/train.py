@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
-from seqpart.cli.job import Job, opened, saved_plan
+from seqpart.cli.job import DIGITS, Job, opened, saved_plan
 from seqpart.cli.sizing import smallest_limit_named
 from seqpart.data.splits import Split
-from seqpart.errors import Interrupted, OptionError, SeqpartError
+from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError
 from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
@@ -125,8 +125,13 @@ def _train(arguments: list[str], *, alone: bool) -> None:
             gc.freeze()  # what libraries have made stays: collections need not look at it
             without_distributed_tensors()
         asked, (job, trainer, train, test) = job, opened(job, reporter, alone=alone)
-    with smallest_limit_named(asked, trainer, train, test, reuse):
-        _carried_out(job, trainer, train, test, reuse, reporter)
+    try:
+        with smallest_limit_named(asked, trainer, train, test, reuse):
+            _carried_out(job, trainer, train, test, reuse, reporter)
+    except (DataError, ModelError) as error:
+        if ":" in job.model and not job.resume and not has_flag(arguments, "--data"):
+            error.add_note(f"no --data given: digits, {DIGITS}.")
+        raise
 
 
 def _carried_out(job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None, reporter: Reporter) -> None:
