@@ -207,7 +207,7 @@ class Inputs:
 
         Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
         """
-        available = self.limit - margin_of(self.limit) - self.trials.held()
+        available = self.limit - margin_of(self.limit) - self.trials.held() - self.reading.held
         if available <= 0:
             return False
         fresh = [self.trials.run(rows, first, last, available) for rows, first, last in wanted]
