@@ -1,5 +1,6 @@
 """The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -372,6 +373,8 @@ class Trainer:
 
     def _begun(self, stack: ExitStack, reporter: Reporter, *, shares_random: bool = False) -> Sampler:
         """What watches the memory of a run, which `stack` ends. shares_random: the caller draws random numbers meanwhile."""
+        if self._sampler is None:
+            gc.collect()  # a model that the program has let go of, in a cycle, would count
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
         stack.enter_context(like_ctrl_c())
