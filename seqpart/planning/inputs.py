@@ -78,8 +78,8 @@ class Inputs:
             self._begin(final_loss, learns)
             costs, whole, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
             self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
-            self.live_modules.take()
             undo.callback(self.close)
+            self.live_modules.take()
             self.reading.start(self.limit, device)
             with self.under_limit():
                 self._measure_machine()
