@@ -5,13 +5,16 @@ import math
 import shutil
 import signal
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from seqpart.errors import SeqpartError
+from seqpart import Trainer
+from seqpart.errors import Interrupted, SeqpartError
 from seqpart.page.command import PAGE
 from seqpart.page.document import document
 from seqpart.page.figures import Axis, Series, figure, thinned, ticks
@@ -110,6 +113,16 @@ def test_the_memory_over_time_reaches_the_peak_of_the_proof_and_covers_the_run(f
     assert curve.limit == found.result["proof"]["limit"] == 10**9
     assert [at for at, _ in curve.points] == sorted(at for at, _ in curve.points)
     assert abs(curve.points[-1][0] - found.seconds) < 1.5
+
+
+def test_the_page_of_an_interrupted_run_of_a_script_says_how_the_script_goes_on(tmp_path, capsys):
+    """It advised the command, which refuses such runs."""
+    rows = torch.randn(24, 8), torch.arange(24) % 4
+    trainer = Trainer([lambda: nn.Linear(8, 4)], mem_limit="2GB", method="full", output_dir=tmp_path / "out", quiet=True)
+    with pytest.raises(Interrupted):
+        trainer.fit(rows, callbacks=[SimpleNamespace(on_step=lambda event: signal.raise_signal(signal.SIGTERM))])
+    assert report(capsys, tmp_path / "out").code == 0
+    assert f'Go on with: fit(..., resume="{tmp_path / "out"}")' in Page((tmp_path / "out" / PAGE).read_text()).text
 
 
 def test_a_killed_run_has_a_page_that_says_what_is_missing_and_a_resumed_one_has_both_processes(tmp_path, capsys):

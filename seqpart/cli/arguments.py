@@ -16,7 +16,7 @@ from seqpart.cli.form import filled, form_of
 from seqpart.cli.spelling import one_spelling, spelled_out
 from seqpart.directory.marker import MARKER
 from seqpart.directory.publication import latest
-from seqpart.errors import CorruptFile, OptionError
+from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
 from seqpart.files.scratch import has_checkpoint
@@ -97,7 +97,7 @@ def _kept(path: Path) -> dict[str, Any]:
         job, found = path, manifests.load(path).state.get("job")
         if found is None:
             raise OptionError(
-                f"--resume: the run in {path} was started from Python. Go on with it there: fit(..., resume=...)."
+                f"--resume: the run in {path} was started from Python. Go on with it there: {in_arguments(resuming(path))}."
             )
     else:
         job = latest(path, JOB)

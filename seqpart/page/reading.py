@@ -11,7 +11,7 @@ from typing import Any
 
 from seqpart.directory.marker import MARKER, lives, marker_of
 from seqpart.directory.publication import latest
-from seqpart.errors import OptionError
+from seqpart.errors import OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import Folder, opened
 from seqpart.files.scratch import has_checkpoint
@@ -243,7 +243,9 @@ def _result(root: Path, state: str, missing: list[str]) -> dict[str, Any]:
         if state == "done":
             missing.append(f"the results: {RESULT}: {error.strerror if isinstance(error, OSError) else 'it is damaged'}")
             return {}
-    cure = f" Go on with: python -m seqpart.train --resume {root}" if has_checkpoint(root) and state != "running" else ""
+    way = resuming(root)
+    way = f"python -m seqpart.train {way}" if latest(root, JOB).exists() else in_arguments(way)  # Python began those without
+    cure = f" Go on with: {way}" if has_checkpoint(root) and state != "running" else ""
     missing.append(f"the proof and the final test: the run is {_STATES.get(state, state)}.{cure}")
     return {}
 

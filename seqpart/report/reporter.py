@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Column
 
+from seqpart.errors import SeqpartError, in_arguments
 from seqpart.execution.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.files.direct import explained
 from seqpart.files.owned import added_to, made
@@ -41,10 +42,13 @@ _WHAT = {
 
 
 class Reporter:
-    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called."""
+    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called.
 
-    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
-        self.console = console or _console(quiet)
+    flags: for the command, whose flags are not the arguments of Python.
+    """
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None, flags: bool = False) -> None:
+        self.console, self._flags = console or _console(quiet), flags
         self._log: IO[str] | None = None
         self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
@@ -68,7 +72,15 @@ class Reporter:
             except OSError as error:
                 raise explained(error, self._log_path) from None
 
+    def add_note(self, error: Exception, note: str) -> None:
+        """To any error, with flags or arguments, as whoever began the run knows them."""
+        error.add_note(note if isinstance(error, SeqpartError) else self._worded(note))
+
+    def _worded(self, text: str) -> str:
+        return text if self._flags else in_arguments(text)
+
     def say(self, text: str, level: int = logging.INFO) -> None:
+        text = self._worded(text)
         LOGGER.log(level, "%s", text)
         if not is_heard(level):
             width = width_of(self.console)

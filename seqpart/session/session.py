@@ -355,7 +355,7 @@ class Session:
         try:
             self.watch.at_rest(executor, phases, self.heard)
         except Exception as error:
-            error.add_note(self.saving.behind_error(executor, self._partitions))
+            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
         if self.watch.has_new_best:
             self.saving.settle(executor, self._partitions)
