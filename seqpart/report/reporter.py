@@ -30,7 +30,7 @@ from seqpart.report.output import standard_output
 from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_of, wrapped
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Verb
+from seqpart.schedule.steps import Position, Verb
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
@@ -106,9 +106,9 @@ class Reporter:
         for line in plan_notes(plan):
             self.say(line)
 
-    def begin(self, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
-        """Start of the loop at phase number `first`; `used` is the peak so far, in bytes."""
-        self._bar = _Bar(self.console, phases, first, limit, used)
+    def begin(self, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
+        """Start of the loop; `used` is the peak so far, in bytes."""
+        self._bar = _Bar(self.console, phases, start, limit, used)
 
     def listen(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -135,7 +135,7 @@ class Reporter:
         if event.loss is None:  # nothing but rows for the next partition
             return
         phase = event.phase
-        speed = event.rows / max(event.seconds, 1e-9)
+        speed = event.rows_per_second
         self.record(
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
             accuracy=event.accuracy, metrics=dict(event.metrics), rows=event.rows, took=round(event.seconds, 3),
@@ -205,7 +205,7 @@ def _passes(phase: Phase) -> int:
 class _Bar:
     """The live line; absent where the output is not a terminal."""
 
-    def __init__(self, console: Console, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
+    def __init__(self, console: Console, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
         self._console, self._limit, self._used, self._phases = console, limit, used, phases
         self._progress: Progress | None = None
         self._rows = 0
@@ -216,7 +216,9 @@ class _Bar:
             # No refresh thread: its stack would be reserved under the limit.
             line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
             self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
-            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[first:]))
+            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[start.phase :]))
+            if start.updates:
+                total -= phases[start.phase].rows_before(start.updates) * _passes(phases[start.phase])
             self._task = self._progress.add_task(self._what[0], total=total)
             self._progress.start()
 

@@ -181,7 +181,7 @@ class Session:
                 stack.callback(graphs.close)
             executor = self._executor(stage, exchange, graphs, start, metrics)
             phases = self.prepared.phases
-            self.reporter.begin(phases, start.phase, self.prepared.plan.limit, lambda: self.sampler.peak)
+            self.reporter.begin(phases, start, self.prepared.plan.limit, lambda: self.sampler.peak)
             stack.callback(self.reporter.end)
             self.sampler.label = lambda: str(executor.step)
             stack.callback(self._keep_label)
