@@ -29,7 +29,7 @@ from pathlib import Path
 _WORDS = (
     "sil|ist|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|"
     "adafactor|sgd|left|all|shard|keep|zero|cpu|rows|none|"
-    "wandb|tensorboard|(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
+    "DIR|wandb|tensorboard|(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )
 _PATH = r"[^\s,;]*/[^\s,;]*[\w/]"
 _QUOTED = r"""'(?:[^']|'"'"')*'"""
@@ -64,7 +64,7 @@ def _argument(flag: str, value: str | None) -> str:
     if value.startswith("'"):
         (value,) = shlex.split(value)
     if name == "resume":  # no setting: the trainer itself takes none
-        return f"fit(..., resume={_text(value)})"
+        return f"fit(..., resume={value if value == 'DIR' else _text(value)})"
     if _NUMBER.fullmatch(value):
         return f"{name}={value}"
     if re.fullmatch(r"\d+(,\d+)+", value):

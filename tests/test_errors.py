@@ -24,7 +24,7 @@ SAID = {
     "a smaller --mem-limit, or --method streamed --partitions 2.": 'a smaller mem_limit, or method="streamed" partitions=2.',
     "(--save-every never).": '(save_every="never").',
     "go on with --resume runs/my--run/a.b and another --lr": 'go on with fit(..., resume="runs/my--run/a.b") and another lr',
-    "--resume them, or remove them": "resume them, or remove them",
+    "by --resume DIR, or remove it": "by fit(..., resume=DIR), or remove it",
     "--device cuda:1: none": 'device="cuda:1": none',
     "--lr 1e-3, not --epochs all": 'lr=1e-3, not epochs="all"',
     "/my/--odd/place": "/my/--odd/place",
