@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import asdict, replace
 
+from seqpart.errors import Interrupted
 from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
 from seqpart.files.scratch import AVERAGE, WEIGHTS
@@ -22,10 +23,17 @@ _NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "
 
 def carry_out(session: Session, began: float) -> Result:
     """began: the time from which its seconds count."""
+    try:
+        return _carried_out(session, began)
+    except Interrupted as interrupted:
+        raise interrupted.with_traceback(None) from None  # where a signal came is nothing that its reader could mend
+
+
+def _carried_out(session: Session, began: float) -> Result:
     directory = session.places.directory
     with directory.interruptible():
         with session.limited():
-            with directory.resumable(), session.interrupts:
+            with directory.resumable(session.reporter.add_note), session.interrupts:
                 session.run_stages()
                 if session.averages:
                     session.homes.export(directory.result(AVERAGE), averages=True)
