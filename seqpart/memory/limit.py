@@ -64,9 +64,34 @@ def left_of(limit: int) -> str:
     return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
 
 
-def refused(message: str, smallest: int) -> DoesNotFit:
-    """A refusal that names the least limit that is enough."""
-    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}.")
+def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, block: int, state: int = 0, rows: int = 0) -> str:
+    """What a refusal advises: only what makes the plan so much smaller that it may fit.
+
+    peak: of the smallest plan. finer: whether --partitions asks for larger ones than need be. block: bytes of what needs most,
+    with `state` of its optimizer, and `rows` of a micro-batch that was asked for.
+    """
+    available = limit - margin_of(limit)
+    if runtime > available:
+        return (
+            f"The runtime alone, {format_size(runtime)} that are there before any model, is more: no other cut, method or "
+            "optimizer helps. Give more."
+        )
+    over, cures = peak - available, []
+    if finer:
+        cures.append("cut finer (more --partitions, or auto), ")
+    elif block > over:
+        cures.append("split that block into smaller ones, ")
+    if rows >= over:
+        cures.append("give a smaller --micro-batch-size, ")
+    if state >= over:
+        cures.append("use an optimizer with less state (--optimizer sgd), ")
+    advice = f"{''.join(cures)}{'or ' if cures else ''}give more."
+    return advice[0].upper() + advice[1:]
+
+
+def refused(message: str, smallest: int, rows: int | None = None) -> DoesNotFit:
+    """A refusal that names the least limit that is enough, at a micro-batch of `rows`."""
+    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}.", rows)
 
 
 def limit_for(peak: int) -> int:
