@@ -99,6 +99,16 @@ def limit_for(peak: int) -> int:
     return -(-(peak + _SLACK + RUNTIME_VARIES) * 100 // 99) + 1
 
 
+def any_plan_fits(device: Device, limit: int, *, beside: int = 0) -> bool:
+    """Whether what is held now leaves room for the least that a plan needs. beside: what other processes of the run hold."""
+    if not device.shares_memory:
+        return _free_of(device, limit) > 0
+    room = limit - margin_of(limit) - WARM_UP_BYTES - beside
+    if read_process().held > room:
+        gc.collect()
+    return read_process().held <= room
+
+
 class Grant(Protocol):
     def __call__(self, *, at_rest: bool = False) -> bool: ...
 
@@ -160,17 +170,20 @@ def generated_code() -> int:
 
 @contextmanager
 def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
-    context = MemoryUsage(device).read() - device.reserved()
-    # Kernels that are loaded later make the context grow: the margin is theirs.
-    available = limit - context - margin_of(limit)
+    available = _free_of(device, limit)
     if available <= 0:
-        raise too_small(limit, context)
+        raise too_small(limit, limit - margin_of(limit) - available)
     device.restart_peaks()
     device.cap(available)
     try:
         yield
     finally:
         device.cap(None)
+
+
+def _free_of(device: Device, limit: int) -> int:
+    """Bytes that the context leaves of a limit. Kernels that are loaded later make it grow: the margin is theirs."""
+    return limit - margin_of(limit) - (MemoryUsage(device).read() - device.reserved())
 
 
 def too_small(limit: int, held: int) -> DoesNotFit:
