@@ -135,8 +135,12 @@ def test_nothing_is_advised_that_could_not_help(limit, runtime, block, rows, sta
 
 # --- the command ----------------------------------------------------------------------------------------------------------
 
-SLOW = [pytest.param("sil --partitions 4", marks=pytest.mark.slow)]
-GROWING = ["auto", "streamed", "sil", "ist --subnets 2", *SLOW]
+
+def slowly(*methods):
+    return [pytest.param(method, marks=pytest.mark.slow) for method in methods]
+
+
+GROWING = ["auto", "streamed", "sil", "ist --subnets 2", *slowly("sil --partitions 4")]
 
 
 def named_in(ran):
@@ -161,7 +165,7 @@ def test_the_limit_that_is_named_is_enough_for_a_model_that_grows_with_it(method
 
 
 @pytest.mark.usefixtures("known_machine")
-@pytest.mark.parametrize("method", ["full", "checkpointed"])
+@pytest.mark.parametrize("method", ["full", *slowly("checkpointed", "streamed --partitions 2")])
 def test_a_model_that_grows_out_of_every_limit_is_told_so_with_the_depth_to_give(method, capsys):
     """893 MB were named for 300 MB, 2,116 MB for 893, and so on: its whole state is to be there, which is twice the limit."""
     asked = ["--method", *method.split(), "--dry-run"]
@@ -182,7 +186,7 @@ def test_a_saved_plan_is_of_one_depth(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("known_machine")
-@pytest.mark.parametrize("method", ["psl", "streamed", "ist --subnets 2"])
+@pytest.mark.parametrize("method", ["psl", *slowly("streamed", "ist --subnets 2")])
 def test_the_limit_that_is_named_is_enough_for_a_model_of_its_own_size(method, capsys, tmp_path):
     x, y = np.random.default_rng(0).random((400, 1, 28, 28), np.float32), np.arange(400) % 10
     np.savez(tmp_path / "rows.npz", x_train=x, y_train=y, x_test=x[:50], y_test=y[:50])
