@@ -82,7 +82,7 @@ class SubnetPreparation(Preparation):
 
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
         (method,) = request.methods
-        cuts = choose_cuts(problem, self.parts)
+        cuts = choose_cuts(problem, self.parts, request.told)
         found, parts = cuts.subnet, joint(problem, self.parts, cuts)
         whole, each = len(cuts.whole), len(found.parts)
 
