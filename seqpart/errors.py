@@ -123,14 +123,15 @@ class Diverged(BadInput):
 
 
 class DoesNotFit(SeqpartError):
-    """No plan keeps the limit. `smallest` is the least limit, in bytes, that would (None when no limit would help)."""
+    """No plan keeps the limit. `smallest` is the least limit, in bytes, that would (None when no limit would help), and `rows`
+    the micro-batch at which it does, where that is known."""
 
     exit_code = 3
 
-    def __init__(self, message: str, smallest: int | None = None, named: str = "") -> None:
+    def __init__(self, message: str, smallest: int | None = None, named: str = "", rows: int | None = None) -> None:
         """`named`: how the message, which it follows, names that limit."""
         super().__init__(message + named)
-        self.message, self.smallest = message, smallest
+        self.message, self.smallest, self.rows = message, smallest, rows
 
 
 class LimitExceeded(SeqpartError):

@@ -170,6 +170,20 @@ class Reporter:
             self._log = None
 
 
+class WarningsAlone(Reporter):
+    """Of what is not a run for its user: an evaluation, steps of somebody's own loop. Their results are told by who asked."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        if level >= logging.WARNING:
+            super().say(text, level)
+
+    def plan(self, plan: Plan) -> None:
+        pass
+
+
 def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
     """Those that are one number."""
     return {name: value for name, value in metrics.items() if isinstance(value, float)}

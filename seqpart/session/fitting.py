@@ -17,7 +17,7 @@ from seqpart.session.session import Session
 from seqpart.units import now
 
 RESULT = "result.json"
-_NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy"}
+_NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "average_metrics"}
 """Of a result: what is no JSON, and what only some runs have."""
 
 
@@ -48,9 +48,9 @@ def _carried_out(session: Session, began: float) -> Result:
 def with_average(result: Result, found: Evaluation) -> Result:
     """`result`, and its file, with what its averaged weights were found to be worth."""
     path = result.weights.with_name(RESULT)
-    summary = {**json.loads(path.read_text()), "average_loss": found.loss, "average_accuracy": found.accuracy}
-    write_text(path, json.dumps(summary, indent=1) + "\n")
-    return replace(result, average_loss=found.loss, average_accuracy=found.accuracy)
+    of_average = {"average_loss": found.loss, "average_accuracy": found.accuracy, "average_metrics": found.metrics}
+    write_text(path, json.dumps({**json.loads(path.read_text()), **of_average}, indent=1) + "\n")
+    return replace(result, average_loss=found.loss, average_accuracy=found.accuracy, average_metrics=found.metrics)
 
 
 def _conclude(session: Session, seconds: float) -> Result:
