@@ -24,6 +24,15 @@ WARM_UP_BYTES = 9 << 20
 """What warm_up's own small step takes for a moment, before any plan: the least peak beyond the runtime."""
 
 
+def growth_beside(allowed: int, work: int) -> int:
+    """Bytes, of those that are `allowed` for growth on the CPU, that there may be beside `work` bytes.
+
+    Kernels pack what they multiply: beside little that is little. A small network used 0 to 6 MB of 12, all of it was allowed
+    for, and with a runtime of 226 MB its peak was predicted 5.4 % too high.
+    """
+    return min(allowed, allowed // 2 + work // 8)
+
+
 def limit_of(asked: str | int | float, device: Device) -> int:
     """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
     total = device.total_memory()
