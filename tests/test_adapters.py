@@ -305,6 +305,10 @@ PAGE = (Path(__file__).parent.parent / "docs/adapters.md").read_text()
 @pytest.mark.parametrize("number", range(PAGE.count("```python")))
 def test_the_page_about_adapters_runs_as_printed(number, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number], {})
-    assert "parameters that learn, and" in capsys.readouterr().out
+    snippet = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number]
+    if quantized := "BitsAndBytesConfig" in snippet:
+        pytest.importorskip("bitsandbytes", reason="quantized weights need it: pip install bitsandbytes")
+    exec(snippet, {})
+    said = capsys.readouterr().out
+    assert "parameters that learn, and" in said and ("of the frozen weights in 4 bits (nf4), in 14 layers" in said) is quantized
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
