@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
 from seqpart.cli.job import Job, opened, saved_plan
-from seqpart.errors import Interrupted, OptionError, SeqpartError
+from seqpart.errors import Interrupted, OptionError, SeqpartError, resuming
 from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
@@ -76,7 +76,7 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
             print(fitted(f"{type(error).__name__}: {error.with_flags}{notes}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupt:
-        print(f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {interrupt.directory}", file=sys.stderr)
+        print(f"interrupted: the run is saved. Go on with: {PROGRAM} {resuming(interrupt.directory)}", file=sys.stderr)
         return INTERRUPTED
     except KeyboardInterrupt as interrupt:
         told = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."
@@ -113,7 +113,7 @@ def _train(arguments: list[str], *, alone: bool) -> None:
         raise OptionError("--dry-run trains nothing that --trace could show: leave one of them out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
-    reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet)
+    reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet, flags=True)
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)
     with told(Device(), "the data and the model were read"):

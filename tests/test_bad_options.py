@@ -191,7 +191,7 @@ OPTIONS = {
     "--config unknown.toml": "--config: unknown.toml has unknown option(s) learn_rate; --help",
     "--config twice.toml": "--config: twice.toml says lr twice, in two spellings",
     "--config broken.yaml": "--config: broken.yaml is not YAML: while parsing",
-    "--config unknown.yaml": "--config: unknown.yaml has unknown option(s) dtpye, epoch",
+    "--config unknown.yaml": "--config: unknown.yaml has unknown option(s) dtpye, epoch. Did you mean dtype and epochs?",
     "--config list.yaml": "--config: list.yaml is not YAML: expected a table of options, each as `name: value`",
     "--config number.yaml": "expected a table of options",
     "--config key.yaml": "--config: key.yaml is not YAML: line 1 begins a table that has 'lr' twice",

@@ -14,7 +14,7 @@ from tests.command import ENVIRONMENT, SECONDS
 from tests.test_command_line import FLAGS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "loop.md").read_text()
-CALLBACKS, LOOP = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+CALLBACKS, LOOP, STOPPED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def printed(folder, snippet):

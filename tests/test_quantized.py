@@ -16,6 +16,7 @@ from seqpart.errors import DoesNotFit, ModelError
 from seqpart.planning.plan import Plan
 from seqpart.quantized.intake import PlainTensors
 from seqpart.schedule.steps import Verb
+from tests.exactly import FULL, HOWS, Trained, first_difference, numbers
 from tests.test_adapters import BATCH, EPOCHS, Steps
 from tests.test_killed import COMMON, ended, laid_out, whole_run
 
@@ -112,6 +113,15 @@ def test_a_network_around_quantized_layers_has_the_bits_of_a_plain_loop(kind, me
     assert (result.plan.parameters, result.plan.frozen) == (learn, frozen)
     bits = "8 bits" if kind == "8 bits" else "4 bits (fp4)" if kind == "fp4" else "4 bits (nf4)"
     assert f"12,288 of the frozen weights in {bits}, in 2 layers" in result.plan.reasons
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+def test_wherever_weights_and_graphs_wait_the_bits_are_those_of_full_training(kind, monkeypatch, tmp_path):
+    """A graph that is kept finds packed weights again where the next visit of its partition has them."""
+    arm = Trained(monkeypatch, tmp_path, functools.partial(network, kind), numbers((6,)), partitions=(0, 1, 3, 4))
+    expected = arm.run(FULL)
+    for how in HOWS:
+        assert first_difference(arm.run(how), expected) is None, how
 
 
 @settings(max_examples=20)

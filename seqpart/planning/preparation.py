@@ -138,12 +138,12 @@ class Preparation(Inputs):
             try:
                 prepared = plan()
             except DoesNotFit as refusal:  # the limit that it names is to be one that fits
-                smallest = planning.fewest_rows(self.problem(self.request))
-                if self.try_blocks([(smallest, 0, len(self.chain))]):
+                rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
+                if self.try_blocks([(rows, 0, len(self.chain))]):
                     continue
-                if refusal.smallest is None or self.trials.has_run(smallest):
+                if refusal.smallest is None or self.trials.has_run(rows):
                     raise
-                raise refused(refusal.message, refusal.smallest + _UNMEASURED) from None
+                raise refused(refusal.message, refusal.smallest + _UNMEASURED, rows) from None
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
             wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
@@ -176,16 +176,16 @@ class Preparation(Inputs):
 
     def _tried(self, refusal: DoesNotFit, request: PlanRequest) -> DoesNotFit:
         """The refusal with a limit at which a plan was really made: synthetic labels, and recovery, may need more there."""
-        smallest, follows = refusal.smallest, request.label_bytes == request.limit // 10
+        smallest, rows, follows = refusal.smallest, refusal.rows, request.label_bytes == request.limit // 10
         for _ in range(4):
             if smallest is None:
                 break
             label_bytes = smallest // 10 if follows else request.label_bytes
             try:
                 self._prepare(replace(request, limit=smallest, label_bytes=label_bytes))
-                return refused(refusal.message, smallest)
+                return refused(refusal.message, smallest, rows)
             except DoesNotFit as again:
-                smallest = again.smallest
+                smallest, rows = again.smallest, again.rows
         return refusal
 
     def _prepare(self, request: PlanRequest) -> Prepared:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import left_of, limit_for, margin_of, refused
+from seqpart.memory.limit import left_of, limit_for, margin_of, refused, what_helps
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.sil import sil_phases
 from seqpart.planning.dynamic import Piece, best_cut
@@ -19,9 +19,9 @@ from seqpart.planning.problem import (
     Problem,
     cost_of,
     costs_from,
-    fewest_rows,
     measurable,
     micro_batches,
+    possible_micro_batches,
     refuse_given,
     starts_of,
     too_many,
@@ -164,22 +164,22 @@ def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candid
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFit:
-    smallest_micro = fewest_rows(problem)
-    cost, where, peak = _largest_need(problem, smallest_micro)
+    needs = [(*_largest_need(problem, rows), rows) for rows in possible_micro_batches(problem)]
+    cost, where, peak, rows = min(needs, key=lambda need: need[2])  # not always the fewest rows: see `exact`
     refuse_given(problem, peak)
-    smallest = limit_for(peak)
-    wanted = _largest_need(problem, micro_batches(problem)[0])[2]
-    lines = [
-        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(problem)[0]}, and {left_of(problem.limit)}.",
+    cure = what_helps(
+        problem.limit, problem.runtime, peak, finer=bool(problem.count or problem.starts),
+        block=cost.slot + cost.train_peak, state=cost.state,
+        rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
+    )  # fmt: skip
+    return refused(
+        f"{where} alone needs {format_size(peak)}, at micro-batch {rows}, and {left_of(problem.limit)}.\n"
         f"  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}, gradients "
-        f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations at micro-batch {smallest_micro} "
-        f"{format_size(cost.saved)}",
-    ]
-    if problem.count or problem.starts:
-        lines.append("  Leave --partitions out, and the plan cuts where it must; or give more.")
-    else:
-        lines.append("  Split that block into smaller ones, use an optimizer with less state (--optimizer sgd), or give more.")
-    return refused("\n".join(lines), smallest)
+        f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}\n"
+        f"  {cure}",
+        limit_for(peak),
+        rows,
+    )
 
 
 def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, str, int]:

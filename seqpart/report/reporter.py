@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Column
 
+from seqpart.errors import SeqpartError, in_arguments
 from seqpart.execution.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.files.direct import explained
 from seqpart.files.owned import added_to, made
@@ -29,7 +30,7 @@ from seqpart.report.output import standard_output
 from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_of, wrapped
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Verb
+from seqpart.schedule.steps import Position, Verb
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
@@ -41,10 +42,13 @@ _WHAT = {
 
 
 class Reporter:
-    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called."""
+    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called.
 
-    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
-        self.console = console or _console(quiet)
+    flags: for the command, whose flags are not the arguments of Python.
+    """
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None, flags: bool = False) -> None:
+        self.console, self._flags = console or _console(quiet), flags
         self._log: IO[str] | None = None
         self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
@@ -68,7 +72,15 @@ class Reporter:
             except OSError as error:
                 raise explained(error, self._log_path) from None
 
+    def add_note(self, error: Exception, note: str) -> None:
+        """To any error, with flags or arguments, as whoever began the run knows them."""
+        error.add_note(note if isinstance(error, SeqpartError) else self._worded(note))
+
+    def _worded(self, text: str) -> str:
+        return text if self._flags else in_arguments(text)
+
     def say(self, text: str, level: int = logging.INFO) -> None:
+        text = self._worded(text)
         LOGGER.log(level, "%s", text)
         if not is_heard(level):
             width = width_of(self.console)
@@ -94,9 +106,9 @@ class Reporter:
         for line in plan_notes(plan):
             self.say(line)
 
-    def begin(self, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
-        """Start of the loop at phase number `first`; `used` is the peak so far, in bytes."""
-        self._bar = _Bar(self.console, phases, first, limit, used)
+    def begin(self, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
+        """Start of the loop; `used` is the peak so far, in bytes."""
+        self._bar = _Bar(self.console, phases, start, limit, used)
 
     def listen(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -123,7 +135,7 @@ class Reporter:
         if event.loss is None:  # nothing but rows for the next partition
             return
         phase = event.phase
-        speed = event.rows / max(event.seconds, 1e-9)
+        speed = event.rows_per_second
         self.record(
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
             accuracy=event.accuracy, metrics=dict(event.metrics), rows=event.rows, took=round(event.seconds, 3),
@@ -156,6 +168,20 @@ class Reporter:
             with contextlib.suppress(OSError):
                 self._log.close()
             self._log = None
+
+
+class WarningsAlone(Reporter):
+    """Of what is not a run for its user: an evaluation, steps of somebody's own loop. Their results are told by who asked."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        if level >= logging.WARNING:
+            super().say(text, level)
+
+    def plan(self, plan: Plan) -> None:
+        pass
 
 
 def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
@@ -193,7 +219,7 @@ def _passes(phase: Phase) -> int:
 class _Bar:
     """The live line; absent where the output is not a terminal."""
 
-    def __init__(self, console: Console, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
+    def __init__(self, console: Console, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
         self._console, self._limit, self._used, self._phases = console, limit, used, phases
         self._progress: Progress | None = None
         self._rows = 0
@@ -204,7 +230,9 @@ class _Bar:
             # No refresh thread: its stack would be reserved under the limit.
             line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
             self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
-            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[first:]))
+            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[start.phase :]))
+            if start.updates:
+                total -= phases[start.phase].rows_before(start.updates) * _passes(phases[start.phase])
             self._task = self._progress.add_task(self._what[0], total=total)
             self._progress.start()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import simulate
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import left_of, limit_for, margin_of, refused
+from seqpart.memory.limit import left_of, limit_for, margin_of, refused, what_helps
 from seqpart.methods.exact import FULL, STREAMED
 from seqpart.model.blocks import Chain
 from seqpart.offload.layout import Layout
@@ -68,9 +68,11 @@ def choose_cuts(problem: Problem, parts: Parts) -> Cuts:
             return _cuts_at(whole, subnet, rows)
         except DoesNotFit as refusal:
             refusals.append(refusal)
-    most = refusals[-1]
-    words = "A subnet and the whole network's blocks, one at a time, have to fit"
-    raise refused(f"{most.message}\n  {words}: more --subnets make the first smaller.", most.smallest or problem.limit)
+    least = min(refusals, key=lambda refusal: refusal.smallest or problem.limit)
+    words = ""
+    if problem.runtime <= problem.limit - margin_of(problem.limit):
+        words = "\n  A subnet, and a block of the whole network, have to fit: more --subnets make the first smaller."
+    raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
 
 def _cuts_at(whole: Problem, subnet: Problem, rows: int) -> Cuts:
@@ -95,11 +97,14 @@ def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
         for last, cost in _longer(problem, rows, first):
             peak = test_peak(problem, (first, last, cost), rows)
             if peak > available and fitting is None:
-                block = problem.chain[first]
+                block, held = problem.chain[first], cost.slot + cost.forward_peak
+                helps = what_helps(problem.limit, problem.runtime, peak, block=held)
                 raise refused(
                     f"{block} of the whole network needs {format_size(peak)} to be tested, at micro-batch {rows}, and "
-                    f"{left_of(problem.limit)}.\n  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}",
+                    f"{left_of(problem.limit)}.\n  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}"
+                    f"\n  {helps}",
                     limit_for(peak),
+                    rows,
                 )
             if peak > available:
                 break

@@ -46,7 +46,7 @@ def verified(arguments: Sequence[str]) -> None:
     given = [flag_of(name) for name in _NOT_OURS if getattr(job, name)]
     if given:
         raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
-    reporter = Reporter(quiet=job.quiet)
+    reporter = Reporter(quiet=job.quiet, flags=True)
     reuse, options = saved_plan(job), job.settings()
     if reuse is not None and not has_flag(given_arguments, "--method"):
         options.pop("method")
