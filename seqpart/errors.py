@@ -40,6 +40,8 @@ _FLAG = re.compile(
 """A flag, and the value behind it where that is a number, a size, a word that some option takes, a path with a slash, or
 quoted as a shell has it."""
 _NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
+_TWO_STOPS = re.compile(r"(?<=[\w)\]'\"])\.\.(?=\s|$)")
+"""Where a sentence ends with what a library said, in a sentence."""
 _ARGUMENTS = {"plan": "reuse", "data": "train"}
 """Flags that Python has another name for."""
 
@@ -91,7 +93,7 @@ class SeqpartError(Exception):
     @property
     def with_flags(self) -> str:
         """The message as the command prints it. Take this one where a message becomes part of another."""
-        return super().__str__()
+        return _TWO_STOPS.sub(".", super().__str__())
 
     @property
     def notes_with_flags(self) -> tuple[str, ...]:

@@ -137,7 +137,8 @@ OPTIONS = {
     "--method full --partitions 2": "--partitions: method full has one partition; found '2'",
     "--momentum 0.9": "--momentum goes with --optimizer sgd; the others keep moments of their own",
     "--model desk_own:fits": "--width and --depth go with --model mlp; found --model desk_own:fits",
-    "--model gpt": "--model gpt takes rows of tokens; found rows of quantities of shape (64,) with labels of shape () each",
+    "--model gpt": "--model gpt takes rows of tokens; found rows of quantities of shape (64,), of --data digits (the default: "
+    "; with labels of shape () each",
     "--heads 2": "--heads goes with --model gpt; found --model mlp",
     "--model gpt --data text:desk.txt --context 9 --heads 3": "--heads: expected a number; width of 64; found 3",
     "--model gpt --data text:desk.txt --context 9 --heads 0": "divides the width of 64; found 0",
@@ -214,6 +215,11 @@ MODELS = {
     "transformer": "or package.module:function; found 'transformer'",
     "torchvision:resnet81": "--model torchvision:resnet81: torchvision has no model of that name. Near it: resnet",
     "timm:resnet81": "--model timm:resnet81: timm has no model of that name. Near it: resnet",
+    "torchvision:resnet18": "takes images (channels, height, width); found rows of quantities of shape (64,), of --data digits "
+    "(the default: scikit-learn's 8 x 8 digits as rows of 64 numbers); Give --data imagefolder:DIR, folder:DIR",
+    "timm:resnet18": "takes images (channels, height, width); of --data digits (the default; Give --data imagefolder:DIR",
+    "desk_own:narrow": "cannot take rows of shape (64,); no --data given: digits, the default: scikit-learn's 8 x 8 digits",
+    "lenet": "of at least 16 pixels a side; of --data digits (the default; Give --data mnist",
     "hf:.": "--model hf:.: expected a directory with a config.json, as save_pretrained writes it; found none",
     ":f": "--model: expected package.module:function; found ':f'",
     "..x:f": "--model: expected package.module:function; found '..x:f'",

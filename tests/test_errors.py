@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.errors import DoesNotFit, OptionError, SeqpartError, in_arguments, resuming
+from seqpart.errors import DataError, DoesNotFit, OptionError, SeqpartError, in_arguments, resuming
 from seqpart.report.reporter import Reporter
 from tests.test_failures import data
 
@@ -63,6 +63,14 @@ def test_what_python_gets_wrong_is_said_in_its_own_names(words, tmp_path):
     with pytest.raises(OptionError, match=words) as refused:
         Trainer(BLOCKS, **options).plan(data(), data(12, 1))
     assert "--" not in str(refused.value)
+
+
+def test_a_sentence_that_ends_with_what_a_library_said_ends_once():
+    """It said `Couldn't find any class folder in /data/ref..`: ours ended with its message, which ends with a stop."""
+    assert DataError("expected a directory. Couldn't find any class folder in /data/ref..").with_flags.endswith("/data/ref.")
+    assert str(OptionError('it says "no"..\n  Give another.')) == 'it says "no".\n  Give another.'
+    for kept in ("found ..", "expected a path; found ../.. here", "block 0..3, and so on...", "Found ../"):
+        assert OptionError(kept).with_flags == kept
 
 
 @pytest.mark.parametrize("flags", [False, True])

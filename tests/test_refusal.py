@@ -1,9 +1,11 @@
 """A limit that is too small is refused with the smallest that is enough, and with what would help."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,9 @@ from seqpart.memory.limit import margin_of, what_helps
 from seqpart.methods import methods_named
 from seqpart.planning.exact import choose_exact
 from seqpart.planning.sil import choose_cut
+from seqpart.train import run_command
 from tests import chains
+from tests.command import call
 
 large = st.builds(
     chains.block, weights=st.integers(1, 60).map(lambda n: n << 20), saved=st.integers(0, 60).map(lambda n: n << 20),
@@ -127,3 +131,69 @@ def test_nothing_is_advised_that_could_not_help(limit, runtime, block, rows, sta
     for words, name in CURES.items():
         left = peak - taken[name] + (name == "block")  # some of a block is there however small its pieces are
         assert (words in said.lower()) == (runtime <= available and left <= available), said
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------
+
+SLOW = [pytest.param("sil --partitions 4", marks=pytest.mark.slow)]
+GROWING = ["auto", "streamed", "sil", "ist --subnets 2", *SLOW]
+
+
+def named_in(ran):
+    """The limit of a refusal."""
+    assert ran.code == 3, ran.out + ran.err
+    (limit,) = re.findall(r"smallest limit that fits: (\d+MB)\.", ran.err)
+    return limit
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("method", GROWING)
+def test_the_limit_that_is_named_is_enough_for_a_model_that_grows_with_it(method, capsys):
+    """The command's own has twice the state of the limit. 330 MB were named for a subnet of the model at 319 MB, 342 at 330."""
+    asked = ["--method", *method.split(), "--dry-run", "--mem-limit"]
+    refusal = call(capsys, *asked, "100MB")
+    assert "The runtime alone" in refusal.err and "--optimizer sgd" not in refusal.err
+    limit = named_in(refusal)
+    found = call(capsys, *asked, limit)
+    assert found.code == 0, found.err
+    (depth,) = re.findall(r"grows with the limit: that is for --depth (\d+)", refusal.err)
+    assert f"--depth {depth})" in found.out
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("method", ["full", "checkpointed"])
+def test_a_model_that_grows_out_of_every_limit_is_told_so_with_the_depth_to_give(method, capsys):
+    """893 MB were named for 300 MB, 2,116 MB for 893, and so on: its whole state is to be there, which is twice the limit."""
+    asked = ["--method", *method.split(), "--dry-run"]
+    refusal = call(capsys, *asked, "--mem-limit", "300MB")
+    assert refusal.code == 3 and "smallest limit that fits" not in refusal.err
+    (instead,) = re.findall(r"no limit fits: .* --depth (\d+), as it is, or less: for that (\d+MB) are enough", refusal.err)
+    found = call(capsys, *asked, "--depth", instead[0], "--mem-limit", instead[1])
+    assert found.code == 0, found.err
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_a_saved_plan_is_of_one_depth(capsys, tmp_path):
+    """With another limit the same command has another model, and the plan is not for that."""
+    asked = ["--method", "streamed", "--dry-run", "--mem-limit"]
+    assert call(capsys, *asked, "800MB", "--depth", "2", "--plan-out", tmp_path / "plan.json").code == 0
+    refusal = call(capsys, *asked, "150MB", "--width", "1024", "--plan", tmp_path / "plan.json")
+    assert refusal.code == 2 and "that plan is for another model" in refusal.err
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("method", ["psl", "streamed", "ist --subnets 2"])
+def test_the_limit_that_is_named_is_enough_for_a_model_of_its_own_size(method, capsys, tmp_path):
+    x, y = np.random.default_rng(0).random((400, 1, 28, 28), np.float32), np.arange(400) % 10
+    np.savez(tmp_path / "rows.npz", x_train=x, y_train=y, x_test=x[:50], y_test=y[:50])
+    model = "psnet" if method == "psl" else "mlp"
+    own = ["--model", model, *(["--depth", "3"] if model == "mlp" else [])]
+    asked = [*own, "--data", f"npz:{tmp_path / 'rows.npz'}", "--method", *method.split(), "--dry-run", "--mem-limit"]
+    assert call(capsys, *asked, named_in(call(capsys, *asked, "100MB"))).code == 0
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_verify_names_a_limit_of_the_same_command_too(capsys):
+    assert run_command("verify", ["--mem-limit", "100MB"]) == 3
+    said = capsys.readouterr().err
+    assert "grows with the limit" in said and "smallest limit that fits" in said

@@ -27,7 +27,7 @@ from seqpart.planning.plan import Plan, as_text_rows
 from seqpart.recording.tally import Tally
 from seqpart.report.log import LOGGER, is_heard
 from seqpart.report.output import standard_output
-from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_for_table, width_of, wrapped
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Position, Verb
@@ -39,6 +39,10 @@ _WHAT = {
     PhaseKind.TRAIN: "train", PhaseKind.CACHE: "cache outputs", PhaseKind.DRAW: "draw inputs", PhaseKind.TEST: "test",
     PhaseKind.STATISTICS: "statistics",
 }  # fmt: skip
+
+
+_SHOWN_EVERY = 0.2
+"""Seconds between two states of the live line."""
 
 
 class Reporter:
@@ -91,15 +95,14 @@ class Reporter:
         self.say(text, logging.WARNING)
 
     def plan(self, plan: Plan) -> None:
-        rows, width = as_text_rows(plan), width_of(self.console)
+        rows, width = as_text_rows(plan), width_for_table(self.console)
         table, left_out = plan_table(rows, width)
         self.say(plan_title(plan))
         if is_heard(logging.INFO):
             LOGGER.info("%s", as_lines(plan_table(rows, None)[0], table_width(rows)))
             left_out = ()
         else:
-            if width is None:
-                self.console.width = table_width(rows)  # a file has none, and rich cuts at 80
+            self.console.width = table_width(rows) if width is None else width  # a file has none, and rich cuts at 80
             self.console.print(table)
         if left_out:
             self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
@@ -238,26 +241,34 @@ class _Bar:
 
     def enter(self, event: PhaseBegun) -> None:
         self._what = _spellings(event.phase)
+        self._show()
 
     def step(self, event: StepDone) -> None:
         if self._progress is None or event.step.micro_batch is None:
             return
-        phase = self._phases[event.step.phase]
-        if event.step.partition != phase.last:  # rows are counted once, where they end
+        phase, p = self._phases[event.step.phase], event.step.partition
+        # Rows are counted where they end. Without a backward pass all of them go through a partition before the next.
+        parts = 1 if phase.kind is PhaseKind.TRAIN else len(phase.partitions)
+        if parts == 1 and p != phase.last:
             return
         span = phase.span(event.step.micro_batch)
-        self._rows += span.stop - span.start
-        self._progress.advance(self._task, (span.stop - span.start) * _passes(phase))
-        now = time.perf_counter()
-        if now - self._shown > 0.2:
-            self._shown = now
-            task = self._progress.tasks[0]
-            line = bar_line(
-                self._what, task.percentage / 100, task.time_remaining, self._rows / (now - self._began), self._used(),
-                self._limit, width=self._console.width,
-            )  # fmt: skip
-            self._progress.update(self._task, description=line)
-            self._progress.refresh()
+        rows = span.stop - span.start
+        self._rows += rows if p == phase.last else 0
+        self._progress.advance(self._task, rows * _passes(phase) / parts)
+        if time.perf_counter() - self._shown > _SHOWN_EVERY:
+            self._show()
+
+    def _show(self) -> None:
+        if self._progress is None:
+            return
+        now = self._shown = time.perf_counter()
+        task = self._progress.tasks[0]
+        line = bar_line(
+            self._what, task.percentage / 100, task.time_remaining, self._rows / max(now - self._began, 1e-9), self._used(),
+            self._limit, width=self._console.width,
+        )  # fmt: skip
+        self._progress.update(self._task, description=line)
+        self._progress.refresh()
 
     def close(self) -> None:
         if self._progress is not None:

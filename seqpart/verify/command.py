@@ -6,6 +6,7 @@ from pathlib import Path
 
 from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job, opened, saved_plan
+from seqpart.cli.sizing import smallest_limit_named
 from seqpart.errors import OptionError
 from seqpart.kinds import Method
 from seqpart.report.reporter import Reporter
@@ -50,9 +51,10 @@ def verified(arguments: Sequence[str]) -> None:
     reuse, options = saved_plan(job), job.settings()
     if reuse is not None and not has_flag(given_arguments, "--method"):
         options.pop("method")
-    _, trainer, train, _ = opened(job, reporter)
+    _, trainer, train, test = opened(job, reporter)
     options |= {"weights": trainer.settings.weights, "weights_partial": trainer.settings.weights_partial}
-    verify(
-        trainer.model, train, steps=job.steps, reference=job.reference, reuse=reuse, sweep=job.sweep, reporter=reporter,
-        **options,
-    )  # fmt: skip
+    with smallest_limit_named(job, trainer, train, test, reuse):
+        verify(
+            trainer.model, train, steps=job.steps, reference=job.reference, reuse=reuse, sweep=job.sweep, reporter=reporter,
+            **options,
+        )  # fmt: skip
