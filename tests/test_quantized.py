@@ -2,6 +2,7 @@
 bits."""
 
 import functools
+import signal
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, ModelError
 from seqpart.planning.plan import Plan
+from seqpart.quantized import intake
 from seqpart.quantized.intake import PlainTensors
+from seqpart.quantized.layers import Quantized
 from seqpart.schedule.steps import Verb
 from tests.exactly import FULL, HOWS, Trained, first_difference, numbers
 from tests.test_adapters import BATCH, EPOCHS, Steps
@@ -326,6 +329,24 @@ def test_what_cannot_be_trained_around_is_refused_by_its_name_and_left_as_it_is(
             fitted(tmp_path / "run", network, method="full")
     after = load_state(model) if before else {}
     assert before.keys() == after.keys() and all(same(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("call", ["_places", "get_parameter"])
+def test_ctrl_c_while_layers_are_emptied_or_filled_leaves_them_as_they_were(call, monkeypatch):
+    model, owner = network("4 bits"), intake if call == "_places" else Quantized
+    before, real = load_state(model), getattr(owner, call)
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(owner, call, interrupted)
+        with PlainTensors(model, "cpu"):
+            assert call == "get_parameter" and isinstance(model[1], Quantized)
+    after = load_state(model)
+    assert isinstance(model[1], bnb.nn.Linear4bit)
+    assert before.keys() == after.keys() and all(same(before[name], after[name]) for name in before)
 
 
 def test_on_a_gpu_8_bits_are_refused():
