@@ -2,19 +2,22 @@
 bits."""
 
 import functools
+import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, ModelError
 from seqpart.planning.plan import Plan
+from seqpart.quantized import intake
 from seqpart.quantized.intake import PlainTensors
+from seqpart.quantized.layers import Quantized
 from seqpart.schedule.steps import Verb
 from tests.exactly import FULL, HOWS, Trained, first_difference, numbers
 from tests.test_adapters import BATCH, EPOCHS, Steps
@@ -326,6 +329,51 @@ def test_what_cannot_be_trained_around_is_refused_by_its_name_and_left_as_it_is(
             fitted(tmp_path / "run", network, method="full")
     after = load_state(model) if before else {}
     assert before.keys() == after.keys() and all(same(before[key], after[key]) for key in before)
+
+
+def test_packed_weights_from_a_file_are_those_of_the_same_quantization_or_refused(tmp_path):
+    """Scales of scales have an offset in the text beside a weight: with another one they are other numbers."""
+    x, model = rows(), network("4 bits")
+    result = fitted(tmp_path / "run", model)
+    trainer = Trainer(network("4 bits"), mem_limit="2GB", method="full", batch_size=BATCH, quiet=True, output_dir=tmp_path)
+    assert trainer.evaluate(x, weights=result.weights).loss == result.test_loss
+    others = network("4 bits")
+    with torch.no_grad():
+        for number in (1, 4):
+            layer = four(*others[number].weight.quant_state.shape)
+            layer.weight.data.mul_(3)
+            layer.bias.requires_grad_(number == 4)
+            others[number] = layer.to("cpu")
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors has 1\.\w+ quantized otherwise than the model, whose layer keeps"
+    ):
+        fitted(tmp_path / "others", others, weights=result.weights)
+    floats = {
+        name: tensor for name, tensor in load_file(result.weights).items() if not name.startswith(("1.weight", "4.weight"))
+    }
+    save_file({**floats, "1.weight": torch.zeros(4096, 1, dtype=torch.uint8)}, tmp_path / "partly.safetensors")
+    with pytest.raises(ModelError, match=r"partly\.safetensors has 1\.weight quantized otherwise"):
+        fitted(tmp_path / "partly", network("4 bits"), weights=tmp_path / "partly.safetensors", weights_partial=True)
+    save_file(floats, tmp_path / "floats.safetensors")
+    fitted(tmp_path / "floats", network("4 bits"), weights=tmp_path / "floats.safetensors", weights_partial=True)
+
+
+@pytest.mark.parametrize("call", ["_places", "get_parameter"])
+def test_ctrl_c_while_layers_are_emptied_or_filled_leaves_them_as_they_were(call, monkeypatch):
+    model, owner = network("4 bits"), intake if call == "_places" else Quantized
+    before, real = load_state(model), getattr(owner, call)
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(owner, call, interrupted)
+        with PlainTensors(model, "cpu"):
+            assert call == "get_parameter" and isinstance(model[1], Quantized)
+    after = load_state(model)
+    assert isinstance(model[1], bnb.nn.Linear4bit)
+    assert before.keys() == after.keys() and all(same(before[name], after[name]) for name in before)
 
 
 def test_on_a_gpu_8_bits_are_refused():

@@ -26,17 +26,21 @@ _NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "b
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Of a module whose weights are quantized, as its attribute `packed`: how, how many they are, and its tensors that they
-    are in: they have fewer elements, or other ones beside them."""
+    are in: they have fewer elements, or other ones beside them.
+
+    said_in: the one that says how they are packed, which must stay what it is; "" where none does.
+    """
 
     how: str
     weights: int
     tensors: tuple[str, ...]
+    said_in: str = ""
 
 
 def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Collection[str]) -> int:
     """How many weights of `own`, tensors of the module by name, do not learn."""
     count = {name: t.numel() for name, t in own.items() if isinstance(t, nn.Parameter) and name not in trainable}
-    for path, packed in _packed_in(module):
+    for path, packed in packed_parts(module):
         inside = [f"{path}.{name}".lstrip(".") for name in packed.tensors]
         if inside[0] in own:
             count |= dict.fromkeys(inside, 0) | {inside[0]: packed.weights}
@@ -45,7 +49,7 @@ def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Col
 
 def packed_in(modules: Iterable[nn.Module | None]) -> list[str]:
     """Which layers have quantized weights, in words."""
-    found = {id(packed): packed for module in modules if module is not None for _, packed in _packed_in(module)}
+    found = {id(packed): packed for module in modules if module is not None for _, packed in packed_parts(module)}
     said = []
     for how in dict.fromkeys(packed.how for packed in found.values()):
         alike = [packed.weights for packed in found.values() if packed.how == how]
@@ -53,7 +57,7 @@ def packed_in(modules: Iterable[nn.Module | None]) -> list[str]:
     return said
 
 
-def _packed_in(module: nn.Module) -> Iterator[tuple[str, Packed]]:
+def packed_parts(module: nn.Module) -> Iterator[tuple[str, Packed]]:
     for path, part in module.named_modules():
         if isinstance(packed := getattr(part, "packed", None), Packed):
             yield path, packed

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import ModelError
+from seqpart.interrupts import undivided
 from seqpart.model.inspection import is_listened_to
 from seqpart.model.live_modules import modules_of
 from seqpart.quantized.layers import Linear4bit, Linear8bit, Quantized
@@ -48,10 +49,20 @@ class PlainTensors:
         for layer, own in ours.items():
             own.share(known.setdefault(id(layer.weight), own))  # a weight of two layers has one home
             own.train(layer.training)
-            self._empty(layer, own)
-        return self._with(ours)
+        try:
+            with undivided():
+                for layer, own in ours.items():
+                    self._empty(layer, own)
+                return self._with(ours)
+        except BaseException:
+            self._give_back()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with undivided():
+            self._give_back()
+
+    def _give_back(self) -> None:
         for modules, name, layer in self._parents:
             modules[name] = layer
         for (owner, attribute, name), own in self._emptied:

@@ -72,7 +72,7 @@ class Linear4bit(Quantized):
         self.format = Format(tuple(state.shape), state.blocksize, state.quant_type, state.dtype)
         self._compute_dtype = layer.compute_dtype
         self._scales = ("absmax", "nested_absmax", "nested_quant_map", "offset") if state.nested else ("absmax",)
-        self.packed = Packed(f"4 bits ({state.quant_type})", state.shape.numel(), tuple(tensors))
+        self.packed = Packed(f"4 bits ({state.quant_type})", state.shape.numel(), tuple(tensors), said_in="quant_state")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = x.dtype
