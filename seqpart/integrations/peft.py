@@ -17,7 +17,7 @@ def get_peft_model(model: nn.Module, peft_config: Any, *arguments: Any, **option
     """What peft's own returns. But beside parameters on the meta device, as seqpart.parameters_on_meta makes them, adapters are
     in memory with their initial values: peft moves them to where their base is, and there they have none.
 
-    arguments, options: of peft's own. Raises ModelError for an adapter whose initial values are made of its base's (DoRA, PiSSA).
+    arguments, options: of peft's own. Raises ModelError for an adapter whose initial values are made of the base's (DoRA).
     """
     try:
         with _WithValues():
