@@ -381,7 +381,7 @@ class Preparation(Inputs):
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
                     boundary_tier=tier_at(used.resources.tiers, p), rows_in_memory=p in candidate.rows,
                     why=used.why[p] if used.why else "",
-                    peak=max(peaks[p], recovery.peak if recovery is not None else 0),
+                    peak=max(peaks[p], recovery.peak if recovery is not None else 0, self.runtime + self.trials.beyond),
                 )
             )  # fmt: skip
         if recovery is not None:

@@ -16,7 +16,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.files.direct import PAGE, aligned_bytes, round_up
-from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
+from seqpart.memory.limit import WARM_UP_BYTES, growth_beside, left_of, limit_for, refused
 from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
 from seqpart.model.packs import DEVICE, ROWS, Handing, Tiers
@@ -95,10 +95,11 @@ class Problem:
     def host_tier(self) -> str:
         return "ram" if self.host_counts else "pinned"
 
-    def peak(self, work: int) -> int:
-        """Of the process or device, where a partition takes `work` bytes."""
-        warm_up = WARM_UP_BYTES if self.host_counts else 0
-        return self.runtime + max(self.growth + work, warm_up, self.live_bytes + self.growth if self.live_bytes else 0)
+    def peak(self, work: int, heap: int = 0) -> int:
+        """Of the process or device, where a partition takes `work` bytes; `heap`: beside one that is kept."""
+        grown = heap or (growth_beside(self.growth, work) if self.host_counts else self.growth)
+        alive = self.live_bytes + self.growth if self.live_bytes else 0
+        return self.runtime + max(grown + work, WARM_UP_BYTES if self.host_counts else 0, alive)
 
 
 Part = tuple[int, int, PartitionCost]
@@ -130,10 +131,8 @@ class Candidate:
 
     @property
     def heap_reason(self) -> list[str]:
-        size = format_size(self.heap)
-        return (
-            [f"memory of tensors that die stays for those that come: there is room for a heap of {size}"] if self.heap else []
-        )
+        text = f"memory of tensors that die stays for those that come: there is room for a heap of {format_size(self.heap)}"
+        return [text] if self.heap else []
 
 
 def measurable(problem: Problem, micro_batch: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import left_of, limit_for, margin_of, refused, what_helps
+from seqpart.memory.limit import growth_beside, left_of, limit_for, margin_of, refused, what_helps
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.sil import sil_phases
 from seqpart.planning.dynamic import Piece, best_cut
@@ -78,7 +78,7 @@ def _held(cost: PartitionCost) -> int:
 
 
 def _room(problem: Problem, available: int) -> int:
-    return available - problem.runtime - problem.growth
+    return available - problem.runtime - growth_beside(problem.growth, 0)
 
 
 def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
