@@ -50,18 +50,14 @@ def make(folder: Path) -> tuple[Path, Path]:
 def with_lora(base: nn.Module, rank: int) -> nn.Module:
     """What learns are two matrices beside each linear layer."""
     try:
-        from peft import LoraConfig, get_peft_model
-        from peft.tuners.lora import LoraLayer
+        from peft import LoraConfig
+
+        from seqpart.integrations.peft import get_peft_model
     except ImportError:
         raise SystemExit("--lora and --nf4 need peft: pip install peft") from None
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # of what peft asks transformers for
-    model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer):  # peft left the two where a base on the meta device is, without values
-            layer.lora_A.to_empty(device="cpu"), layer.lora_B.to_empty(device="cpu")
-            layer.reset_lora_parameters("default", init_lora_weights=True)
-    return model
+    return get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def in_4_bits(folder: Path) -> nn.Module:
