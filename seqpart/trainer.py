@@ -34,6 +34,7 @@ from seqpart.model.optimizers import Build, describe
 from seqpart.options import Options
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.quantized.intake import PlainTensors
 from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter, WarningsAlone, single
 from seqpart.result import Evaluation, Result
@@ -180,7 +181,7 @@ class Trainer:
             preparation = attempt.enter_context(closing(prepare(model=model)))
             return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
 
-        model = self.model
+        model = stack.enter_context(PlainTensors(self.model, self.device.kind))
         if in_pairs:
             model = stack.enter_context(Separation(model, self.device, self.settings.seed))
         return first_that_fits(stack, model, self.tiles(again), work)

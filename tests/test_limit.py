@@ -6,6 +6,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
@@ -13,9 +15,10 @@ from seqpart.costs.counting import LiveBytes
 from seqpart.costs.hardware import measure_speeds, seconds_of
 from seqpart.errors import DoesNotFit
 from seqpart.memory.device import Device
-from seqpart.memory.limit import enforced, measure_runtime, too_small, warm_up
+from seqpart.memory.limit import WARM_UP_BYTES, enforced, growth_beside, measure_runtime, too_small, warm_up
 from seqpart.memory.sampler import Proof, Sampler
-from seqpart.memory.usage import MemoryUsage, Reading, read_process
+from seqpart.memory.usage import HighWater, MemoryUsage, Reading, read_process
+from seqpart.model.optimizers import chosen
 from seqpart.units import parse_size
 from tests import machine
 
@@ -170,12 +173,38 @@ def test_the_refusal_names_the_least_megabyte_that_is_enough():
     assert str(too_small(100 * MB, 300 * MB + 1)).endswith("Give more than 301MB.")
 
 
+@given(st.integers(0, 1 << 32), st.integers(1, 1 << 32))
+def test_more_work_never_has_less_room_to_grow_and_never_more_than_is_allowed(work, more):
+    """All of it was allowed beside the smallest network, and with a small runtime its peak was predicted 8 % too high."""
+    allowed = 12 << 20
+    assert allowed // 2 <= growth_beside(allowed, work) <= growth_beside(allowed, work + more) <= allowed
+    assert (growth_beside(allowed, work) == allowed) == (work // 32 >= allowed // 2)
+
+
 def test_the_runtime_is_measured_after_its_libraries_have_warmed_up():
     warm_up(Device())
     runtime = measure_runtime(Device())
     # What the garbage collector and the allocator return between the two looks is a few megabytes.
     assert abs(runtime - held_now()) < 64 * MB
     assert runtime > 20 * MB, "an interpreter with torch is never smaller"
+
+
+def test_what_is_done_before_a_plan_takes_no_more_than_the_least_peak(tmp_path):
+    """The disk was probed with 16 MB: for a moment, and a network of less was seen to pass its prediction."""
+    meter = HighWater(Device())
+    if not meter.works:
+        pytest.skip("/proc is read-only: the kernel's mark cannot be set back")
+
+    Device().heap.settle()  # as runs do: what was free before would hide what is taken
+
+    def work():
+        warm_up(Device())
+        measure_speeds(Device(), chosen("adam", 0.1, 0.0, 0.0, 0.9), 256, tmp_path)
+
+    work()  # libraries are loaded, and threads started
+    held = meter.restart()
+    work()
+    assert 1 << 20 < meter.peak() - held <= WARM_UP_BYTES
 
 
 def test_the_proof_says_all_in_one_line():

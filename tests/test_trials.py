@@ -2,9 +2,11 @@
 
 import functools
 import json
+import math
 import random
 import subprocess
 import sys
+from contextlib import closing
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +15,10 @@ import torch
 from torch import nn
 
 from seqpart import DoesNotFit, Trainer
+from seqpart.costs import trials
 from seqpart.costs.hardware import Speeds
+from seqpart.memory.device import Device
+from seqpart.zoo.models import mlp
 from tests import machine
 
 RUN = """
@@ -45,6 +50,17 @@ def test_the_peak_of_an_lstm_is_predicted_although_its_gates_are_inside_one_oper
     assert violations == 0 and 0.99 <= predicted / peak <= 1.07, (predicted, peak)
 
 
+def test_what_a_block_takes_while_it_is_tried_is_part_of_the_predicted_peak(monkeypatch):
+    """A trial adds up gradients, and SGD in one micro-batch does not: the measured peak was over its prediction."""
+    monkeypatch.setattr(Device, "keeps_heap", False)
+    rows = torch.randn(64, 64), torch.arange(64) % 10
+    trainer = Trainer(mlp(64, 10, width=2048, depth=1), None, "sgd", mem_limit="4GB", method="full", batch_size=64, quiet=True)
+    with closing(trainer.prepare(rows, rows)) as preparation:
+        plan, tried = preparation.planned().plan, preparation.trials.beyond
+    assert tried > 3 * 4 * 2048**2, "weights, gradients, and those that are added"
+    assert plan.peak >= plan.runtime + tried
+
+
 class Seen(nn.Module):
     """Notes how many rows each real pass had, and does what a block may do to the state that others see."""
 
@@ -68,6 +84,7 @@ class Seen(nn.Module):
 def seen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Seen, "rows", [])
+    monkeypatch.setattr(trials, "_SHORT", math.inf)  # on a busy machine no run is short
     return Seen.rows
 
 

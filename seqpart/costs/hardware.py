@@ -90,7 +90,7 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
 
 _PROBE = 64 << 20
 """Bytes of a copy that a link is measured with."""
-_PROBE_INSIDE = 5 << 20
+_PROBE_INSIDE = 4 << 20
 """Of one within the device's memory."""
 
 

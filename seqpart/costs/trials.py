@@ -80,6 +80,8 @@ class Trials:
         """The first block that is run: those before it are never trained, and may be larger than the limit."""
         self.peak = 0
         """Most bytes that were held during any trial: too short, perhaps, for a sampler."""
+        self.beyond = self._begun = 0
+        """The same beyond what was held before that trial: a block that is tried adds up gradients, and training need not."""
         self.untold: list[str] = []
         """Blocks that could not be run alone, in words: what was counted stands."""
 
@@ -156,6 +158,7 @@ class Trials:
     def _once(self, number: int, rows: int) -> Excess:
         """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
         Then one without a graph."""
+        self._begun = self._meter.now()
         module, tensors = real_module(self._chain[number], self._device.torch)
         cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
         with with_tensors(module, tensors):
@@ -220,7 +223,7 @@ class Trials:
 
     def _most(self) -> int:
         most = self._meter.peak()
-        self.peak = max(self.peak, most)
+        self.peak, self.beyond = max(self.peak, most), max(self.beyond, most - self._begun)
         return most
 
     def _forward(

@@ -246,8 +246,9 @@ def probe_disk(folder: Path, nbytes: int = 64 << 20, *, hidden: bool = False) ->
     if not folder.is_dir():
         raise DirectoryUnusable(f"cannot use {folder}: it is not a directory. Give a directory that you may write to.")
     nbytes = min(nbytes, max(PAGE, _free(folder) // 2 // PAGE * PAGE))
-    memory = bytes_of(aligned(REQUEST))
-    memory[:] = os.urandom(PAGE) * (REQUEST // PAGE)
+    memory, page = bytes_of(aligned(REQUEST)), os.urandom(PAGE)
+    for begin in range(0, REQUEST, PAGE):  # in place: such bytes beside it would be most of what a small network takes
+        memory[begin : begin + PAGE] = page
     try:
         with DirectFile.unnamed(folder, hidden=hidden) as file:
             began = time.perf_counter()

@@ -16,7 +16,7 @@ from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, tiers_in_words, tiers_of
 from seqpart.planning.dynamic import Piece, best_cut
-from seqpart.planning.plan import Plan
+from seqpart.planning.plan import AS_ASKED, Plan, Told
 from seqpart.planning.prediction import Kind, Option, Prediction, options_of, predict
 from seqpart.planning.problem import (
     BUFFERS,
@@ -42,9 +42,13 @@ _SPEEDS_ERR = 0.1
 """By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
 
 
-def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, Candidate, tuple[str, ...]]:
+def choose_exact(
+    problem: Problem, methods: Sequence[Method], told: Told = AS_ASKED
+) -> tuple[Method, Candidate, tuple[str, ...]]:
     """The fastest that fits, and why. Raises DoesNotFit, naming what would help."""
     available = problem.limit - margin_of(problem.limit)
+    if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
+        methods = methods[:1]
     tried = [(method, fastest_of(problem, method, available)) for method in methods]
     found = [prediction for _, prediction in tried if prediction is not None]
     if not found:
@@ -52,7 +56,7 @@ def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, C
     best = _simplest(found)
     why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best, available)
     best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
-    return best.method, best.candidate, tuple(_reasons(problem, best, tried))
+    return best.method, best.candidate, tuple(_reasons(problem, best, tried, told))
 
 
 def _simplest(found: Sequence[Prediction]) -> Prediction:
@@ -218,8 +222,12 @@ def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCo
     )  # fmt: skip
 
 
-def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]]) -> Iterator[str]:
-    if len(tried) > 1:
+def _reasons(
+    problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]], told: Told
+) -> Iterator[str]:
+    if told.method:
+        yield f"method {best.method.name} {told.method}"
+    elif len(tried) > 1:
         parts = []
         for method, prediction in tried:
             if prediction is None:
@@ -235,19 +243,16 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
     if best.method.in_pairs:
         yield _element(best)
     if count > 1:
-        asked = " as asked" if (problem.count or problem.starts) and not best.method.in_pairs else ""
+        asked = f" {told.cut}" if (problem.count or problem.starts) and not best.method.in_pairs else ""
         yield f"{count} partitions{asked}{_shared(best)}"
         if problem.saved is not None and not _as_saved(problem.saved, best):
-            yield (
-                "not all is as the plan says: partitions that stay and offloaded graphs go with --method auto, and what does "
-                "not fit, or cannot be, is chosen anew"
-            )
+            yield told.otherwise
         yield from _in_runs(candidate.why)
         yield f"boundaries wait on {tiers_in_words(candidate.resources.tiers)}"
         yield from _bound(best)
     yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
-        asked = "as asked" if problem.micro_batch else "the largest that fits"
+        asked = told.micro_batch if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
 
 

@@ -180,9 +180,9 @@ def peaks_by_partition(
     buffers = [_buffers(problem, candidate, phase) + rows_held(candidate.rows, phases, n) for n, phase in enumerate(phases)]
     for predicted in predicted_steps:
         p = predicted.step.partition
-        work = predicted.slots + candidate.heap - problem.growth if candidate.heap else predicted.peak
+        work = predicted.slots if candidate.heap else predicted.peak
         peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
-    return [problem.peak(peak) for peak in peaks]
+    return [problem.peak(peak, candidate.heap) for peak in peaks]
 
 
 def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:

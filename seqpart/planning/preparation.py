@@ -225,8 +225,8 @@ class Preparation(Inputs):
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
         """The method, cut and micro-batch, and why. Raises DoesNotFit."""
         if not self.alone:
-            return choose_exact(problem, request.methods)
-        candidate, reasons = choose_cut(problem)
+            return choose_exact(problem, request.methods, request.told)
+        candidate, reasons = choose_cut(problem, request.told)
         return request.methods[0], candidate, (*reasons, *self._idle_options(len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
@@ -258,8 +258,8 @@ class Preparation(Inputs):
                 "is nothing to recover. Leave it out, or cut with --partitions."
             )
         asked = replace(
-            problem, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
-            the_batch=self.recovery_batch, loss_of=partial(self.loss_cost, request, true=True), known={},
+            problem, starts=tuple(part[0] for part in candidate.parts), count=None, batch_size=self.recovery_batch, known={},
+            the_batch=self.recovery_batch, loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
         )  # fmt: skip
         found = fastest_of(asked, STREAMED, request.limit - margin_of(request.limit))
         if found is None:
@@ -381,7 +381,7 @@ class Preparation(Inputs):
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
                     boundary_tier=tier_at(used.resources.tiers, p), rows_in_memory=p in candidate.rows,
                     why=used.why[p] if used.why else "",
-                    peak=max(peaks[p], recovery.peak if recovery is not None else 0),
+                    peak=max(peaks[p], recovery.peak if recovery is not None else 0, self.runtime + self.trials.beyond),
                 )
             )  # fmt: skip
         if recovery is not None:

@@ -16,7 +16,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.files.direct import PAGE, aligned_bytes, round_up
-from seqpart.memory.limit import WARM_UP_BYTES, left_of, limit_for, refused
+from seqpart.memory.limit import WARM_UP_BYTES, growth_beside, left_of, limit_for, refused
 from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
 from seqpart.model.packs import DEVICE, ROWS, Handing, Tiers
@@ -95,10 +95,14 @@ class Problem:
     def host_tier(self) -> str:
         return "ram" if self.host_counts else "pinned"
 
-    def peak(self, work: int) -> int:
-        """Of the process or device, where a partition takes `work` bytes."""
-        warm_up = WARM_UP_BYTES if self.host_counts else 0
-        return self.runtime + max(self.growth + work, warm_up, self.live_bytes + self.growth if self.live_bytes else 0)
+    def peak(self, work: int, heap: int = 0) -> int:
+        """Of the process or device, where a partition takes `work` bytes; `heap`: beside one that is kept."""
+        least = WARM_UP_BYTES if self.host_counts else 0
+        return max(self.runtime + max(heap + work, least), self.beside(max(work, self.live_bytes)))
+
+    def beside(self, nbytes: int) -> int:
+        """The same of `nbytes` and nothing else, with what is allowed for growth."""
+        return self.runtime + nbytes + (growth_beside(self.growth, nbytes) if self.host_counts else self.growth)
 
 
 Part = tuple[int, int, PartitionCost]
@@ -130,10 +134,8 @@ class Candidate:
 
     @property
     def heap_reason(self) -> list[str]:
-        size = format_size(self.heap)
-        return (
-            [f"memory of tensors that die stays for those that come: there is room for a heap of {size}"] if self.heap else []
-        )
+        text = "memory of tensors that die stays for those that come: there is room for a heap of"
+        return [f"{text} {format_size(self.heap)}"] if self.heap else []
 
 
 def measurable(problem: Problem, micro_batch: int) -> bool:
@@ -255,15 +257,13 @@ def buffers_of(
 
 
 def too_many(problem: Problem, count: int) -> OptionError:
-    return OptionError(
-        f"--partitions {count}: the model has {len(starts_of(problem))} blocks at which a partition can begin; "
-        f"it cannot be cut into {count}."
-    )
+    found = f"the model has {len(starts_of(problem))} blocks at which a partition can begin"
+    return OptionError(f"--partitions {count}: {found}; it cannot be cut into {count}.")
 
 
 def refuse_given(problem: Problem, peak: int) -> None:
     """Raises DoesNotFit where `peak` is what a model given alive takes, and no cut would help."""
-    if problem.live_bytes and peak <= problem.peak(0):
+    if problem.live_bytes and peak <= problem.beside(problem.live_bytes):
         raise refused(
             f"the model was given alive, which needs {format_size(peak)}, and {left_of(problem.limit)}.\n"
             f"  Its weights, {format_size(problem.live_bytes)}, are all in memory when the run begins and when it ends, beside "

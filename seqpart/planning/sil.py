@@ -8,10 +8,11 @@ from dataclasses import replace
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import left_of, limit_for, margin_of, refused, what_helps
+from seqpart.memory.limit import growth_beside, left_of, limit_for, margin_of, refused, what_helps
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.sil import sil_phases
 from seqpart.planning.dynamic import Piece, best_cut
+from seqpart.planning.plan import AS_ASKED, Told
 from seqpart.planning.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
 from seqpart.planning.problem import (
     Candidate,
@@ -34,7 +35,7 @@ SMALLEST_EASY_MICRO_BATCH = 32
 """Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
 
 
-def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
+def choose_cut(problem: Problem, told: Told = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
     """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words.
 
     Cut, if that does, only where nothing that learns passes by what is judged: of the rest no loss says anything.
@@ -46,7 +47,7 @@ def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
     if best is None:
         raise _does_not_fit(problem)
     best = _with_heap(problem, best, problem.limit - margin_of(problem.limit))
-    return best, _reasons(problem, best)
+    return best, _reasons(problem, best, told)
 
 
 def _fewest(problem: Problem) -> Candidate | None:
@@ -77,7 +78,7 @@ def _held(cost: PartitionCost) -> int:
 
 
 def _room(problem: Problem, available: int) -> int:
-    return available - problem.runtime - problem.growth
+    return available - problem.runtime - growth_beside(problem.growth, 0)
 
 
 def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
@@ -220,18 +221,18 @@ def _named(problem: Problem, first: int, last: int) -> str:
     return str(block) if last - first == 1 else f"blocks {first}..{last - 1}, from {block.kind} on,"
 
 
-def _reasons(problem: Problem, best: Candidate) -> tuple[str, ...]:
+def _reasons(problem: Problem, best: Candidate, told: Told) -> tuple[str, ...]:
     count = len(best.parts)
     reasons = []
     if problem.starts is not None:
-        reasons.append(f"{count} partition(s): as asked")
+        reasons.append(f"{count} partition(s): {told.cut}")
     elif count > 1:
-        asked = "as asked" if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
+        asked = told.cut if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
         reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
     else:
         reasons.append("1 partition: the whole network fits, so nothing is cut")
     reasons += best.heap_reason
     if best.micro_batch < problem.batch_size:
-        asked = "as asked" if problem.micro_batch else "the largest that fits with so few partitions"
+        asked = told.micro_batch if problem.micro_batch else "the largest that fits with so few partitions"
         reasons.append(f"micro-batch {best.micro_batch} of {problem.batch_size}: {asked}")
     return tuple(reasons)

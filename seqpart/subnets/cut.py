@@ -12,6 +12,7 @@ from seqpart.model.blocks import Chain
 from seqpart.offload.layout import Layout
 from seqpart.parts.parts import Parts
 from seqpart.planning.exact import choose_exact
+from seqpart.planning.plan import Told
 from seqpart.planning.prediction import peaks_by_partition
 from seqpart.planning.problem import (
     Candidate,
@@ -57,15 +58,17 @@ def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, o
     return {"starts": None, "count": None} if number == 0 else {"starts": starts, "count": count}
 
 
-def choose_cuts(problem: Problem, parts: Parts) -> Cuts:
+def choose_cuts(problem: Problem, parts: Parts, told: Told) -> Cuts:
     """At the largest micro-batch at which the whole can be tested and a subnet trained. Raises DoesNotFit, in words."""
     whole, subnet = piece_of(problem, 0, trained=False), piece_of(problem, 1)
     refusals: list[DoesNotFit] = []
+    if not problem.micro_batch:
+        told = replace(told, micro_batch="the largest that fits")
     for rows in micro_batches(problem):
         if not measurable(problem, rows):
             break
         try:
-            return _cuts_at(whole, subnet, rows)
+            return _cuts_at(whole, subnet, rows, told)
         except DoesNotFit as refusal:
             refusals.append(refusal)
     least = min(refusals, key=lambda refusal: refusal.smallest or problem.limit)
@@ -75,15 +78,15 @@ def choose_cuts(problem: Problem, parts: Parts) -> Cuts:
     raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
 
-def _cuts_at(whole: Problem, subnet: Problem, rows: int) -> Cuts:
+def _cuts_at(whole: Problem, subnet: Problem, rows: int, told: Told) -> Cuts:
     tested, asked = _tested(whole, rows), replace(subnet, micro_batch=rows)
     one = (subnet.count or 1) == 1 and len(subnet.starts or (0,)) == 1
     try:
-        _, candidate, reasons = choose_exact(asked, (FULL if one else STREAMED,))
+        _, candidate, reasons = choose_exact(asked, (FULL if one else STREAMED,), told)
     except DoesNotFit:
         if not one or subnet.count or subnet.starts:
             raise
-        _, candidate, reasons = choose_exact(asked, (STREAMED,))
+        _, candidate, reasons = choose_exact(asked, (STREAMED,), told)
     return Cuts(whole=tested, subnet=candidate, subnet_reasons=reasons)
 
 

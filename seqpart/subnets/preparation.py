@@ -88,7 +88,7 @@ class SubnetPreparation(Preparation):
         asked, available, refusal = problem, problem.limit - margin_of(problem.limit), None
         for _ in range(_ATTEMPTS):
             try:
-                cuts = choose_cuts(asked, self.parts)
+                cuts = choose_cuts(asked, self.parts, request.told)
             except DoesNotFit as error:
                 raise refusal or error from None
             candidate, peak = self._fitting(problem, method, request, self._joint(problem, cuts))
