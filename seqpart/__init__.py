@@ -24,6 +24,7 @@ if "torch" not in sys.modules:
 from seqpart.errors import (
     BadInput,
     DoesNotFit,
+    Interrupted,
     LimitExceeded,
     OutOfMemory,
     SeqpartError,
@@ -45,6 +46,7 @@ __all__ = [
     "BadInput",
     "DoesNotFit",
     "Evaluation",
+    "Interrupted",
     "LimitExceeded",
     "OutOfMemory",
     "Result",

@@ -4,7 +4,13 @@ import sys
 
 from seqpart.errors import BadInput
 
-COMMANDS = ("train", "plan", "verify", "report", "doctor")
+COMMANDS = {
+    "train": "train a model under a memory limit: seqpart train --mem-limit 2GB",
+    "plan": "print the plan of that and train nothing",
+    "verify": "compare training under the limit with full training, every bit",
+    "report": "the directory of a run as one HTML page: seqpart report DIR",
+    "doctor": "what this machine offers: device, limits, tiers, disk speed, versions",
+}
 
 
 def console() -> None:
@@ -15,8 +21,10 @@ def console() -> None:
 
         sys.exit(run_command(command, arguments))
     asked = command in ("-h", "--help")
-    usage = f"usage: seqpart {{{','.join(COMMANDS)}}} [options]; seqpart train --help shows them"
-    print(usage, file=sys.stdout if asked else sys.stderr)
+    usage = [f"usage: seqpart {{{','.join(COMMANDS)}}} [options]", ""]
+    usage += [f"  {name:<8}{does}" for name, does in COMMANDS.items()]
+    usage += ["", "seqpart COMMAND --help shows the options of each."]
+    print("\n".join(usage), file=sys.stdout if asked else sys.stderr)
     sys.exit(0 if asked else BadInput.exit_code)
 
 

@@ -21,20 +21,27 @@ A message says what was expected, what was found, and the cure. It is written wi
 `str` of an error has the arguments of Python in their place (`batch_size=8`), and the command prints `with_flags`.
 """
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 _WORDS = (
     "sil|ist|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|"
     "adafactor|sgd|left|all|shard|keep|zero|cpu|rows|none|"
-    "(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
+    "DIR|wandb|tensorboard|(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )
+_PATH = r"[^\s,;]*/[^\s,;]*[\w/]"
+_QUOTED = r"""'(?:[^']|'"'"')*'"""
 _FLAG = re.compile(
     r"(?<![\w/=-])--([a-z]+(?:-[a-z]+)*)"
-    rf"(?: (\d+(?:[.,]\d+)*(?:e-?\d+)?(?:[KMGT]i?B|min|s)?|(?:{_WORDS})|[^\s,;]*/[^\s,;]*[\w/])(?![\w-]))?"
+    rf"(?: (\d+(?:[.,]\d+)*(?:e-?\d+)?(?:[KMGT]i?B|min|s)?|(?:{_WORDS})|{_QUOTED}|{_PATH})(?![\w-]))?"
 )
-"""A flag, and the value behind it where that is a number, a size, a word that some option takes, or a path."""
+"""A flag, and the value behind it where that is a number, a size, a word that some option takes, a path with a slash, or
+quoted as a shell has it."""
 _NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
+_TWO_STOPS = re.compile(r"(?<=[\w)\]'\"])\.\.(?=\s|$)")
+"""Where a sentence ends with what a library said, in a sentence."""
 _ARGUMENTS = {"plan": "reuse", "data": "train"}
 """Flags that Python has another name for."""
 
@@ -44,15 +51,31 @@ def in_arguments(text: str) -> str:
     return _FLAG.sub(lambda match: _argument(match[1], match[2]), text)
 
 
+def resuming(path: Path) -> str:
+    """`--resume PATH` for a message: quoted where a shell, or `in_arguments`, would not take it as it is."""
+    text = shlex.quote(str(path))
+    if text == str(path) and not re.fullmatch(_PATH, text):
+        text = f"'{text}'"
+    return f"--resume {text}"
+
+
 def _argument(flag: str, value: str | None) -> str:
     name = _ARGUMENTS.get(flag, flag.replace("-", "_"))
     if value is None:
         return name
+    if value.startswith("'"):
+        (value,) = shlex.split(value)
+    if name == "resume":  # no setting: the trainer itself takes none
+        return f"fit(..., resume={value if value == 'DIR' else _text(value)})"
     if _NUMBER.fullmatch(value):
         return f"{name}={value}"
     if re.fullmatch(r"\d+(,\d+)+", value):
         return f"{name}=({value.replace(',', ', ')})"
-    return f"{name}={value!r}".replace("'", '"')
+    return f"{name}={_text(value)}"
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 class SeqpartError(Exception):
@@ -70,7 +93,7 @@ class SeqpartError(Exception):
     @property
     def with_flags(self) -> str:
         """The message as the command prints it. Take this one where a message becomes part of another."""
-        return super().__str__()
+        return _TWO_STOPS.sub(".", super().__str__())
 
     @property
     def notes_with_flags(self) -> tuple[str, ...]:
@@ -102,14 +125,15 @@ class Diverged(BadInput):
 
 
 class DoesNotFit(SeqpartError):
-    """No plan keeps the limit. `smallest` is the least limit, in bytes, that would (None when no limit would help)."""
+    """No plan keeps the limit. `smallest` is the least limit, in bytes, that would (None when no limit would help), and `rows`
+    the micro-batch at which it does, where that is known."""
 
     exit_code = 3
 
-    def __init__(self, message: str, smallest: int | None = None, named: str = "") -> None:
+    def __init__(self, message: str, smallest: int | None = None, named: str = "", rows: int | None = None) -> None:
         """`named`: how the message, which it follows, names that limit."""
         super().__init__(message + named)
-        self.message, self.smallest = message, smallest
+        self.message, self.smallest, self.rows = message, smallest, rows
 
 
 class LimitExceeded(SeqpartError):
@@ -149,8 +173,10 @@ class ScheduleError(SeqpartError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run, and `directory` holds a checkpoint to go on from."""
+    """A signal (SIGINT, SIGTERM, SIGHUP) ended the run, and `directory` holds a checkpoint to go on from: call `fit` again
+    with `resume=directory`. A KeyboardInterrupt, so that handlers of errors let it pass."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(f"interrupted; the run is saved: --resume {directory}")
+    def __init__(self, directory: Path, cure: str | None = None) -> None:
+        """cure: what goes on with it, where that is not `fit`."""
+        super().__init__(f"the run is saved in {directory}. Go on with {cure or in_arguments(resuming(directory))}")
         self.directory = directory

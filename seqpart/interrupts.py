@@ -32,6 +32,17 @@ def like_ctrl_c() -> Iterator[None]:
             signal.signal(ending, handler)
 
 
+@contextlib.contextmanager
+def undivided() -> Iterator[None]:
+    """Inside is what must not stay half done: signals wait for its end, however many come."""
+    interrupts = Interrupts()
+    with contextlib.ExitStack() as stack:
+        stack.push(lambda kind, *_: interrupts.end("", failed=kind is not None))
+        stack.enter_context(interrupts)
+        interrupts.hold()
+        yield
+
+
 def end_at_once() -> None:
     """From here on Ctrl-C ends the process: all is done, and what the interpreter puts away would answer with a traceback."""
     if callable(signal.getsignal(signal.SIGINT)):

@@ -40,6 +40,8 @@ class Result:
     average_loss: float | None = None
     """On the test rows, of these."""
     average_accuracy: float | None = None
+    average_metrics: dict[str, MetricValue] = field(default_factory=dict)
+    """What compute_metrics found of it."""
     config: Any = field(default=None, repr=False, compare=False)
     """The configuration of a model of transformers, which `save_pretrained` writes."""
 

@@ -38,7 +38,7 @@ from seqpart.model.losses import LossName
 from seqpart.rates.scheduler import SchedulerFactory, problems
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
-from seqpart.values import as_text, checked_value, flag_of
+from seqpart.values import IN_PYTHON, as_text, checked_value, flag_of, said_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +280,10 @@ class Settings:
     @classmethod
     def of(cls, **options: Any) -> "Settings":
         """Settings from options by name. Raises OptionError for a name that is not a setting, and where no limit is given."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise OptionError(f"unknown setting(s): {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(options) - names):
+            known = sorted({*names, "quiet"})  # which Trainer takes beside them
+            raise OptionError(f"unknown setting(s): {said_of(unknown, known, IN_PYTHON)} Known: {', '.join(known)}.")
         if "mem_limit" not in options:
             raise OptionError("mem_limit is missing: give the limit to keep, such as mem_limit='2GB'.")
         return cls(**options)

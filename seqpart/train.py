@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
-from seqpart.cli.job import Job, opened, saved_plan
-from seqpart.errors import Interrupted, OptionError, SeqpartError
+from seqpart.cli.job import DIGITS, Job, opened, saved_plan
+from seqpart.cli.sizing import smallest_limit_named
+from seqpart.data.splits import Split
+from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, resuming
 from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
 from seqpart.memory.device import Device
 from seqpart.memory.limit import told
 from seqpart.page.command import reported
+from seqpart.planning.plan import Plan
 from seqpart.report.log import printing
 from seqpart.report.output import lasting_output
 from seqpart.report.planning import planning_shown
@@ -24,6 +27,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
 from seqpart.schedule.steps import steps_of, to_text
 from seqpart.session.places import refuse_small_disk
+from seqpart.trainer import Trainer
 from seqpart.verify.command import verified
 from seqpart.weights.pretrained import MODEL
 
@@ -76,7 +80,7 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
             print(fitted(f"{type(error).__name__}: {error.with_flags}{notes}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupt:
-        print(f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {interrupt.directory}", file=sys.stderr)
+        print(f"interrupted: the run is saved. Go on with: {PROGRAM} {resuming(interrupt.directory)}", file=sys.stderr)
         return INTERRUPTED
     except KeyboardInterrupt as interrupt:
         told = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."
@@ -113,14 +117,24 @@ def _train(arguments: list[str], *, alone: bool) -> None:
         raise OptionError("--dry-run trains nothing that --trace could show: leave one of them out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
-    reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet)
+    reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet, flags=True)
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)
     with told(Device(), "the data and the model were read"):
         if alone:
             gc.freeze()  # what libraries have made stays: collections need not look at it
             without_distributed_tensors()
-        job, trainer, train, test = opened(job, reporter, alone=alone)
+        asked, (job, trainer, train, test) = job, opened(job, reporter, alone=alone)
+    try:
+        with smallest_limit_named(asked, trainer, train, test, reuse):
+            _carried_out(job, trainer, train, test, reuse, reporter)
+    except (DataError, ModelError) as error:
+        if ":" in job.model and not job.resume and not has_flag(arguments, "--data"):
+            error.add_note(f"no --data given: digits, {DIGITS}.")
+        raise
+
+
+def _carried_out(job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None, reporter: Reporter) -> None:
     if job.print_schedule or job.plan_out or job.dry_run:
         with planning_shown(reporter), trainer.planned(train, test, reuse=reuse, dry=job.dry_run) as (_, prepared):
             pass

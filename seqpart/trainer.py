@@ -1,5 +1,6 @@
 """The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -33,8 +34,9 @@ from seqpart.model.optimizers import Build, describe
 from seqpart.options import Options
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.quantized.intake import PlainTensors
 from seqpart.report.planning import planning_shown
-from seqpart.report.reporter import Reporter
+from seqpart.report.reporter import Reporter, WarningsAlone, single
 from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
@@ -179,7 +181,7 @@ class Trainer:
             preparation = attempt.enter_context(closing(prepare(model=model)))
             return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
 
-        model = self.model
+        model = stack.enter_context(PlainTensors(self.model, self.device.kind))
         if in_pairs:
             model = stack.enter_context(Separation(model, self.device, self.settings.seed))
         return first_that_fits(stack, model, self.tiles(again), work)
@@ -273,7 +275,8 @@ class Trainer:
         self._trained = result.weights
         if result.average is None or not test.count:
             return result
-        return with_average(result, self.evaluate(test, weights=result.average))
+        said = f"their moving average on the {test.count} test rows"
+        return with_average(result, self._evaluated(said, test, result.average, compute_metrics))
 
     def evaluate(
         self, data: object, *, weights: str | Path | None = None, compute_metrics: ComputeMetrics = None
@@ -288,7 +291,12 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split, reporter = training_rows(data, self.settings, "evaluation"), Reporter(quiet=self._quiet)
+        split = training_rows(data, self.settings, "evaluation")
+        return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
+
+    def _evaluated(self, said: str, split: Split, weights: str | Path | None, compute_metrics: ComputeMetrics) -> Evaluation:
+        """said: what is evaluated on these rows, for who reads it."""
+        reporter = Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))
@@ -306,12 +314,12 @@ class Trainer:
                 return preparation.planned(replace(preparation.request, methods=(EVALUATION,)))
 
             preparation, prepared = self._fitting(stack, prepare, partial(self._planned, sampler, plan))
-            reporter.plan(prepared.plan)
-            silent = stack.enter_context(closing(Reporter(quiet=True)))
+            silent = stack.enter_context(closing(WarningsAlone()))
             observer = Observer(metrics=own_metrics(compute_metrics))
             found = evaluated(Session(preparation, prepared, silent, sampler, stack, observer=observer))
             accuracy = "" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %, "
-            reporter.say(f"evaluation of {split.count} rows: {accuracy}loss {found.loss:.4f}")
+            metrics = "".join(f", {name} {value:.4f}" for name, value in single(found.metrics).items())
+            reporter.say(f"{said}: {accuracy}loss {found.loss:.4f}{metrics}")
             reporter.proof(found.proof)
         return found
 
@@ -345,7 +353,7 @@ class Trainer:
                 plan = partial(self._planned, sampler, Preparation.planned)
                 preparation, prepared = self._fitting(stack, prepare, plan)
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
-            silent = stack.enter_context(closing(Reporter(quiet=True)))
+            silent = stack.enter_context(closing(WarningsAlone()))
             loop = OwnLoop(self.device, folder, rows, self.settings.max_steps)
             run = Session(preparation, prepared, silent, sampler, stack, observer=loop.observer)
             silent.close()  # a log of every step would grow without end
@@ -366,6 +374,8 @@ class Trainer:
 
     def _begun(self, stack: ExitStack, reporter: Reporter, *, shares_random: bool = False) -> Sampler:
         """What watches the memory of a run, which `stack` ends. shares_random: the caller draws random numbers meanwhile."""
+        if self._sampler is None:
+            gc.collect()  # a model that the program has let go of, in a cycle, would count
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
         stack.enter_context(like_ctrl_c())

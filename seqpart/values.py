@@ -3,7 +3,8 @@
 Types at run time are the annotations of the dataclass, so that a setting is described once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,6 +15,11 @@ from seqpart.files.text import short
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", Path: "a path", str: "a text"}
 _MISFIT = object()
+IN_PYTHON = {
+    "learning_rate": "lr", "bf16": 'dtype="bf16"', "resume": "fit(..., resume=DIR)", "callbacks": "fit(..., callbacks=[...])",
+    "compute_metrics": "fit(..., compute_metrics=...)",
+}  # fmt: skip
+"""What has another name in Python, or goes elsewhere."""
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -45,6 +51,18 @@ def checked_value(name: str, value: Any, hint: Any, *, expected: str = "") -> An
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def said_of(names: Sequence[str], known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
+    """`names`, none of which is known, and the known ones that they are near to, in words.
+
+    others: names that somebody may think of, and what they should give.
+    """
+    words = {word.strip("-"): word for word in known} | dict(others or {})
+    bare = [name.strip("-") for name in names]
+    near = [[word for word in words if word.startswith(name)] or get_close_matches(name, words, n=1) for name in bare]
+    found = dict.fromkeys(words[word] for nearest in near for word in nearest[:1])
+    return f"{', '.join(names)}." + (f" Did you mean {' and '.join(found)}?" if found else "")
 
 
 def as_text(value: object) -> str:

@@ -11,10 +11,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from seqpart import Settings, Trainer
 from seqpart.errors import Interrupted, OptionError
-from seqpart.result import Evaluation
 from seqpart.session import homes
+from tests.command import run
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Killed, ended, interrupt, kill
+from tests.test_images import write_images
 
 ROWS, BATCH, EPOCHS, DECAY = 22, 8, 3, 0.9
 
@@ -111,6 +112,44 @@ def test_any_optimizer_may_have_it(optimizer, tmp_path):
         assert torch.equal(found[name], tensor), name
 
 
+def test_the_callers_metrics_judge_it_too(tmp_path):
+    trainer = Trainer(
+        chain(), mem_limit="2GB", method="full", batch_size=BATCH, epochs=EPOCHS, lr=0.05, quiet=True, ema=DECAY,
+        output_dir=tmp_path / "run",
+    )  # fmt: skip
+    train, test = numbers((6,))
+    result = trainer.fit(train, test, compute_metrics=lambda outputs, _: {"largest": outputs.max()})
+    assert (
+        result.average_metrics
+        == trainer.evaluate(test, weights=result.average, compute_metrics=lambda outputs, _: {"largest": outputs.max()}).metrics
+    )
+    assert result.average_metrics["largest"] != result.metrics["largest"]
+    assert json.loads((tmp_path / "run/result.json").read_text())["average_metrics"] == result.average_metrics
+
+
+def test_its_figures_are_said_to_be_its_own_and_no_second_plan_is_told(tmp_path, caplog):
+    with caplog.at_level("INFO", "seqpart"):
+        result = trained(tmp_path / "run", chain(), method="full")
+    said = [record.getMessage() for record in caplog.records]
+    assert sum(line.startswith("plan for ") for line in said) == 1
+    accuracy, loss = f"{100 * result.average_accuracy:.2f}", f"{result.average_loss:.4f}"
+    assert f"their moving average on the 5 test rows: accuracy {accuracy} %, loss {loss}" in said
+
+
+@pytest.mark.slow
+def test_behind_a_training_that_kept_its_heap_the_limit_holds_where_a_worker_has_no_room(tmp_path):
+    """A heap that was kept does not shrink, so an allocation in it cannot fail at the limit. The plan of the average's test ran
+    blocks for real beside a worker, as if it had that one's memory too: 717 MB."""
+    images = write_images(tmp_path / "images" / "train", 60, (48, 48)).parent
+    write_images(images / "val", 20, (48, 48))
+    ran = run(
+        tmp_path, "--model", "torchvision:resnet18", "--data", f"imagefolder:{images}", "--image-size", 48, "--workers", 1,
+        "--mem-limit", "710MB", "--method", "auto", "--epochs", 1, "--batch-size", 16, "--ema", 0.9, "--output-dir", "run",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.out.count("violations 0") == 2 and "their moving average on the 40 test rows" in ran.out
+
+
 def test_without_test_rows_it_is_written_and_not_tested(tmp_path):
     trainer = Trainer(
         chain(), mem_limit="2GB", method="full", batch_size=BATCH, epochs=1, quiet=True, ema=DECAY, output_dir=tmp_path / "run"
@@ -132,10 +171,9 @@ def test_the_weights_are_those_of_a_run_without_it(tmp_path):
 @pytest.mark.parametrize("how", [How(), How(slots=2, keeps=0), How(stays=0.5), How(method="full")], ids=str)
 @pytest.mark.parametrize("end", [interrupt, kill])
 def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(how, end, monkeypatch, tmp_path):
-    # Plans are forced here, and an evaluation has one of its own.
-    monkeypatch.setattr(Trainer, "evaluate", lambda *_, **__: Evaluation(loss=0.0, accuracy=None, proof=None))
+    # Plans are forced here, and a test of the average has one of its own: there are no test rows.
     options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4)}
-    arm = Arm(monkeypatch, tmp_path, how, chain, numbers((6,)), **options)
+    arm = Arm(monkeypatch, tmp_path, how, chain, (numbers((6,))[0], None), **options)
     whole, steps = arm.whole()
     found, stops = arm.stopped(iter([(len(steps) // 3, end), (len(steps) // 4, end), (len(steps) // 6, end)]), save_every="1")
     assert stops == 3 and found == whole
@@ -144,9 +182,8 @@ def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(h
 
 @pytest.mark.parametrize("end", [interrupt, kill])
 def test_a_run_that_ends_between_its_two_files_of_weights_goes_on_with_both(end, monkeypatch, tmp_path):
-    monkeypatch.setattr(Trainer, "evaluate", lambda *_, **__: Evaluation(loss=0.0, accuracy=None, proof=None))
     options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4), "save_every": "1"}
-    arm = Arm(monkeypatch, tmp_path, How(), chain, numbers((6,)), **options)
+    arm = Arm(monkeypatch, tmp_path, How(), chain, (numbers((6,))[0], None), **options)
     whole, _ = arm.whole()
     export = homes.export_weights
 

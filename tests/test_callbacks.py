@@ -148,7 +148,7 @@ def test_an_error_in_a_callback_ends_the_run_which_is_saved_and_goes_on_behind_i
     with pytest.raises(ZeroDivisionError, match="mine") as error:
         trainer.fit(*arm.data, callbacks=[type("", (), {"on_step": staticmethod(fail)})()])
     notes = "\n".join(error.value.__notes__)
-    assert "in on_step of a callback" in notes and f"--resume {arm.root}" in notes
+    assert "in on_step of a callback" in notes and f'go on with fit(..., resume="{arm.root}")' in notes
     reporter = Stopping()
     assert ended(arm.fit(resume=arm.root, reporter=reporter)) == whole
     assert any("with update 2 of [train 0-2.2]" in text for text in reporter.said)

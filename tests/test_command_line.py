@@ -252,6 +252,9 @@ def test_the_console_script_says_how_it_is_used(monkeypatch, capsys):
     asked = through_console(monkeypatch, capsys, "--help")
     assert (asked.code, asked.err) == (0, "")
     assert "usage: seqpart {train,plan,verify,report,doctor}" in asked.out
+    does = dict(re.findall(r"^  ([a-z]+) +(.+)$", asked.out, re.MULTILINE))
+    assert list(does) == ["train", "plan", "verify", "report", "doctor"]
+    assert "seqpart COMMAND --help" in asked.out
     for arguments in ([], ["fly"]):
         ran = through_console(monkeypatch, capsys, *arguments)
         assert (ran.code, ran.out) == (2, "")
@@ -316,6 +319,13 @@ def test_a_dry_run_refuses_a_disk_that_is_too_small(here, capsys, monkeypatch):
 def test_the_package_runs_as_the_console_script_does(tmp_path):
     done = subprocess.run([sys.executable, "-m", "seqpart", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: seqpart {train,plan,verify,report,doctor}")
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_the_help_has_no_blank_line_between_options(columns, capsys, monkeypatch):
+    """There was one where a text ended with its line: as below --subnet-rows at 80 columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert not [line for line in call(capsys, "--help").out.splitlines() if re.fullmatch(r"[│|]\s+[│|]", line)]
 
 
 def test_the_help_says_a_default_once_and_types_in_one_word(help_words):

@@ -44,7 +44,7 @@ def test_a_disk_that_fails_as_homes_are_removed_is_told_where_the_run_has_no_oth
 def test_an_error_says_how_to_go_on_and_promises_no_checkpoint_that_damage_may_have_met(error, said, tmp_path):
     directory = RunDirectory(tmp_path / "out")
     save(directory)
-    with pytest.raises(type(error)) as told, directory.resumable():
+    with pytest.raises(type(error)) as told, directory.resumable(Reporter(quiet=True).add_note):
         raise error
     assert said in told.value.__notes__[0]
     directory.close("failed")

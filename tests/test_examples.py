@@ -175,6 +175,17 @@ def test_a_llama_learns_sums_whole_and_then_other_ones_by_an_adapter_that_loads_
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_learns_over_a_base_in_4_bits(tmp_path):
+    pytest.importorskip("peft"), pytest.importorskip("bitsandbytes", reason="--nf4 needs it: pip install bitsandbytes")
+    out = run("finetune_llama_from_directory.py", tmp_path, "--nf4", "--epochs", 1, threads=1)
+    assert "73,728 of the frozen weights in 4 bits (nf4), in 14 layers" in out
+    assert said(out, "before,") < said(out, "test loss") - 0.3
+    learned = load_file(tmp_path / "runs/llama/adapter/adapter_model.safetensors")
+    assert len(learned) == 2 * 14 and all("lora_" in name for name in learned)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune_vit_on_folder.py", "finetune_llama_from_directory.py", "train_unet.py"])
 def test_at_full_size_an_example_says_what_it_needs(name, tmp_path):
     pytest.importorskip({"f": "transformers", "t": "PIL"}[name[0]])

@@ -65,6 +65,32 @@ def kept_and_found(tmp_path, options):
     return dataclasses.replace(resumed, resume=None)
 
 
+MISSPELLED = [
+    (["--mem-limt", "2GB"], "unknown option(s): --mem-limt. Did you mean --mem-limit? --help shows all."),
+    (
+        ["--mem-limt=2GB", "--batchsize", "3"],
+        "unknown option(s): --mem-limt, --batchsize. Did you mean --mem-limit and --batch-",
+    ),
+    (["--mem_limt", "2GB", "--no-dry-run"], "unknown option(s): --mem_limt. Did you mean --mem-limit? --help"),
+    (["--mem", "2GB"], "unknown option(s): --mem. Did you mean --mem-limit? --help"),
+    (["--colour", "red"], "unknown option(s): --colour. --help"),
+]
+
+
+@pytest.mark.parametrize("kind", [Job, VerifyJob])
+@pytest.mark.parametrize(("words", "said"), MISSPELLED, ids=[" ".join(words) for words, _ in MISSPELLED])
+def test_a_misspelled_flag_is_answered_with_the_nearest_where_a_required_one_is_missing_too(words, said, kind):
+    """The parser names what is near to an unknown flag, but for the one that is misspelled most: the limit."""
+    with pytest.raises(OptionError) as refused:
+        options_of(kind, gathered(words, kind), "test")
+    assert refused.value.with_flags.startswith(said)
+
+
+@pytest.mark.parametrize("words", [["--mem_limit", "1GB"], ["-m", "1GB"], ["--mem-limit=1GB", "--no-quiet"]], ids=" ".join)
+def test_other_ways_to_write_a_flag_are_not_taken_for_mistakes(words):
+    assert options_of(Job, gathered(words, Job), "test").mem_limit == "1GB"
+
+
 def test_a_job_that_version_0_2_0_kept_as_texts_is_found_again(tmp_path):
     options = {"mem_limit": "1GB", "epochs": "5,160", "lr": "1e-3, 1e-4", "partitions": "0,2", "shuffle": "no", "seed": 3}
     found = kept_and_found(tmp_path, options)

@@ -1,13 +1,14 @@
 """Our Trainer for transformers beside its own: the same weights, rows, logs and calls."""
 
 import functools
+import signal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpart.errors import DataError
+from seqpart.errors import DataError, Interrupted
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
@@ -194,6 +195,24 @@ def test_a_run_that_ended_in_its_midst_goes_on_to_the_same_weights(tmp_path):
     model = little_model()
     trainer = Trainer(model, arguments(tmp_path / "ours", **options), train_dataset=little_rows(), method="full")
     assert trainer.train(resume_from_checkpoint=True).global_step == 6
+    same_weights(dict(model.state_dict()), expected)
+
+
+def test_a_signal_ends_a_run_that_says_how_to_go_on_in_the_words_of_transformers(tmp_path):
+    """It named a flag of seqpart's command, which refuses the run."""
+    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "optim": "adamw_torch"}
+    _, expected = trained(tmp_path / "whole", **options)
+
+    def stop(state, control):
+        if state.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match=r"is saved in .*Go on with train\(resume_from_checkpoint=True\)$") as stopped:
+        trained(tmp_path, callbacks=[Listening(step=stop)], **options)
+    assert stopped.value.directory == tmp_path / "ours" / "seqpart"
+    model = little_model()
+    trainer = Trainer(model, arguments(tmp_path / "ours", **options), train_dataset=little_rows(), method="full")
+    assert trainer.train(resume_from_checkpoint=stopped.value.directory).global_step == 6
     same_weights(dict(model.state_dict()), expected)
 
 

@@ -7,9 +7,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from seqpart.costs.simulator import Resources
 from seqpart.data.reader import windows
 from seqpart.parts.indices import index_sets
+from seqpart.planning.prediction import predict
+from seqpart.planning.problem import parts_of
 from seqpart.zoo import models
+from tests import forced
 from tests.subnets import BATCH, trained
 
 pytestmark = pytest.mark.usefixtures("known_machine")
@@ -192,3 +196,17 @@ def test_one_round_is_one_round(tmp_path):
     found = load_file(fitted(tmp_path / "ist", blocks(), subnets=2, local_steps=9, epochs=1, micro_batch_size=BATCH).weights)
     expected = reference(2, 9, epochs=1).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_boundaries_of_subnets_may_wait_on_the_disk(tmp_path, monkeypatch):
+    """Close to the smallest limit they do, and the plan ended with an IndexError: it had their places for one subnet alone."""
+    options = {"subnets": 2, "local_steps": 2, "partitions": 2}
+    expected = fitted(tmp_path / "near", blocks(), **options)
+
+    def on_disk(problem, method, micro_batch):
+        return predict(problem, method, micro_batch, parts_of(problem, micro_batch, (0, 2)), Resources(tiers=("disk",) * 2))
+
+    forced.plans(monkeypatch, on_disk)
+    found = fitted(tmp_path / "run", blocks(), **options)
+    assert [part.boundary_tier for part in found.plan.partitions] == ["device", *["disk"] * 4]
+    assert found.weights.read_bytes() == expected.weights.read_bytes()

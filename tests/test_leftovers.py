@@ -52,7 +52,26 @@ def test_homes_of_a_run_that_was_moved_are_kept_and_told(tmp_path):
     root.rename(tmp_path / "elsewhere")
     assert_kept(scratch.parent, str(scratch), f"its run {root} is not there", "Remove it if no run needs it")
     (tmp_path / "elsewhere").rename(root)  # mounted again
-    assert resumable(scratch.parent) == (1, 200)
+    assert list(resumable(scratch.parent).values()) == [200]
+
+
+def test_interrupted_runs_beside_one_are_named(tmp_path, monkeypatch):
+    """It said how many there are, and nobody could tell which."""
+    sizes = {"b": 100, "a": 100, "large": 300, "c": 100, "d": 100}
+    for name, size in sizes.items():
+        directory = RunDirectory(tmp_path / "runs" / name)
+        fill(directory, size)
+        save(directory)
+        directory.close("interrupted")
+    (told,) = tell_leftovers(tmp_path / "runs", 0)
+    runs = tmp_path / "runs"
+    assert told == (
+        f"5 interrupted run(s) beside this one hold 1.4 KB: {runs / 'large'}, {runs / 'a'}, {runs / 'b'} and 2 more. "
+        "Go on with each by --resume DIR, or remove it"
+    )
+    monkeypatch.chdir(tmp_path)
+    (told,) = tell_leftovers(Path("runs"), 0)
+    assert ": runs/large, runs/a, runs/b and 2 more." in told
 
 
 def test_homes_whose_run_another_took_the_place_of_are_kept(tmp_path):
@@ -210,7 +229,7 @@ def test_looking_at_runs_takes_none_of_their_locks(tmp_path):
 
     def look():
         while not stopped.is_set():
-            assert resumable(tmp_path)[0] <= 6
+            assert len(resumable(tmp_path)) <= 6
             clear_leftovers(tmp_path)
 
     def resume(number):

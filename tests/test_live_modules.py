@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -151,6 +152,27 @@ def test_a_plan_leaves_a_model_given_alive_as_it_is(tmp_path):
     after = as_found(alive)
     assert all(torch.equal(before[name][1], after[name][1]) and before[name][0] == after[name][0] for name in before)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("call", ["dup", "preadv"])
+def test_ctrl_c_while_a_model_is_emptied_or_filled_leaves_it_as_it_was(call, monkeypatch, tmp_path):
+    """It ended the filling, and the model kept shapes alone."""
+    alive, real = model(), getattr(os, call)
+    before = as_found(alive)
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    given = LiveModules(as_chain([alive]), tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, call, interrupted)
+        try:
+            given.take()
+        finally:
+            given.give_back()
+    after = as_found(alive)
+    assert all(torch.equal(before[name][1], after[name][1]) for name in before)
 
 
 def test_a_run_that_is_refused_leaves_a_model_given_alive_as_it_is(tmp_path):

@@ -1,5 +1,6 @@
 """What docs/loop.md says that its snippets print and leave, and the flags that it names. That they run holds test_readme."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart.files.scratch import WEIGHTS
+from seqpart.loop import EpochEvent, EvalEvent, StepEvent
+from seqpart.result import Evaluation, Result
 from tests.command import ENVIRONMENT, SECONDS
 from tests.test_command_line import FLAGS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "loop.md").read_text()
-CALLBACKS, LOOP = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+CALLBACKS, LOOP, STOPPED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def printed(folder, snippet):
@@ -44,3 +47,20 @@ def test_the_loop_trains_and_leaves_its_weights(tmp_path):
 @pytest.mark.parametrize("flag", ["--early-stopping", "--keep-best", "--max-steps", "--eval-every", "--epochs"])
 def test_flags_of_the_page_are_those_of_the_command(flag):
     assert flag in PAGE and flag in FLAGS
+
+
+def test_names_of_losses_are_those_of_what_the_page_says_has_them():
+    kinds = {kind.__name__: kind for kind in (Result, Evaluation, EvalEvent, StepEvent, EpochEvent)}
+    fields, rows = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in kinds.items()}, 0
+    kind = []
+    for line in re.findall(r"^\| (.*) \|$", PAGE.split("so that each says which:")[1].split("## The best")[0], re.MULTILINE)[
+        1:
+    ]:
+        what, *names = line.split(" | ")
+        kind = [word for word in kinds if f"`{word}`" in what] or kind
+        for name in re.findall(r"`(\w+)`", " ".join(names)):
+            assert all(name in fields[word] for word in kind), (kind, name)
+            rows += 1
+    assert rows == 14
+    judged = {"loss", "accuracy", "metrics"}
+    assert judged <= fields["Evaluation"] & fields["EvalEvent"]

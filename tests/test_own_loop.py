@@ -1,5 +1,6 @@
 """A loop of one's own under the limit: `Trainer.session`."""
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
 from seqpart.execution.partition import Partition
+from seqpart.session.homes import Homes
 from tests.machine import SPEEDS, known_speeds
 from tests.test_evaluate import alive, files
 from tests.test_same_as_plain import OPTIMIZERS, data, network
@@ -241,3 +243,58 @@ def test_an_example_that_is_smaller_than_a_batch_is_refused_and_steps_end_with_t
         session.step(data(32))
     with pytest.raises(OptionError, match="session: it has ended"):
         session.step(data(32))
+
+
+@pytest.fixture
+def signalled(monkeypatch):
+    """`signalled(*numbers)`: they come in the midst of the next step, behind its first update of a partition."""
+
+    def of(*numbers):
+        real, waiting = Partition.update, list(numbers)
+
+        def update(*arguments, **options):
+            done = real(*arguments, **options)
+            while waiting:
+                signal.raise_signal(waiting.pop())
+            return done
+
+        monkeypatch.setattr(Partition, "update", update)
+
+    return of
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("options", WAYS[:3], ids=str)
+def test_a_signal_waits_for_the_end_of_the_step_and_leaves_the_session_as_it_is(number, options, tmp_path, signalled):
+    """It ended the step half-way, and the session with it: everything that the loop had trained was lost."""
+    batches = list(loader())
+    with trainer(tmp_path, **options).session(data()) as session:
+        session.step(batches[0])
+        signalled(number)
+        with pytest.raises(KeyboardInterrupt, match=r"the step is done.*export\(FILE\) and state_dict\(\) give") as stopped:
+            session.step(batches[1])
+        assert (type(stopped.value), session.updates) == (KeyboardInterrupt, 2)
+        found = session.state_dict()
+        session.step(batches[2])
+        last = session.state_dict()
+    assert same(found, plainly(batches[:2])[1]) and same(last, plainly(batches[:3])[1])
+
+
+def test_a_second_signal_ends_the_step_at_once_and_the_session_with_it(tmp_path, signalled):
+    with pytest.raises(OptionError, match="it has ended"), trainer(tmp_path).session(data()) as session:
+        signalled(signal.SIGINT, signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            session.step(data(32))
+        assert session.updates == 0
+        session.state_dict()
+    assert files(tmp_path) == []
+
+
+def test_a_signal_while_the_loop_ends_leaves_the_trained_weights_in_the_model(tmp_path, monkeypatch):
+    """They had been trained and were thrown away."""
+    model, batches, give_back = alive(), list(loader()), Homes.give_back
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Homes, "give_back", lambda homes: (signal.raise_signal(signal.SIGTERM), give_back(homes)))
+        with trainer(tmp_path, model).session(data()) as session:
+            session.step(batches[0])
+    assert same(model.state_dict(), plainly(batches[:1])[1])

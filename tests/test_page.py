@@ -5,13 +5,16 @@ import math
 import shutil
 import signal
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from seqpart.errors import SeqpartError
+from seqpart import Trainer
+from seqpart.errors import Interrupted, SeqpartError
 from seqpart.page.command import PAGE
 from seqpart.page.document import document
 from seqpart.page.figures import Axis, Series, figure, thinned, ticks
@@ -112,6 +115,58 @@ def test_the_memory_over_time_reaches_the_peak_of_the_proof_and_covers_the_run(f
     assert abs(curve.points[-1][0] - found.seconds) < 1.5
 
 
+def log(*events):
+    return [json.dumps({"seconds": float(n), **event}) for n, event in enumerate(events)]
+
+
+def passed(epoch, loss=1.0):
+    return {"event": "phase", "phase": f"[train 0.{epoch}]", "epoch": epoch, "loss": loss, "accuracy": None}
+
+
+STARTED, SAVED = {"event": "start"}, {"event": "checkpoint"}
+LOGS = {
+    "killed behind a checkpoint in its second epoch": (
+        [passed(1), SAVED | {"phase": 1, "updates": 7}, passed(2, 2.0), passed(3, 2.0)],
+        [STARTED | {"checkpoint": {"phase": 1, "updates": 7}}, passed(2), passed(3)],
+        [1, 2, 3],
+    ),
+    "by an older version, which did not say from where it went on": (
+        [passed(1), SAVED | {"phase": 1, "updates": 7}, passed(2, 2.0)], [STARTED, passed(2)], [1, 2],
+    ),
+    "from the checkpoint before the latest": (
+        [passed(1), SAVED | {"phase": 1, "updates": 0}, passed(2, 2.0), SAVED | {"phase": 2, "updates": 0}, passed(3, 2.0)],
+        [STARTED | {"checkpoint": {"phase": 1, "updates": 0}}, passed(2)], [1, 2],
+    ),
+    "pieces of one epoch, all of which count": (
+        [passed(1), passed(1), SAVED | {"phase": 4, "updates": 1}],
+        [STARTED | {"checkpoint": {"phase": 4, "updates": 1}}, passed(1)],
+        [1, 1, 1],
+    ),
+    "damaged": ([passed(1)], [STARTED | {"checkpoint": [3]}, STARTED | {"checkpoint": {"phase": []}}, passed(2)], [1, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_passes_that_a_killed_run_made_again_are_shown_once(name, finished, tmp_path):
+    """The epoch that was under way at the checkpoint, and those behind it, stood there twice."""
+    before, after, epochs = LOGS[name]
+    shutil.copytree(finished, tmp_path / "out")
+    (tmp_path / "out" / "events.jsonl").write_text("\n".join(log(STARTED, *before, *after)) + "\n")
+    found = read_run(tmp_path / "out").passes
+    assert [one.epoch for one in found] == epochs
+    assert all(one.loss == 1.0 for one in found)
+
+
+def test_the_page_of_an_interrupted_run_of_a_script_says_how_the_script_goes_on(tmp_path, capsys):
+    """It advised the command, which refuses such runs."""
+    rows = torch.randn(24, 8), torch.arange(24) % 4
+    trainer = Trainer([lambda: nn.Linear(8, 4)], mem_limit="2GB", method="full", output_dir=tmp_path / "out", quiet=True)
+    with pytest.raises(Interrupted):
+        trainer.fit(rows, callbacks=[SimpleNamespace(on_step=lambda event: signal.raise_signal(signal.SIGTERM))])
+    assert report(capsys, tmp_path / "out").code == 0
+    assert f'Go on with: fit(..., resume="{tmp_path / "out"}")' in Page((tmp_path / "out" / PAGE).read_text()).text
+
+
 def test_a_killed_run_has_a_page_that_says_what_is_missing_and_a_resumed_one_has_both_processes(tmp_path, capsys):
     arguments = [*SMALL, "--method", "full", "--epochs", "2000", "--save-every", "20", "--output-dir", "out"]
     killed = end(start(tmp_path, *arguments, until="epoch 4 "), signal.SIGKILL)
@@ -130,6 +185,7 @@ def test_a_killed_run_has_a_page_that_says_what_is_missing_and_a_resumed_one_has
     first, second = found.curves
     assert first.points[-1][0] <= second.points[0][0] + 0.2
     assert [one.at for one in found.passes] == sorted(one.at for one in found.passes)
+    assert [one.epoch for one in found.passes] == list(range(1, len(found.passes) + 1))
     assert "another process went on there" in Page(document(found)).text
 
 

@@ -11,8 +11,8 @@ from seqpart import errors
 def test_the_public_names_are_few_sorted_and_there():
     assert seqpart.__all__ == sorted(seqpart.__all__)
     assert seqpart.__all__ == [
-        "BadInput", "DoesNotFit", "Evaluation", "LimitExceeded", "OutOfMemory", "Result", "SeqpartError", "Settings",
-        "StoreError", "Trainer", "VerifyMismatch", "parameters_on_meta",
+        "BadInput", "DoesNotFit", "Evaluation", "Interrupted", "LimitExceeded", "OutOfMemory", "Result", "SeqpartError",
+        "Settings", "StoreError", "Trainer", "VerifyMismatch", "parameters_on_meta",
     ]  # fmt: skip
     assert all(hasattr(seqpart, name) for name in seqpart.__all__)
 
@@ -42,7 +42,7 @@ def test_an_interrupted_run_is_no_error_and_passes_handlers_of_errors_by():
     assert not issubclass(errors.Interrupted, Exception)
     interrupted = errors.Interrupted(Path("runs/mine"))
     assert interrupted.directory == Path("runs/mine")
-    assert "--resume runs/mine" in str(interrupted)
+    assert 'fit(..., resume="runs/mine")' in str(interrupted)
 
 
 def test_each_branch_of_the_tree_has_its_exit_code():

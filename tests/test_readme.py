@@ -97,6 +97,7 @@ HOW = {
     'pip install -e ".[yaml]"': "its extras are looked for",
     'pip install -e ".[log]"': "its extras are looked for",
     'pip install -e ".[wandb]"': "its extras are looked for",
+    'pip install -e ".[lowbit]"': "its extras are looked for",
     'pip install -e ".[test]"': "its extras are looked for",
     'pip install -e ".[docs]"': "its extras are looked for",
     "mkdocs build --strict": "run by .ci/run",

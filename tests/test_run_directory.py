@@ -236,7 +236,7 @@ def test_a_killed_run_with_a_checkpoint_is_left_alone_and_counted(tmp_path, name
     kill(killed)
     before = names(tmp_path)
     assert clear_leftovers(tmp_path) == (0, 0)
-    assert resumable(tmp_path) == (1, 200)
+    assert list(resumable(tmp_path).values()) == [200]
     assert names(tmp_path) == before
 
 
@@ -244,7 +244,7 @@ def test_a_live_run_is_not_counted_as_resumable(tmp_path):
     directory = RunDirectory(tmp_path / "out")
     fill(directory)
     save(directory)
-    assert resumable(tmp_path) == (0, 0)
+    assert resumable(tmp_path) == {}
     kill(directory)
 
 
@@ -256,7 +256,9 @@ def test_an_interrupted_run_is_not_begun_anew_by_mistake(tmp_path):
     with pytest.raises(DirectoryUnusable, match="in use by another run"):  # it lives: resuming is no cure
         RunDirectory(tmp_path / "out")
     kill(killed)
-    with pytest.raises(OptionError, match=r'interrupted. Give resume=".*/out" to go on with it, or overwrite to start anew'):
+    with pytest.raises(
+        OptionError, match=r'interrupted. Go on with it by fit\(..., resume=".*/out"\), or start anew with over'
+    ):
         RunDirectory(tmp_path / "out")
     assert names(tmp_path) == before
     RunDirectory(tmp_path / "out", resume=True).close("failed")  # the refused one has let go of the lock
@@ -314,7 +316,7 @@ def test_what_a_checkpoint_needs_stays_unless_the_run_is_done(tmp_path, how, sav
         save(directory)
     directory.close(how)
     assert state(directory.root) == how
-    assert resumable(tmp_path) == ((1, 200) if stays else (0, 0))
+    assert list(resumable(tmp_path).values()) == ([200] if stays else [])
     assert ((directory.root / CHECKPOINT).exists(), (directory.root / "homes").exists()) == (stays, stays)
 
 
@@ -329,13 +331,13 @@ def test_a_scratch_directory_goes_with_its_run_in_whatever_order_they_close(tmp_
     for close in closing if first == "scratch" else reversed(closing):
         close()
     assert scratch.root.exists() == (how == "interrupted")
-    assert resumable(tmp_path / "fast") == ((1, 200) if how == "interrupted" else (0, 0))
+    assert list(resumable(tmp_path / "fast").values()) == ([200] if how == "interrupted" else [])
 
 
 def test_a_scratch_directory_is_left_alone_as_long_as_its_run_s_checkpoint_names_it(tmp_path):
     root, scratch = with_scratch(tmp_path)
     assert clear_leftovers(scratch.parent) == (0, 0)
-    assert resumable(scratch.parent) == (1, 200)
+    assert list(resumable(scratch.parent).values()) == [200]
     (root / CHECKPOINT).write_text("not to be read")  # it may name it still
     assert clear_leftovers(scratch.parent) == (0, 0)
     (root / CHECKPOINT).unlink()
@@ -364,7 +366,7 @@ def test_overwriting_a_run_removes_no_directory_that_is_not_its_own(tmp_path):
     for name in (CHECKPOINT, MARKER):
         (tmp_path / "runs" / "copy" / name).write_text((root / name).read_text())
     RunDirectory(tmp_path / "runs" / "copy", overwrite=True).close("failed")
-    assert resumable(scratch.parent) == (1, 200)
+    assert list(resumable(scratch.parent).values()) == [200]
 
 
 def test_a_run_and_its_scratch_directory_side_by_side_are_one_resumable_run(tmp_path):
@@ -374,7 +376,7 @@ def test_a_run_and_its_scratch_directory_side_by_side_are_one_resumable_run(tmp_
     save(directory, scratch)
     kill(scratch)
     kill(directory)
-    assert resumable(tmp_path) == (1, 200)
+    assert list(resumable(tmp_path).values()) == [200]
     assert clear_leftovers(tmp_path) == (0, 0)
 
 

@@ -119,7 +119,8 @@ def test_partitions_that_sil_has_done_survive_when_recovery_diverges(arms):
     recovering = {"recovery_epochs": 2, "recover": "all", "lr_schedule": "constant"}
     arm = arms(fresh(dropping), How("sil"), **recovering)
     reporter = Stopping()
-    with pytest.raises(Diverged, match=r"in update \d of \[train 0-2\.1\].* go on from it with resume=.*recovery_lr") as ending:
+    said = r"in update \d of \[train 0-2\.1\].* go on from it with fit\(\.\.\., resume=.*\) and another recovery_lr"
+    with pytest.raises(Diverged, match=said) as ending:
         arm.fit(recovery_lr=1e30)
     found = ended(arm.fit(resume=advised(ending.value), reporter=reporter, recovery_lr=1e-3))
     assert {step.phase for step in reporter.steps} == set(range(11, 16)), "none of sil's phases is run again"

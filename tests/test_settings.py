@@ -1,5 +1,7 @@
 """What may be set, how Python values and text become settings, and what contradicts."""
 
+import inspect
+import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -14,6 +16,7 @@ from seqpart.errors import OptionError
 from seqpart.kinds import per_partition
 from seqpart.options import Options
 from seqpart.settings import Settings
+from seqpart.values import IN_PYTHON
 
 
 def test_a_limit_and_a_method_are_all_that_must_be_given():
@@ -31,8 +34,30 @@ def test_settings_do_not_change_once_made():
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones():
-    with pytest.raises(OptionError, match=r"unknown setting\(s\): learning_rate\. Known: .*\blr\b"):
-        Settings.of(mem_limit="2GB", learning_rate=1e-3)
+    """The list lacked quiet, which the trainer takes beside the settings."""
+    with pytest.raises(OptionError, match=r"unknown setting\(s\): colour\. Known: .*\blr\b.*\bquiet\b"):
+        Trainer([nn.Linear(2, 2)], mem_limit="2GB", method="full", colour=1)
+
+
+NEAR = {
+    "batchsize": "batch_size", "mem_limt": "mem_limit", "memory_limit": "mem_limit", "num_epochs": "epochs", "quite": "quiet",
+    "learning_rate": "lr", "micro": "micro_batch_size", "resume": "fit(..., resume=DIR)",
+    "callback": "fit(..., callbacks=[...])",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_misspelled_setting_is_answered_with_the_nearest(name):
+    with pytest.raises(OptionError, match=re.escape(f"unknown setting(s): {name}. Did you mean {NEAR[name]}? Known: ")):
+        Trainer([nn.Linear(2, 2)], mem_limit="2GB", method="full", **{name: 1})
+
+
+def test_what_goes_elsewhere_in_python_is_there():
+    taken = set(inspect.signature(Trainer.fit).parameters)
+    names = {field.name for field in fields(Settings)}
+    for name, instead in IN_PYTHON.items():
+        assert name not in names
+        assert name in taken if instead.startswith("fit(") else re.split("=", instead)[0] in names
 
 
 PYTHON = [

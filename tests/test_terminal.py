@@ -1,6 +1,7 @@
 """What the user sees on a terminal of 40, 60, 80 or 120 columns, and in a file: whole numbers, whole lines."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -9,10 +10,15 @@ import subprocess
 import termios
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
 
-from seqpart.report import planning
+from seqpart import Trainer
+from seqpart.report import planning, reporter
 from seqpart.report.terminal import as_many, bar_line, plan_table, wrapped
 from seqpart.units import format_seconds
 from tests.command import ENVIRONMENT, SMALL, call, command
@@ -72,6 +78,8 @@ def test_a_run_fits_the_terminal(columns, tmp_path):
     what = r"partition \d [a-z ]+(epoch \d+)?" if columns >= 60 else r"(partition|p)\d? ?[\w ]+"
     assert all(re.match(rf"{what}.* +\d+ %  ETA (\?|\d+ s)", line) for line in bars)
     assert any("peak" in line for line in bars) is (columns >= 80)
+    # It stood at the last epoch, and at 82 %, until the last partition had the test rows.
+    assert re.match(r"(partition |p)1 test", bars[-1])
     said = " ".join(" ".join(lines).split())
     assert re.search(r"proof: limit 1\.00 GB, measured peak [\d.]+ MB .* violations 0", said)
     assert re.search(r"\[train 0\.1\] L0\+ B0\.0 .* \.\.\.", said)
@@ -88,15 +96,35 @@ def test_a_refusal_fits_the_terminal(columns, tmp_path):
     assert re.search(r"smallest limit that fits: \d+MB", " ".join(" ".join(lines).split()))
 
 
-@pytest.mark.slow
-def test_a_file_gets_every_column_and_lines_of_any_length(tmp_path):
-    ran = subprocess.run(
-        command([*SMALL, "--dry-run"]), cwd=tmp_path, env={**ENVIRONMENT, "COLUMNS": "40"}, capture_output=True, text=True,
-        check=True,
+@pytest.mark.parametrize("columns", ["", "80"])
+def test_a_file_gets_lines_of_any_length_and_every_column_that_columns_has_room_for(columns, tmp_path, capsys, monkeypatch):
+    """The table was 133 characters wide in a pipe, whatever COLUMNS said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = call(capsys, *SMALL, "--dry-run").out.splitlines()
+    (head,) = [line for line in lines if line.split()[:2] == ["partition", "blocks"]]
+    (left_out,) = [line for line in lines if line.startswith("left out, for a wider terminal")] or [""]
+    assert all(name in head + left_out for name in ROW)
+    assert bool(left_out) is bool(columns) and (not columns or len(head) <= 80)
+    assert [line for line in lines if line.startswith("full training state ") and "predicted peak" in line]
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("method", ["streamed", "sil"])
+def test_the_bar_counts_the_test_rows_in_every_partition(method, monkeypatch, tmp_path):
+    """They were counted in the last partition alone, when all others were done: it stood at the last epoch until then."""
+    shown = []
+    console = Console(force_terminal=True, width=120, file=io.StringIO())
+    monkeypatch.setattr(Progress, "update", lambda self, task, **line: shown.append(line["description"]))
+    trainer = Trainer(
+        [lambda: nn.Linear(4, 8), lambda: nn.Linear(8, 3)], mem_limit="1GB", method=method, partitions=2, epochs=1,
+        batch_size=8, output_dir=tmp_path / "out",
     )  # fmt: skip
-    (head,) = [line for line in ran.stdout.splitlines() if line.split()[:2] == ["partition", "blocks"]]
-    assert head.split() == " ".join(ROW).split()
-    assert [line for line in ran.stdout.splitlines() if line.startswith("full training state ") and "predicted peak" in line]
+    monkeypatch.setattr(reporter, "_SHOWN_EVERY", 0.0)
+    rows = torch.randn(16, 4), torch.arange(16) % 3
+    trainer.fit(rows, (torch.randn(64, 4), torch.arange(64) % 3), reporter=reporter.Reporter(console=console))
+    tests = [int(share) for line in shown for share in re.findall(r"^partitions? [-01]+ test .* (\d+) %", line)]
+    assert len(set(tests)) > 3 and tests == sorted(tests) and tests[-1] == 100, shown
 
 
 @given(width=st.integers(40, 130))

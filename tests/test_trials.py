@@ -124,7 +124,7 @@ def test_a_block_that_does_not_fit_alone_is_never_run(seen):
                 functools.partial(Seen, 40_000, nn.LayerNorm), lambda: nn.Linear(40_000, 4),
             ]
         )  # fmt: skip
-    assert seen == [1, 1, 1, 1], "the small one of the two, at the smallest micro-batch: for the limit that is named"
+    assert seen == [32, 32, 32, 32], "the small one of the two, at the micro-batch at which the limit that is named is enough"
 
 
 def test_a_block_that_finds_no_memory_is_run_with_fewer_rows(seen, monkeypatch):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.errors import CorruptFile, OptionError
+from seqpart.errors import CorruptFile, OptionError, resuming
 from seqpart.files.atomic import write_synced
 from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.direct import explained, sync
@@ -258,4 +258,4 @@ def _cure(path: Path, damage: CorruptFile | None = None) -> str:
     needed = found.home_files | (found.row_files - _files_of(found.inputs)) if found is not None else set()
     if damage is not None and damage.path is not None and damage.path.name in needed:
         return "It did not change between two checkpoints, so the one before needs it too. Start again in a new --output-dir."
-    return f"Go on from the checkpoint before it with --resume {previous}."
+    return f"Go on from the checkpoint before it with {resuming(previous)}."

@@ -18,7 +18,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.files.scratch import WEIGHTS, has_checkpoint
 from seqpart.loop.lengths import AT_THE_END
 from seqpart.methods import methods_named
-from seqpart.planning.plan import Plan, PlanRequest
+from seqpart.planning.plan import AS_ASKED, Plan, PlanRequest, Told
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import counted
@@ -32,6 +32,8 @@ _KINDS = {
     "data": str,
 }  # fmt: skip
 """Of a checkpoint's state."""
+_ROOM = {"mem_limit", "ram_limit", "partitions"}
+"""Settings with other values of which a plan is made anew."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,13 +128,26 @@ class ResumePoint:
         self.said += kept_words(trained, asked)
         return replace(request, trained_epochs=trained)
 
+    def _told(self, request: PlanRequest, settings: Settings) -> Told:
+        return Told(
+            method="as before" if settings.method == "auto" and len(request.methods) == 1 else "",
+            cut=AS_ASKED.cut if "partitions" in self.changed else "as before", micro_batch="as before",
+            otherwise="not all is as before: what does not fit any more is chosen anew",
+        )  # fmt: skip
+
     def _prepared(self, preparation: Preparation, request: PlanRequest, cut_matters: bool) -> Prepared:
         assert self.plan is not None
         starts = None if "partitions" in self.changed else self.plan.starts
+        request = replace(request, told=self._told(request, preparation.settings))
         if "micro_batch_size" in self.changed:
-            return preparation.prepare(replace(request, starts=starts))
+            asked = replace(request.told, micro_batch=AS_ASKED.micro_batch)
+            return preparation.prepare(replace(request, starts=starts, told=asked))
         largest = max(self.micro_batches)
         ways: list[dict[str, Any]] = [{"micro_batch": largest, "starts": starts}]
+        if not _ROOM & self.changed:  # then it is the same plan, whatever the machine is measured to do now
+            methods = methods_named(self.plan.method)
+            again = replace(request, methods=methods)
+            ways[0] |= {"saved": self.plan, "methods": methods, "told": self._told(again, preparation.settings)}
         if len(set(self.micro_batches)) > 1:  # recovery has its own, which only a plan that is free to choose finds again
             ways.append({"starts": starts})
         if not cut_matters:

@@ -12,7 +12,7 @@ from typing import Any
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.errors import Interrupted
+from seqpart.errors import Interrupted, resuming
 from seqpart.execution.executor import Executor
 from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
@@ -82,7 +82,7 @@ class Saving:
         executor.refuse_divergence(weights=True)
         self.settle(executor, partitions)
         self._save(executor.position, executor.compute.rested)
-        return f"The run is saved as it stood there: go on with --resume {self._root}"
+        return f"The run is saved as it stood there: go on with {resuming(self._root)}"
 
     def _look_for_proof(self, executor: Executor) -> None:
         if executor is not self._executor:
@@ -117,11 +117,11 @@ class Saving:
         other = f"another {'--recovery-lr' if stage else '--lr'}, --lr-schedule or --warmup-updates, or with --clip-grad-norm 1"
         latest, previous = self._root / CHECKPOINT, self._root / PREVIOUS
         if self._proven and latest.exists():
-            return f"The last checkpoint is from before that: go on from it with --resume {self._root} and {other}."
+            return f"The last checkpoint is from before that: go on from it with {resuming(self._root)} and {other}."
         if previous.exists():
             return (
                 "The last checkpoint led to it at once, and the one before it did not: go on from that with "
-                f"--resume {previous} and {other}."
+                f"{resuming(previous)} and {other}."
             )
         saved = "The only checkpoint led to it at once" if latest.exists() else "Nothing had been saved"
         return f"{saved}: start again with {other}."

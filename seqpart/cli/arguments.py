@@ -13,16 +13,17 @@ import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.resume import refuse_finished
 from seqpart.cli.config_file import read_config
 from seqpart.cli.form import filled, form_of
-from seqpart.cli.spelling import one_spelling, spelled_out
+from seqpart.cli.spelling import flags_of, one_spelling, spelled_out
 from seqpart.directory.marker import MARKER
 from seqpart.directory.publication import latest
-from seqpart.errors import CorruptFile, OptionError
+from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import refuse_unusable
 from seqpart.report.terminal import wrapped
 from seqpart.session.places import JOB
+from seqpart.values import said_of
 
 T = TypeVar("T")
 
@@ -34,10 +35,25 @@ _NOT_KEPT = {
 
 def options_of(kind: type[T], arguments: list[str], program: str) -> T:
     """`gathered` arguments as a `kind`. Raises OptionError for what cannot be used; leaves with 2 for unknown options."""
-    form = form_of(kind, with_help=bool({"-h", "--help"} & set(arguments)))
+    asks_for_help = bool({"-h", "--help"} & set(arguments))
+    if not asks_for_help:
+        _refuse_misspelled(kind, arguments)
+    form = form_of(kind, with_help=asks_for_help)
     about = wrapped(inspect.getdoc(kind) or "", shutil.get_terminal_size().columns)
     flags = (tyro.conf.OmitArgPrefixes,)
     return filled(kind, tyro.cli(form, args=arguments, prog=program, description=about, config=flags))
+
+
+def _refuse_misspelled(kind: type[Any], arguments: list[str]) -> None:
+    """Raises OptionError for unknown flags where a required one is missing: the parser then names that one alone, and only
+    else those that are near to the unknown."""
+    fields = dataclasses.fields(kind)
+    required = {flag for field in fields if field.default is dataclasses.MISSING for flag in flags_of(field.name)}
+    known = [flag for field in fields for flag in flags_of(field.name)]
+    given = {(flag := word.partition("=")[0]): flag.replace("_", "-") for word in arguments if word.startswith("-")}
+    unknown = [flag for flag, word in given.items() if flag[:2] == "--" != flag and word.replace("--no-", "--", 1) not in known]
+    if unknown and required.isdisjoint(given.values()):
+        raise OptionError(f"unknown option(s): {said_of(unknown, known)} --help shows all.")
 
 
 def has_flag(arguments: list[str], flag: str) -> bool:
@@ -60,7 +76,7 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
     unknown = sorted(key for key in table if key not in known)
     if unknown:
         raise OptionError(
-            f"{source} has unknown option(s) {', '.join(unknown)}. Its keys are the flags of --help without the dashes."
+            f"{source} has unknown option(s) {said_of(unknown, known)} Its keys are the flags of --help without the dashes."
         )
     found = [
         word
@@ -97,7 +113,7 @@ def _kept(path: Path) -> dict[str, Any]:
         job, found = path, manifests.load(path).state.get("job")
         if found is None:
             raise OptionError(
-                f"--resume: the run in {path} was started from Python. Go on with it there: fit(..., resume=...)."
+                f"--resume: the run in {path} was started from Python. Go on with it there: {in_arguments(resuming(path))}."
             )
     else:
         job = latest(path, JOB)

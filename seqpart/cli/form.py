@@ -45,6 +45,7 @@ GROUPS = {
     ),
     "ist": OF_IST,
 }  # fmt: skip
+_DEFAULT = " Default: "
 _SHOWN = {str: "TEXT", int: "INT", float: "FLOAT"}
 _METAVARS = {
     "mem_limit": "SIZE", "ram_limit": "SIZE", "save_every": "OFTEN", "eval_every": "OFTEN", "partitions": "auto|INT[,...]",
@@ -91,16 +92,24 @@ def _field(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any
     text = not _is_plain(hint)
     shown = _METAVARS.get(name) or _metavar(hint, kinds)
     asked: Any = (str | None if default is None else str) if text else hint
-    behaviour = "" if default is None else None  # texts say the default of what may be left out
+    said, behaviour = _divided(said) if default is None else (said, None)
     told: Any = Annotated[
         asked,
         tyro.conf.arg(
-            help=said, metavar=None if hint is bool else shown, help_behavior_hint=behaviour, aliases=SPELLINGS.get(name, ())
+            help=said, metavar=None if hint is bool else shown, help_behavior_hint=behaviour,
+            aliases=SPELLINGS.get(name, ()),
         ),
-    ]
+    ]  # fmt: skip
     if default is dataclasses.MISSING:
         return name, told, dataclasses.field()
     return name, told, dataclasses.field(default=as_text(default) if text and default is not None else default)
+
+
+def _divided(said: str) -> tuple[str, str]:
+    """(text, the default that it ends with) of what may be left out: the parser shows the second behind the first, and where
+    that is empty and the text fills its line, a blank line."""
+    text, word, value = said.rpartition(_DEFAULT)
+    return (text, f"{word.lstrip()}{value}") if word else (said, "")
 
 
 def _is_plain(hint: Any) -> bool:

@@ -23,6 +23,9 @@ from seqpart.units import format_size
 from seqpart.zoo import convolutional, datasets, images, libraries, models
 from seqpart.zoo.loading import called
 
+DIGITS = "the default: scikit-learn's 8 x 8 digits as rows of 64 numbers"
+"""What whoever gave no --data has not heard of."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Settings):
@@ -151,7 +154,11 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
         return _library_model(dataclasses.replace(job, weights=None), train, test, whole=True).model, None
     _refuse_misplaced(job)
     if job.model in ("lenet", "psnet"):
-        return getattr(convolutional, job.model)(train.shape, classes), None
+        try:
+            return getattr(convolutional, job.model)(train.shape, classes), None
+        except OptionError as error:
+            error.add_note(f"found {_found(job, train)}. Give --data mnist, emnist, idx:DIR or folder:DIR.")
+            raise
     if job.model not in ("mlp", "gpt"):
         if ":" not in job.model:
             raise OptionError(
@@ -196,7 +203,27 @@ def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) 
         partial=job.weights_partial or whole, resumes=resumes,
         dtype=CACHE_DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
     )  # fmt: skip
-    return libraries.made(library, name, asked)
+    made = libraries.made(library, name, asked)
+    _refuse_other_rows(job, train)
+    return made
+
+
+def _refuse_other_rows(job: Job, train: Split) -> None:
+    """For models of libraries, which would say where they fail and not why."""
+    of_images = not job.model.startswith("hf:")
+    if (of_images and not train.form and (train.tokens or len(train.shape) < 3)) or (not of_images and job.data == "digits"):
+        takes = "images (channels, height, width)" if of_images else "tokens, or images, as its config.json says"
+        give = "" if of_images else ", hf-text:FILE, text:FILE"
+        raise OptionError(
+            f"--model {job.model} takes {takes}; found {_found(job, train)}. Give --data imagefolder:DIR, folder:DIR{give} or "
+            "package.module:function."
+        )
+
+
+def _found(job: Job, train: Split) -> str:
+    """The rows, and where they are from."""
+    default = f" ({DIGITS})" if job.data == "digits" else ""
+    return f"rows of {'tokens' if train.tokens else 'quantities'} of shape {train.shape}, of --data {job.data}{default}"
 
 
 def _refuse_misplaced(job: Job) -> None:
@@ -220,10 +247,9 @@ def _refuse_too_deep(depth: int | None, cure: str) -> None:
 def _gpt(job: Job, train: Split, test: Split, width: int, reporter: Reporter) -> object:
     labels = tuple(train.labels.shape[1:])
     if not train.tokens or len(train.shape) != 1 or labels != train.shape:
-        kind = "tokens" if train.tokens else "quantities"
         raise OptionError(
-            "--model gpt takes rows of tokens with a label for each, as --data text:FILE and hf-text:FILE give them; "
-            f"found rows of {kind} of shape {train.shape} with labels of shape {labels} each. Take another --model."
+            "--model gpt takes rows of tokens with a label for each, as --data text:FILE and hf-text:FILE give them; found "
+            f"{_found(job, train)}, with labels of shape {labels} each. Give one of these, or take another --model."
         )
     heads = models.GPT_HEADS if job.heads is None else job.heads
     if heads < 1 or width % heads:

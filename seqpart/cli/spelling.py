@@ -1,10 +1,16 @@
 """Other spellings of options: short ones, and those that other programs have."""
 
 from seqpart.errors import OptionError
+from seqpart.values import flag_of
 
 SPELLINGS = {"mem_limit": ("-m",), "output_dir": ("-o",), "lr": ("--learning-rate",)}
 """By option, what the parser takes too."""
 _BF16 = "--bf16"
+
+
+def flags_of(name: str) -> tuple[str, ...]:
+    """By which an option is given."""
+    return (flag_of(name), *SPELLINGS.get(name, ()))
 
 
 def spelled_out(arguments: list[str]) -> list[str]:

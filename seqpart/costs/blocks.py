@@ -22,6 +22,7 @@ from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
+from seqpart.model.inspection import frozen_in
 from seqpart.model.packs import ROWS, Value
 from seqpart.offload.layout import Layout
 
@@ -258,7 +259,7 @@ def _measure_module(
         trainable=tuple(name for name in trainable if name in own),
         tied=sum(_nbytes(tensors[tie.name]) for tie in block.tied),
         gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),
-        frozen=sum(t.numel() for name, t in own.items() if isinstance(t, nn.Parameter) and name not in trainable),
+        frozen=frozen_in(module, own, trainable),
         buffers=sum(_nbytes(tensor) for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
         inference_peak=inference,
         flops=flops,
@@ -267,8 +268,7 @@ def _measure_module(
 
 
 def _held(module: nn.Module) -> int:
-    values = [value for part in module.modules() for value in vars(part).values()]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
     return sum({tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in tensors}.values())
 
 

@@ -22,6 +22,8 @@ from seqpart.files.owned import Folder, folder_inside
 from seqpart.files.scratch import clear_scratch, has_checkpoint, named_scratch, scratch_bytes
 from seqpart.units import format_size
 
+_NAMED = 3
+"""Of the interrupted runs beside one."""
 SCRATCH_PREFIX = "seqpart-"
 """Directories under --offload-dir are named so; they hold no results and go when the run ends."""
 
@@ -151,10 +153,13 @@ def clear_leftovers(parent: Path) -> tuple[int, int]:
     return found, freed
 
 
-def resumable(parent: Path) -> tuple[int, int]:
-    """Runs with homes or rows under `parent` that ended early and can be resumed: (runs, bytes that they hold)."""
-    found = [one for one in _beside(parent) if one.kind is Kind.RESUMABLE]
-    return len({one.run for one in found}), sum(one.held for one in found)
+def resumable(parent: Path) -> dict[Path, int]:
+    """Runs with homes or rows under `parent` that ended early and can be resumed, and the bytes that they hold there."""
+    held: dict[Path, int] = {}
+    for one in _beside(parent):
+        if one.kind is Kind.RESUMABLE and one.run is not None:
+            held[one.run] = held.get(one.run, 0) + one.held
+    return held
 
 
 def unknown(parent: Path) -> list[Judged]:
@@ -162,13 +167,23 @@ def unknown(parent: Path) -> list[Judged]:
     return [one for one in _beside(parent) if one.kind is Kind.UNKNOWN]
 
 
+def _named(runs: dict[Path, int], parent: Path) -> str:
+    """Those that hold most; of those in `parent` as it was given."""
+    largest, whole = sorted(runs, key=lambda run: (-runs[run], run)), parent.resolve()
+    names = [str(parent / run.relative_to(whole) if run.is_relative_to(whole) else run) for run in largest[:_NAMED]]
+    return ", ".join(names) + (f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else "")
+
+
 def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
     """Clean up beside a run that has `cleaned` so many bytes in its own directory, and say what was done and what is left."""
     found, freed = clear_leftovers(parent)
     if found or cleaned:
         yield f"cleaned up {format_size(freed + cleaned)} that killed runs had left"
-    waiting, held = resumable(parent)
-    if waiting:
-        yield f"{waiting} interrupted run(s) beside this one hold {format_size(held)}: --resume them, or remove them"
+    if waiting := resumable(parent):
+        held = format_size(sum(waiting.values()))
+        yield (
+            f"{len(waiting)} interrupted run(s) beside this one hold {held}: {_named(waiting, parent)}. Go on with each by "
+            "--resume DIR, or remove it"
+        )
     for one in unknown(parent):
         yield f"{one.path} ({format_size(one.held)}) is kept: {one.why}. Remove it if no run needs it."

@@ -7,13 +7,13 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from seqpart.directory.leftovers import Kind, belongs_to, clean, judged, remove_empty
 from seqpart.directory.marker import LOCK, MARKER, Marker, is_half_written_marker, locked, marker_of, new_id
 from seqpart.directory.publication import finish_publishing, publish
-from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError
+from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
 from seqpart.files.atomic import unusable
 from seqpart.files.direct import explained
 from seqpart.files.owned import PRIVATE_FOLDER, Folder, folder_inside
@@ -31,6 +31,7 @@ from seqpart.files.scratch import (
 )
 
 _numbers = itertools.count()
+_NOTHING_KEPT = "nothing was saved; the run's scratch files are removed, and earlier results are untouched."
 
 
 class RunDirectory:
@@ -127,21 +128,23 @@ class RunDirectory:
             yield
         except Interrupted:
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if has_checkpoint(self.root):
                 raise Interrupted(self.root) from None
-            raise
+            raise KeyboardInterrupt(str(interrupt) or _NOTHING_KEPT) from None
 
     @contextlib.contextmanager
-    def resumable(self) -> Iterator[None]:
-        """What ends the run from outside does not end it for good: say how to go on."""
+    def resumable(self, add_note: Callable[[Exception, str], None]) -> Iterator[None]:
+        """What ends the run from outside does not end it for good: `add_note` says how to go on."""
         try:
             yield
         except Exception as error:
             if isinstance(error, CorruptFile) and has_checkpoint(self.root):
-                error.add_note(f"There is a checkpoint: --resume {self.root} goes on, or says that it needs what was damaged.")
+                add_note(
+                    error, f"There is a checkpoint: {resuming(self.root)} goes on, or says that it needs what was damaged."
+                )
             elif not isinstance(error, BadInput) and has_checkpoint(self.root):
-                error.add_note(f"The last checkpoint is intact: when the cause is gone, go on with --resume {self.root}")
+                add_note(error, f"The last checkpoint is intact: when the cause is gone, go on with {resuming(self.root)}")
             raise
 
     def close(self, state: str) -> None:
@@ -265,8 +268,8 @@ def _must_be_ours(folder: Folder) -> None:
 def _must_be_free(root: Path) -> None:
     if has_checkpoint(root):
         raise OptionError(
-            f"--output-dir: {root} holds a run that was interrupted. Give --resume {root} to go on with it, "
-            "or --overwrite to start anew."
+            f"--output-dir: {root} holds a run that was interrupted. Go on with it by {resuming(root)}, or "
+            "start anew with --overwrite."
         )
     if (root / WEIGHTS).exists():
         raise OptionError(

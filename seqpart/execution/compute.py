@@ -60,7 +60,7 @@ class Compute:
         self._unpacked: PackReader | None = None
         """Of what the reader reads."""
         self._sink: PackWriter | None = None
-        self._began = 0.0
+        self._began, self._earlier = 0.0, 0
         self._ties = [*dict.fromkeys((partition.number, tie) for partition in partitions for _, tie in partition.tied)]
         """(partition, weight that it uses and another owns), in the model's order."""
         self._counted: float | None = None
@@ -346,7 +346,8 @@ class Compute:
         self._reader = open_reader(
             rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
         )
-        self._listen(PhaseBegun(phase=phase, number=number))
+        self._earlier = phase.rows_before(first_update)
+        self._listen(PhaseBegun(phase=phase, number=number, earlier=self._earlier))
 
     def _done_with(self, batch: Batch) -> None:
         assert self._reader is not None
@@ -371,7 +372,7 @@ class Compute:
         metrics, phase, seconds = self.metrics, self._phases[number], time.perf_counter() - self._began
         self.refuse_divergence(number)
         self.rested = Metrics()
-        self._listen(metrics.done(phase, seconds, self._heard.found(phase)))
+        self._listen(metrics.done(phase, self._earlier, seconds, self._heard.found(phase)))
 
     def forget_loss(self, p: int) -> None:
         """Partition p leaves: free the fixed targets of its loss."""

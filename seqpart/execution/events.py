@@ -27,15 +27,24 @@ class PhaseDone:
     """None where no loss stands behind the partition."""
     accuracy: float | None
     rows: int
+    earlier: int = 0
+    """Of these rows: those of updates that were made before, where a run went on within the pass."""
     seconds: float
+    """Without those of earlier rows."""
     metrics: Mapping[str, MetricValue] = field(default_factory=dict)
     """What the user's own found."""
+
+    @property
+    def rows_per_second(self) -> float:
+        return (self.rows - self.earlier) / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseBegun:
     phase: Phase
     number: int
+    earlier: int = 0
+    """As of PhaseDone."""
 
 
 Event = StepDone | PhaseDone | PhaseBegun

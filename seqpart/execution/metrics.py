@@ -40,11 +40,12 @@ class Metrics:
         if self.beside is not None:
             self.beside.add(total, rows, None, weight=weight)
 
-    def done(self, phase: Phase, seconds: float, found: Mapping[str, MetricValue]) -> PhaseDone:
-        """What is told of the pass, whose sums these are. found: by the user's own metrics."""
+    def done(self, phase: Phase, earlier: int, seconds: float, found: Mapping[str, MetricValue]) -> PhaseDone:
+        """What is told of the pass, whose sums these are. earlier: rows, as PhaseDone has them. found: by the user's own
+        metrics."""
         loss = self.mean_loss if self.rows else None
         return PhaseDone(
-            phase=phase, loss=loss, accuracy=self.accuracy, rows=phase.rows, seconds=seconds, metrics=found
+            phase=phase, loss=loss, accuracy=self.accuracy, rows=phase.rows, earlier=earlier, seconds=seconds, metrics=found
         )  # fmt: skip
 
     def refuse_divergence(self, where: str) -> None:

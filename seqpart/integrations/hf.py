@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
 import seqpart.trainer
-from seqpart.errors import OptionError
+from seqpart.errors import Interrupted, OptionError
 from seqpart.integrations import hf_data, hf_optimizers
 from seqpart.integrations.hf_arguments import (
     RUN,
@@ -127,9 +127,12 @@ class Trainer:
         if self.args.eval_on_start:
             self.evaluate()
         with self._judge(wanted_of(self.args)) as judge, self._empty_model("train"):
-            self.result = trainer.fit(
-                train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
-            )
+            try:
+                self.result = trainer.fit(
+                    train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
+                )
+            except Interrupted as interrupted:
+                raise Interrupted(interrupted.directory, "train(resume_from_checkpoint=True)") from None
         rows = lengths.updates * lengths.batch if self.args.max_steps > 0 else lengths.rows * self.args.num_train_epochs
         metrics = speed_metrics("train", began, num_samples=rows, num_steps=lengths.updates)
         metrics["train_loss"] = self._relay.loss

@@ -15,7 +15,7 @@ from seqpart.loaders.draws import SPLITS, generators_kept
 from seqpart.loaders.source import PIECE_BYTES, PIECE_ROWS, RowTaker, Source, SourceReader
 from seqpart.loaders.workers import Job, Part, Worker, empty, fill, probed
 from seqpart.memory.device import Device, Event
-from seqpart.memory.limit import margin_of
+from seqpart.memory.limit import WARM_UP_BYTES, margin_of
 from seqpart.memory.usage import read_process, read_tree
 from seqpart.schedule.phase import Phase, PhaseKind
 
@@ -52,7 +52,7 @@ class Reading:
     def start(self, limit: int, device: Device) -> None:
         """Start the processes, and see what reading takes: before the run holds memory of its own, which a fork would count.
 
-        As many as `limit` bytes have room for, if that is on this memory.
+        As many as `limit` bytes have room for beside the least that a plan needs, if that is on this memory.
         """
         if not self._parts:
             return
@@ -63,7 +63,7 @@ class Reading:
             self._work = probed(self._parts[0], self._readers[0], probe)[1]
         for number in range(self._asked):
             another = read_process().held + self._work + probe * self._row.nbytes
-            if device.shares_memory and read_tree().held + another > limit - margin_of(limit):
+            if device.shares_memory and read_tree().held + another + WARM_UP_BYTES > limit - margin_of(limit):
                 self._say_fewer()
                 break
             self.workers.append(Worker(self._parts, number, probe, self.workers))

@@ -66,7 +66,8 @@ class StepEvent(_Told):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEvent(_Told):
-    """An epoch is over. Where it was tested in its midst, `loss`, `rows` and `seconds` are of what came since."""
+    """An epoch is over. Where it was tested in its midst, `loss`, `rows` and `seconds` are of what came since; where a run went
+    on within it, `rows` and `seconds` are."""
 
 
 @dataclass(frozen=True, kw_only=True)

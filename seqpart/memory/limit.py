@@ -74,14 +74,49 @@ def left_of(limit: int) -> str:
     return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
 
 
-def refused(message: str, smallest: int) -> DoesNotFit:
-    """A refusal that names the least limit that is enough."""
-    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}.")
+def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, block: int, state: int = 0, rows: int = 0) -> str:
+    """What a refusal advises: only what makes the plan so much smaller that it may fit.
+
+    peak: of the smallest plan. finer: whether --partitions asks for larger ones than need be. block: bytes of what needs most,
+    with `state` of its optimizer, and `rows` of a micro-batch that was asked for.
+    """
+    available = limit - margin_of(limit)
+    if runtime > available:
+        return (
+            f"The runtime alone, {format_size(runtime)} that are there before any model, is more: no other cut, method or "
+            "optimizer helps. Give more."
+        )
+    over, cures = peak - available, []
+    if finer:
+        cures.append("cut finer (more --partitions, or auto), ")
+    elif block > over:
+        cures.append("split that block into smaller ones, ")
+    if rows >= over:
+        cures.append("give a smaller --micro-batch-size, ")
+    if state >= over:
+        cures.append("use an optimizer with less state (--optimizer sgd), ")
+    advice = f"{''.join(cures)}{'or ' if cures else ''}give more."
+    return advice[0].upper() + advice[1:]
+
+
+def refused(message: str, smallest: int, rows: int | None = None) -> DoesNotFit:
+    """A refusal that names the least limit that is enough, at a micro-batch of `rows`."""
+    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}.", rows)
 
 
 def limit_for(peak: int) -> int:
     """The least limit whose margin leaves room for `peak`, also where the runtime of the next process is a little larger."""
     return -(-(peak + _SLACK + RUNTIME_VARIES) * 100 // 99) + 1
+
+
+def any_plan_fits(device: Device, limit: int, *, beside: int = 0) -> bool:
+    """Whether what is held now leaves room for the least that a plan needs. beside: what other processes of the run hold."""
+    if not device.shares_memory:
+        return _free_of(device, limit) > 0
+    room = limit - margin_of(limit) - WARM_UP_BYTES - beside
+    if read_process().held > room:
+        gc.collect()
+    return read_process().held <= room
 
 
 class Grant(Protocol):
@@ -145,17 +180,20 @@ def generated_code() -> int:
 
 @contextmanager
 def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
-    context = MemoryUsage(device).read() - device.reserved()
-    # Kernels that are loaded later make the context grow: the margin is theirs.
-    available = limit - context - margin_of(limit)
+    available = _free_of(device, limit)
     if available <= 0:
-        raise too_small(limit, context)
+        raise too_small(limit, limit - margin_of(limit) - available)
     device.restart_peaks()
     device.cap(available)
     try:
         yield
     finally:
         device.cap(None)
+
+
+def _free_of(device: Device, limit: int) -> int:
+    """Bytes that the context leaves of a limit. Kernels that are loaded later make it grow: the margin is theirs."""
+    return limit - margin_of(limit) - (MemoryUsage(device).read() - device.reserved())
 
 
 def too_small(limit: int, held: int) -> DoesNotFit:

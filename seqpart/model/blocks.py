@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
-from seqpart.model.inspection import left_as_they_are, listed, structure_of
+from seqpart.model.inspection import left_as_they_are, listed, packed_in, structure_of
 from seqpart.model.sharing import refuse_sharing, tensors_in_attributes
 from seqpart.offload.layout import Layout, spec_of, stride_of
 from seqpart.units import format_size
@@ -192,7 +192,8 @@ class Chain(Sequence[Block]):
         """What was done to the model, in words."""
         count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
         layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
-        return [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
+        tiles = [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
+        return tiles + packed_in(block.alive for block in self._blocks)
 
     @property
     def whole(self) -> "Chain":

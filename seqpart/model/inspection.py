@@ -3,8 +3,9 @@ what they were: modes, caches, hooks."""
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +21,46 @@ ACTIVATIONS = (
 """Layers that make of each number another one by itself, the same every time, and have no tensors."""
 _NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"})
 """Settings that tell layers which are alike apart: their own numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Of a module whose weights are quantized, as its attribute `packed`: how, how many they are, and its tensors that they
+    are in: they have fewer elements, or other ones beside them.
+
+    said_in: the one that says how they are packed, which must stay what it is; "" where none does.
+    """
+
+    how: str
+    weights: int
+    tensors: tuple[str, ...]
+    said_in: str = ""
+
+
+def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Collection[str]) -> int:
+    """How many weights of `own`, tensors of the module by name, do not learn."""
+    count = {name: t.numel() for name, t in own.items() if isinstance(t, nn.Parameter) and name not in trainable}
+    for path, packed in packed_parts(module):
+        inside = [f"{path}.{name}".lstrip(".") for name in packed.tensors]
+        if inside[0] in own:
+            count |= dict.fromkeys(inside, 0) | {inside[0]: packed.weights}
+    return sum(count.values())
+
+
+def packed_in(modules: Iterable[nn.Module | None]) -> list[str]:
+    """Which layers have quantized weights, in words."""
+    found = {id(packed): packed for module in modules if module is not None for _, packed in packed_parts(module)}
+    said = []
+    for how in dict.fromkeys(packed.how for packed in found.values()):
+        alike = [packed.weights for packed in found.values() if packed.how == how]
+        said.append(f"{sum(alike):,} of the frozen weights in {how}, in {len(alike)} layers")
+    return said
+
+
+def packed_parts(module: nn.Module) -> Iterator[tuple[str, Packed]]:
+    for path, part in module.named_modules():
+        if isinstance(packed := getattr(part, "packed", None), Packed):
+            yield path, packed
 
 
 def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Kind:

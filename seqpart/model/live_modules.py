@@ -16,6 +16,7 @@ from torch import nn
 
 from seqpart.errors import CorruptFile
 from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
+from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block, tensors_of
 
 _ALIGNED = 64
@@ -149,12 +150,13 @@ class LiveModules:
                     piece.offset = offset
                     self._write(file.fileno(), piece)
                     offset += round_up(piece.nbytes)
-                self._file = os.dup(file.fileno())
+                with undivided():
+                    self._file = os.dup(file.fileno())
+                    for tensors in self._taken.values():
+                        for taken in tensors.values():
+                            taken.tensor.data = torch.empty(0, dtype=taken.tensor.dtype, device=taken.piece.device)
         except OSError as error:
             raise explained(error, self._folder) from None
-        for tensors in self._taken.values():
-            for taken in tensors.values():
-                taken.tensor.data = torch.empty(0, dtype=taken.tensor.dtype, device=taken.piece.device)
 
     def read(self, block: Block, views: dict[str, torch.Tensor]) -> None:
         """Copy a block's tensors, as they came, into `views` (without gaps, on the CPU). Raises StoreError."""
@@ -176,6 +178,10 @@ class LiveModules:
 
     def give_back(self) -> None:
         """Let the modules be what they were, but for those to `keep`. Raises StoreError where the file cannot be read."""
+        with undivided():
+            self._give_back()
+
+    def _give_back(self) -> None:
         if not self.away:
             self._meta.give_back()
             return

@@ -11,7 +11,7 @@ from typing import Any
 
 from seqpart.directory.marker import MARKER, lives, marker_of
 from seqpart.directory.publication import latest
-from seqpart.errors import OptionError
+from seqpart.errors import OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import Folder, opened
 from seqpart.files.scratch import has_checkpoint
@@ -74,6 +74,36 @@ class _Process:
             return None
 
 
+@dataclass(slots=True)
+class _Passes:
+    """In the order in which they were told; what was told behind the checkpoint that a process went on from was made again."""
+
+    kept: list[tuple[int, Pass]] = field(default_factory=list)
+    """Each with how many there were before it."""
+    told: int = 0
+    saved: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many had been told when a checkpoint of that position was saved; the latest last."""
+
+    def add(self, one: Pass) -> None:
+        self.kept.append((self.told, one))
+        self.told += 1
+        if len(self.kept) > _PASSES:
+            del self.kept[1:-1:2]
+
+    def save(self, event: dict[str, Any]) -> None:
+        position = int(event["phase"]), int(event["updates"])
+        self.saved.pop(position, None)
+        self.saved[position] = self.told
+
+    def go_back(self, start: dict[str, Any]) -> None:
+        """A process goes on: from the position that it says, or from the latest, as older versions did without a word."""
+        at = start.get("checkpoint")
+        position = (at["phase"], at["updates"]) if at else None
+        latest_saved = next(reversed(self.saved.values()), self.told)
+        count = self.saved.get(position, latest_saved) if position is not None else latest_saved
+        self.kept = [(number, one) for number, one in self.kept if number < count]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     root: Path
@@ -103,7 +133,7 @@ class Run:
 def read_run(root: Path) -> Run:
     """Raises OptionError where `root` is not the directory of a run."""
     state, missing = _state(root), list[str]()
-    events, passes, processes = _events(root, missing), list[Pass](), list[_Process]()
+    events, passes, processes = _events(root, missing), _Passes(), list[_Process]()
     for event in events:
         _take(event, passes, processes)
     if not processes:
@@ -112,12 +142,12 @@ def read_run(root: Path) -> Run:
     plan, result, job = _plan(root, missing), _result(root, state, missing), _job(root)
     if not any(process.steps for process in processes):
         missing.append("seconds by kind of step: the run ended before any were told, or is of an older version")
-    if not passes:
+    if not passes.kept:
         missing.append("losses: no pass was over yet")
     return Run(
         root=root, state=state, plan=plan, result=result, start=processes[-1].start if processes else {},
         processes=len(processes), resumed_at=tuple(process.before for process in processes[1:]),
-        seconds=sum(process.seconds for process in processes), passes=tuple(passes), curves=curves,
+        seconds=sum(process.seconds for process in processes), passes=tuple(one for _, one in passes.kept), curves=curves,
         steps=_together(processes), job=job, missing=tuple(missing),
     )  # fmt: skip
 
@@ -162,12 +192,13 @@ def _events(root: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         missing.append(f"{EVENTS}: {unread} line(s) are damaged and were left out")
 
 
-def _take(event: dict[str, Any], passes: list[Pass], processes: list[_Process]) -> None:
+def _take(event: dict[str, Any], passes: _Passes, processes: list[_Process]) -> None:
     """One line of the log. Those of other kinds, and whatever is not as we write it, say nothing here."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         if event["event"] == "start":
             before = processes[-1].before + processes[-1].seconds if processes else 0.0
             processes.append(_Process(event, before))
+            passes.go_back(event)
         if not processes:
             return
         process = processes[-1]
@@ -175,9 +206,9 @@ def _take(event: dict[str, Any], passes: list[Pass], processes: list[_Process]) 
         if event["event"] == "time":
             process.steps = {str(kind): Sum(**found) for kind, found in event["steps"].items()}
         elif event["event"] == "phase":
-            passes.append(_pass(event, process.before))
-            if len(passes) > _PASSES:
-                del passes[1:-1:2]
+            passes.add(_pass(event, process.before))
+        elif event["event"] == "checkpoint":
+            passes.save(event)
 
 
 def _pass(event: dict[str, Any], before: float) -> Pass:
@@ -243,7 +274,9 @@ def _result(root: Path, state: str, missing: list[str]) -> dict[str, Any]:
         if state == "done":
             missing.append(f"the results: {RESULT}: {error.strerror if isinstance(error, OSError) else 'it is damaged'}")
             return {}
-    cure = f" Go on with: python -m seqpart.train --resume {root}" if has_checkpoint(root) and state != "running" else ""
+    way = resuming(root)
+    way = f"python -m seqpart.train {way}" if latest(root, JOB).exists() else in_arguments(way)  # Python began those without
+    cure = f" Go on with: {way}" if has_checkpoint(root) and state != "running" else ""
     missing.append(f"the proof and the final test: the run is {_STATES.get(state, state)}.{cure}")
     return {}
 

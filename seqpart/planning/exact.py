@@ -8,13 +8,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import Resources
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import RUNTIME_VARIES, left_of, margin_of, refused
+from seqpart.memory.limit import RUNTIME_VARIES, left_of, margin_of, refused, what_helps
+from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, tiers_in_words, tiers_of
 from seqpart.planning.dynamic import Piece, best_cut
-from seqpart.planning.plan import Plan
+from seqpart.planning.plan import AS_ASKED, Plan, Told
 from seqpart.planning.prediction import Kind, Option, Prediction, options_of, predict
 from seqpart.planning.problem import (
     BUFFERS,
@@ -23,10 +25,10 @@ from seqpart.planning.problem import (
     Problem,
     cost_of,
     costs_from,
-    fewest_rows,
     measurable,
     micro_batches,
     parts_of,
+    possible_micro_batches,
     refuse_given,
     sharing,
     starts_of,
@@ -40,9 +42,13 @@ _SPEEDS_ERR = 0.1
 """By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
 
 
-def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, Candidate, tuple[str, ...]]:
+def choose_exact(
+    problem: Problem, methods: Sequence[Method], told: Told = AS_ASKED
+) -> tuple[Method, Candidate, tuple[str, ...]]:
     """The fastest that fits, and why. Raises DoesNotFit, naming what would help."""
     available = problem.limit - margin_of(problem.limit)
+    if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
+        methods = methods[:1]
     tried = [(method, fastest_of(problem, method, available)) for method in methods]
     found = [prediction for _, prediction in tried if prediction is not None]
     if not found:
@@ -50,7 +56,7 @@ def choose_exact(problem: Problem, methods: Sequence[Method]) -> tuple[Method, C
     best = _simplest(found)
     why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best, available)
     best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
-    return best.method, best.candidate, tuple(_reasons(problem, best, tried))
+    return best.method, best.candidate, tuple(_reasons(problem, best, tried, told))
 
 
 def _simplest(found: Sequence[Prediction]) -> Prediction:
@@ -174,36 +180,54 @@ def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]
     return tuple(piece.first for piece in chosen)
 
 
-def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
-    rows = fewest_rows(problem)
+def _smallest(problem: Problem, methods: Iterable[Method]) -> Prediction:
+    """What takes least, at any micro-batch: not always the smallest, for one that is the whole batch adds up no gradients."""
     found = (
         min(_paired(problem, method, rows), key=lambda one: one.peak) if method.in_pairs
-        else smallest_of(problem, method, rows, candidates(problem, method, rows)) for method in methods
+        else smallest_of(problem, method, rows, candidates(problem, method, rows))
+        for method in methods for rows in possible_micro_batches(problem)
     )  # fmt: skip
-    smallest = min(found, key=lambda prediction: prediction.peak)
+    return min(found, key=lambda prediction: prediction.peak)
+
+
+def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
+    smallest = _smallest(problem, methods)
     refuse_given(problem, smallest.peak)
     first, last, cost = max(smallest.candidate.parts, key=lambda part: part[2].slot + part[2].train_peak)
     where = str(problem.chain[first]) if last - first == 1 else f"blocks {first}..{last - 1}"
-    cure = {
-        "full": "Or use --method streamed, which gives the same bits with one partition at a time.",
-        "checkpointed": "Or use --method streamed, which gives the same bits with one partition at a time.",
-    }.get(
-        smallest.method.name,
-        "Split that block into smaller ones, use an optimizer with less state (--optimizer sgd), or give more.",
-    )
     return refused(
         f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
         f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
         f"{left_of(problem.limit)}.\n"
         f"  runtime {format_size(problem.runtime)}; the largest partition is {where}: weights {format_size(cost.weights)}, "
         f"gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
-        f"\n  {cure}",
+        f"\n  {_cure(problem, smallest, last - first, cost)}",
         smallest.fits_in,
+        smallest.candidate.micro_batch,
     )
 
 
-def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]]) -> Iterator[str]:
-    if len(tried) > 1:
+def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCost) -> str:
+    """What would help, where the partition that needs most has so many blocks."""
+    available = problem.limit - margin_of(problem.limit)
+    if smallest.method.stays and problem.runtime <= available:
+        needed = _smallest(problem, [STREAMED]).peak
+        but = "" if needed <= available else f", and needs {format_size(needed)}"
+        return f"Or use --method streamed, which gives the same bits with one partition at a time{but}."
+    finer = blocks > 1 and problem.saved is None and bool(problem.count or problem.starts)
+    return what_helps(
+        problem.limit, problem.runtime, smallest.peak, finer=finer and not smallest.method.in_pairs,
+        block=cost.slot + cost.train_peak, state=cost.state,
+        rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
+    )  # fmt: skip
+
+
+def _reasons(
+    problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]], told: Told
+) -> Iterator[str]:
+    if told.method:
+        yield f"method {best.method.name} {told.method}"
+    elif len(tried) > 1:
         parts = []
         for method, prediction in tried:
             if prediction is None:
@@ -219,19 +243,16 @@ def _reasons(problem: Problem, best: Prediction, tried: Sequence[tuple[Method, P
     if best.method.in_pairs:
         yield _element(best)
     if count > 1:
-        asked = " as asked" if (problem.count or problem.starts) and not best.method.in_pairs else ""
+        asked = f" {told.cut}" if (problem.count or problem.starts) and not best.method.in_pairs else ""
         yield f"{count} partitions{asked}{_shared(best)}"
         if problem.saved is not None and not _as_saved(problem.saved, best):
-            yield (
-                "not all is as the plan says: partitions that stay and offloaded graphs go with --method auto, and what does "
-                "not fit, or cannot be, is chosen anew"
-            )
+            yield told.otherwise
         yield from _in_runs(candidate.why)
         yield f"boundaries wait on {tiers_in_words(candidate.resources.tiers)}"
         yield from _bound(best)
     yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
-        asked = "as asked" if problem.micro_batch else "the largest that fits"
+        asked = told.micro_batch if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
 
 

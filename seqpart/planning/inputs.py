@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +24,7 @@ from seqpart.kinds import per_partition, values_of
 from seqpart.loaders.reading import Reading
 from seqpart.loop.lengths import Length, length_of, refuse_endless_warmup
 from seqpart.memory.device import Device, host_memory_free
-from seqpart.memory.limit import enforced, limit_of, margin_of, measure_runtime, warm_up
+from seqpart.memory.limit import any_plan_fits, enforced, limit_of, margin_of, measure_runtime, warm_up
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
@@ -78,8 +78,8 @@ class Inputs:
             self._begin(final_loss, learns)
             costs, whole, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
             self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
-            self.live_modules.take()
             undo.callback(self.close)
+            self.live_modules.take()
             self.reading.start(self.limit, device)
             with self.under_limit():
                 self._measure_machine()
@@ -120,13 +120,13 @@ class Inputs:
     def under_limit(self) -> Iterator[None]:
         """Around work on a plan, which keeps the limit too. Raises DoesNotFit where it alone needs more.
 
-        Modules that were given alive are granted on top while they are not empty. A process that holds more than the limit
-        already is let go on: no plan will fit, and the refusal is to name a limit that does.
+        Modules that were given alive are granted on top while they are not empty. A process that holds so much already that no
+        plan will fit is let go on: the refusal is to name a limit that does.
         """
+        alive, beside = self.live_modules.alive(self.device.kind), self.reading.held
         with ExitStack() as stack:
-            with suppress(DoesNotFit):
-                limit = self.limit + self.live_modules.alive(self.device.kind)
-                stack.enter_context(enforced(self.device, limit, beside=self.reading.held))
+            if any_plan_fits(self.device, self.limit + alive, beside=beside):
+                stack.enter_context(enforced(self.device, self.limit + alive, beside=beside))
             try:
                 yield
             except Exception as error:
@@ -207,7 +207,7 @@ class Inputs:
 
         Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
         """
-        available = self.limit - margin_of(self.limit) - self.trials.held()
+        available = self.limit - margin_of(self.limit) - self.trials.held() - self.reading.held
         if available <= 0:
             return False
         fresh = [self.trials.run(rows, first, last, available) for rows, first, last in wanted]

@@ -165,6 +165,24 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What a plan says of what it was given, and did not choose."""
+
+    method: str = ""
+    """Of one that `auto` might have chosen anew."""
+    cut: str = "as asked"
+    micro_batch: str = "as asked"
+    otherwise: str = (
+        "not all is as the plan says: partitions that stay and offloaded graphs go with --method auto, and what does not fit, "
+        "or cannot be, is chosen anew"
+    )
+    """Where it could not take all answers of a saved plan."""
+
+
+AS_ASKED = Told()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """What a plan is asked for, beside what was checked and measured: whoever asks again makes one with `replace`."""
 
@@ -186,6 +204,12 @@ class PlanRequest:
     """Bytes of the limit that the plan must leave, because one that fitted ran out of memory."""
     saved: Plan | None = None
     """A plan whose answers are to be taken again."""
+    told: Told = AS_ASKED
+
+    @property
+    def recovery(self) -> Plan | None:
+        """The saved plan for the second stage of `sil`, whose answers it has: that streams."""
+        return None if self.saved is None else replace(self.saved, method="streamed")
 
 
 def _part_of(version: int, part: dict[str, Any]) -> dict[str, Any]:

@@ -138,12 +138,12 @@ class Preparation(Inputs):
             try:
                 prepared = plan()
             except DoesNotFit as refusal:  # the limit that it names is to be one that fits
-                smallest = planning.fewest_rows(self.problem(self.request))
-                if self.try_blocks([(smallest, 0, len(self.chain))]):
+                rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
+                if self.try_blocks([(rows, 0, len(self.chain))]):
                     continue
-                if refusal.smallest is None or self.trials.has_run(smallest):
+                if refusal.smallest is None or self.trials.has_run(rows):
                     raise
-                raise refused(refusal.message, refusal.smallest + _UNMEASURED) from None
+                raise refused(refusal.message, refusal.smallest + _UNMEASURED, rows) from None
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
             wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
@@ -176,16 +176,16 @@ class Preparation(Inputs):
 
     def _tried(self, refusal: DoesNotFit, request: PlanRequest) -> DoesNotFit:
         """The refusal with a limit at which a plan was really made: synthetic labels, and recovery, may need more there."""
-        smallest, follows = refusal.smallest, request.label_bytes == request.limit // 10
+        smallest, rows, follows = refusal.smallest, refusal.rows, request.label_bytes == request.limit // 10
         for _ in range(4):
             if smallest is None:
                 break
             label_bytes = smallest // 10 if follows else request.label_bytes
             try:
                 self._prepare(replace(request, limit=smallest, label_bytes=label_bytes))
-                return refused(refusal.message, smallest)
+                return refused(refusal.message, smallest, rows)
             except DoesNotFit as again:
-                smallest = again.smallest
+                smallest, rows = again.smallest, again.rows
         return refusal
 
     def _prepare(self, request: PlanRequest) -> Prepared:
@@ -225,8 +225,8 @@ class Preparation(Inputs):
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
         """The method, cut and micro-batch, and why. Raises DoesNotFit."""
         if not self.alone:
-            return choose_exact(problem, request.methods)
-        candidate, reasons = choose_cut(problem)
+            return choose_exact(problem, request.methods, request.told)
+        candidate, reasons = choose_cut(problem, request.told)
         return request.methods[0], candidate, (*reasons, *self._idle_options(len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
@@ -258,8 +258,8 @@ class Preparation(Inputs):
                 "is nothing to recover. Leave it out, or cut with --partitions."
             )
         asked = replace(
-            problem, starts=tuple(first for first, _, _ in candidate.parts), count=None, batch_size=self.recovery_batch,
-            the_batch=self.recovery_batch, loss_of=partial(self.loss_cost, request, true=True), known={},
+            problem, starts=tuple(part[0] for part in candidate.parts), count=None, batch_size=self.recovery_batch, known={},
+            the_batch=self.recovery_batch, loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
         )  # fmt: skip
         found = fastest_of(asked, STREAMED, request.limit - margin_of(request.limit))
         if found is None:

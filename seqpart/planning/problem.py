@@ -164,9 +164,9 @@ def measurable(problem: Problem, micro_batch: int) -> bool:
     return True
 
 
-def fewest_rows(problem: Problem) -> int:
-    """The smallest micro-batch that the model takes."""
-    return next(rows for rows in reversed(micro_batches(problem)) if measurable(problem, rows))
+def possible_micro_batches(problem: Problem) -> list[int]:
+    """Those of `micro_batches` that the model takes."""
+    return [rows for rows in micro_batches(problem) if measurable(problem, rows)]
 
 
 def micro_batches(problem: Problem) -> list[int]:

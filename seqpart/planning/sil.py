@@ -8,10 +8,11 @@ from dataclasses import replace
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import growth_beside, left_of, limit_for, margin_of, refused
+from seqpart.memory.limit import growth_beside, left_of, limit_for, margin_of, refused, what_helps
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.sil import sil_phases
 from seqpart.planning.dynamic import Piece, best_cut
+from seqpart.planning.plan import AS_ASKED, Told
 from seqpart.planning.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
 from seqpart.planning.problem import (
     Candidate,
@@ -19,9 +20,9 @@ from seqpart.planning.problem import (
     Problem,
     cost_of,
     costs_from,
-    fewest_rows,
     measurable,
     micro_batches,
+    possible_micro_batches,
     refuse_given,
     starts_of,
     too_many,
@@ -34,7 +35,7 @@ SMALLEST_EASY_MICRO_BATCH = 32
 """Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
 
 
-def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
+def choose_cut(problem: Problem, told: Told = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
     """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words.
 
     Cut, if that does, only where nothing that learns passes by what is judged: of the rest no loss says anything.
@@ -46,7 +47,7 @@ def choose_cut(problem: Problem) -> tuple[Candidate, tuple[str, ...]]:
     if best is None:
         raise _does_not_fit(problem)
     best = _with_heap(problem, best, problem.limit - margin_of(problem.limit))
-    return best, _reasons(problem, best)
+    return best, _reasons(problem, best, told)
 
 
 def _fewest(problem: Problem) -> Candidate | None:
@@ -164,22 +165,22 @@ def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candid
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFit:
-    smallest_micro = fewest_rows(problem)
-    cost, where, peak = _largest_need(problem, smallest_micro)
+    needs = [(*_largest_need(problem, rows), rows) for rows in possible_micro_batches(problem)]
+    cost, where, peak, rows = min(needs, key=lambda need: need[2])  # not always the fewest rows: see `exact`
     refuse_given(problem, peak)
-    smallest = limit_for(peak)
-    wanted = _largest_need(problem, micro_batches(problem)[0])[2]
-    lines = [
-        f"{where} alone needs {format_size(wanted)} at micro-batch {micro_batches(problem)[0]}, and {left_of(problem.limit)}.",
+    cure = what_helps(
+        problem.limit, problem.runtime, peak, finer=bool(problem.count or problem.starts),
+        block=cost.slot + cost.train_peak, state=cost.state,
+        rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
+    )  # fmt: skip
+    return refused(
+        f"{where} alone needs {format_size(peak)}, at micro-batch {rows}, and {left_of(problem.limit)}.\n"
         f"  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}, gradients "
-        f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations at micro-batch {smallest_micro} "
-        f"{format_size(cost.saved)}",
-    ]
-    if problem.count or problem.starts:
-        lines.append("  Leave --partitions out, and the plan cuts where it must; or give more.")
-    else:
-        lines.append("  Split that block into smaller ones, use an optimizer with less state (--optimizer sgd), or give more.")
-    return refused("\n".join(lines), smallest)
+        f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}\n"
+        f"  {cure}",
+        limit_for(peak),
+        rows,
+    )
 
 
 def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, str, int]:
@@ -220,18 +221,18 @@ def _named(problem: Problem, first: int, last: int) -> str:
     return str(block) if last - first == 1 else f"blocks {first}..{last - 1}, from {block.kind} on,"
 
 
-def _reasons(problem: Problem, best: Candidate) -> tuple[str, ...]:
+def _reasons(problem: Problem, best: Candidate, told: Told) -> tuple[str, ...]:
     count = len(best.parts)
     reasons = []
     if problem.starts is not None:
-        reasons.append(f"{count} partition(s): as asked")
+        reasons.append(f"{count} partition(s): {told.cut}")
     elif count > 1:
-        asked = "as asked" if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
+        asked = told.cut if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
         reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
     else:
         reasons.append("1 partition: the whole network fits, so nothing is cut")
     reasons += best.heap_reason
     if best.micro_batch < problem.batch_size:
-        asked = "as asked" if problem.micro_batch else "the largest that fits with so few partitions"
+        asked = told.micro_batch if problem.micro_batch else "the largest that fits with so few partitions"
         reasons.append(f"micro-batch {best.micro_batch} of {problem.batch_size}: {asked}")
     return tuple(reasons)

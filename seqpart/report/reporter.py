@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Column
 
+from seqpart.errors import SeqpartError, in_arguments
 from seqpart.execution.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.files.direct import explained
 from seqpart.files.owned import added_to, made
@@ -26,10 +27,10 @@ from seqpart.planning.plan import Plan, as_text_rows
 from seqpart.recording.tally import Tally
 from seqpart.report.log import LOGGER, is_heard
 from seqpart.report.output import standard_output
-from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_of, wrapped
+from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_for_table, width_of, wrapped
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Verb
+from seqpart.schedule.steps import Position, Verb
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"
@@ -40,11 +41,18 @@ _WHAT = {
 }  # fmt: skip
 
 
-class Reporter:
-    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called."""
+_SHOWN_EVERY = 0.2
+"""Seconds between two states of the live line."""
 
-    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
-        self.console = console or _console(quiet)
+
+class Reporter:
+    """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called.
+
+    flags: for the command, whose flags are not the arguments of Python.
+    """
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None, flags: bool = False) -> None:
+        self.console, self._flags = console or _console(quiet), flags
         self._log: IO[str] | None = None
         self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
@@ -68,7 +76,15 @@ class Reporter:
             except OSError as error:
                 raise explained(error, self._log_path) from None
 
+    def add_note(self, error: Exception, note: str) -> None:
+        """To any error, with flags or arguments, as whoever began the run knows them."""
+        error.add_note(note if isinstance(error, SeqpartError) else self._worded(note))
+
+    def _worded(self, text: str) -> str:
+        return text if self._flags else in_arguments(text)
+
     def say(self, text: str, level: int = logging.INFO) -> None:
+        text = self._worded(text)
         LOGGER.log(level, "%s", text)
         if not is_heard(level):
             width = width_of(self.console)
@@ -79,24 +95,23 @@ class Reporter:
         self.say(text, logging.WARNING)
 
     def plan(self, plan: Plan) -> None:
-        rows, width = as_text_rows(plan), width_of(self.console)
+        rows, width = as_text_rows(plan), width_for_table(self.console)
         table, left_out = plan_table(rows, width)
         self.say(plan_title(plan))
         if is_heard(logging.INFO):
             LOGGER.info("%s", as_lines(plan_table(rows, None)[0], table_width(rows)))
             left_out = ()
         else:
-            if width is None:
-                self.console.width = table_width(rows)  # a file has none, and rich cuts at 80
+            self.console.width = table_width(rows) if width is None else width  # a file has none, and rich cuts at 80
             self.console.print(table)
         if left_out:
             self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
         for line in plan_notes(plan):
             self.say(line)
 
-    def begin(self, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
-        """Start of the loop at phase number `first`; `used` is the peak so far, in bytes."""
-        self._bar = _Bar(self.console, phases, first, limit, used)
+    def begin(self, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
+        """Start of the loop; `used` is the peak so far, in bytes."""
+        self._bar = _Bar(self.console, phases, start, limit, used)
 
     def listen(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -123,7 +138,7 @@ class Reporter:
         if event.loss is None:  # nothing but rows for the next partition
             return
         phase = event.phase
-        speed = event.rows / max(event.seconds, 1e-9)
+        speed = event.rows_per_second
         self.record(
             "phase", phase=str(phase), partition=phase.partition, epoch=phase.epoch, loss=event.loss,
             accuracy=event.accuracy, metrics=dict(event.metrics), rows=event.rows, took=round(event.seconds, 3),
@@ -156,6 +171,20 @@ class Reporter:
             with contextlib.suppress(OSError):
                 self._log.close()
             self._log = None
+
+
+class WarningsAlone(Reporter):
+    """Of what is not a run for its user: an evaluation, steps of somebody's own loop. Their results are told by who asked."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        if level >= logging.WARNING:
+            super().say(text, level)
+
+    def plan(self, plan: Plan) -> None:
+        pass
 
 
 def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
@@ -193,7 +222,7 @@ def _passes(phase: Phase) -> int:
 class _Bar:
     """The live line; absent where the output is not a terminal."""
 
-    def __init__(self, console: Console, phases: Sequence[Phase], first: int, limit: int, used: Callable[[], int]) -> None:
+    def __init__(self, console: Console, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
         self._console, self._limit, self._used, self._phases = console, limit, used, phases
         self._progress: Progress | None = None
         self._rows = 0
@@ -204,32 +233,42 @@ class _Bar:
             # No refresh thread: its stack would be reserved under the limit.
             line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
             self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
-            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[first:]))
+            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[start.phase :]))
+            if start.updates:
+                total -= phases[start.phase].rows_before(start.updates) * _passes(phases[start.phase])
             self._task = self._progress.add_task(self._what[0], total=total)
             self._progress.start()
 
     def enter(self, event: PhaseBegun) -> None:
         self._what = _spellings(event.phase)
+        self._show()
 
     def step(self, event: StepDone) -> None:
         if self._progress is None or event.step.micro_batch is None:
             return
-        phase = self._phases[event.step.phase]
-        if event.step.partition != phase.last:  # rows are counted once, where they end
+        phase, p = self._phases[event.step.phase], event.step.partition
+        # Rows are counted where they end. Without a backward pass all of them go through a partition before the next.
+        parts = 1 if phase.kind is PhaseKind.TRAIN else len(phase.partitions)
+        if parts == 1 and p != phase.last:
             return
         span = phase.span(event.step.micro_batch)
-        self._rows += span.stop - span.start
-        self._progress.advance(self._task, (span.stop - span.start) * _passes(phase))
-        now = time.perf_counter()
-        if now - self._shown > 0.2:
-            self._shown = now
-            task = self._progress.tasks[0]
-            line = bar_line(
-                self._what, task.percentage / 100, task.time_remaining, self._rows / (now - self._began), self._used(),
-                self._limit, width=self._console.width,
-            )  # fmt: skip
-            self._progress.update(self._task, description=line)
-            self._progress.refresh()
+        rows = span.stop - span.start
+        self._rows += rows if p == phase.last else 0
+        self._progress.advance(self._task, rows * _passes(phase) / parts)
+        if time.perf_counter() - self._shown > _SHOWN_EVERY:
+            self._show()
+
+    def _show(self) -> None:
+        if self._progress is None:
+            return
+        now = self._shown = time.perf_counter()
+        task = self._progress.tasks[0]
+        line = bar_line(
+            self._what, task.percentage / 100, task.time_remaining, self._rows / max(now - self._began, 1e-9), self._used(),
+            self._limit, width=self._console.width,
+        )  # fmt: skip
+        self._progress.update(self._task, description=line)
+        self._progress.refresh()
 
     def close(self) -> None:
         if self._progress is not None:

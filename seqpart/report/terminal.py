@@ -1,6 +1,10 @@
-"""What fits: lines, the plan's table and the live bar for a terminal of any width. A file or a pipe gets all of it."""
+"""What fits: lines, the plan's table and the live bar for a terminal of any width.
+
+A file or a pipe gets all of it, in lines that programs may read; of the table as many columns as COLUMNS has room for.
+"""
 
 import io
+import os
 import re
 import shutil
 import textwrap
@@ -111,3 +115,9 @@ def bar_line(
 def width_of(console: Console) -> int | None:
     """Characters of a line; None where the output is no terminal and lines may be of any length."""
     return console.width if console.is_terminal else None
+
+
+def width_for_table(console: Console) -> int | None:
+    """Characters of a line of the table; None where it may be as wide as it is."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if width_of(console) is None and asked.isdecimal() and int(asked) else width_of(console)

@@ -170,6 +170,9 @@ class Phase:
     def micro_batches_per_update(self) -> int:
         return -(-self.batch // self.micro_batch)
 
+    def rows_before(self, update: int) -> int:
+        return min(update * self.batch, self.rows)
+
     def span(self, m: int) -> Span:
         """Rows of micro-batch `m`, which counts from the start of the phase."""
         update, part = divmod(m, self.micro_batches_per_update)

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import asdict, replace
 
+from seqpart.errors import Interrupted
 from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
 from seqpart.files.scratch import AVERAGE, WEIGHTS
@@ -16,16 +17,23 @@ from seqpart.session.session import Session
 from seqpart.units import now
 
 RESULT = "result.json"
-_NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy"}
+_NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "average_metrics"}
 """Of a result: what is no JSON, and what only some runs have."""
 
 
 def carry_out(session: Session, began: float) -> Result:
     """began: the time from which its seconds count."""
+    try:
+        return _carried_out(session, began)
+    except Interrupted as interrupted:
+        raise interrupted.with_traceback(None) from None  # where a signal came is nothing that its reader could mend
+
+
+def _carried_out(session: Session, began: float) -> Result:
     directory = session.places.directory
     with directory.interruptible():
         with session.limited():
-            with directory.resumable(), session.interrupts:
+            with directory.resumable(session.reporter.add_note), session.interrupts:
                 session.run_stages()
                 if session.averages:
                     session.homes.export(directory.result(AVERAGE), averages=True)
@@ -40,9 +48,9 @@ def carry_out(session: Session, began: float) -> Result:
 def with_average(result: Result, found: Evaluation) -> Result:
     """`result`, and its file, with what its averaged weights were found to be worth."""
     path = result.weights.with_name(RESULT)
-    summary = {**json.loads(path.read_text()), "average_loss": found.loss, "average_accuracy": found.accuracy}
-    write_text(path, json.dumps(summary, indent=1) + "\n")
-    return replace(result, average_loss=found.loss, average_accuracy=found.accuracy)
+    of_average = {"average_loss": found.loss, "average_accuracy": found.accuracy, "average_metrics": found.metrics}
+    write_text(path, json.dumps({**json.loads(path.read_text()), **of_average}, indent=1) + "\n")
+    return replace(result, average_loss=found.loss, average_accuracy=found.accuracy, average_metrics=found.metrics)
 
 
 def _conclude(session: Session, seconds: float) -> Result:

@@ -19,6 +19,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, as_split, first_rows, write_rows
 from seqpart.errors import DataError, OptionError
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
+from seqpart.interrupts import Interrupts
 from seqpart.kinds import EPOCHS, MOST, values_of
 from seqpart.loop.lengths import AT_THE_END
 from seqpart.memory.device import Device
@@ -33,6 +34,7 @@ from seqpart.session.session import Session
 from seqpart.settings import Settings
 from seqpart.values import flag_of
 
+_GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
 _OF_FIT = (
     "output_dir", "overwrite", "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
     "log", "cache", "workers",
@@ -74,7 +76,11 @@ def as_batch(batch: object, name: str = "the batch") -> Split:
 
 
 class OwnLoop:
-    """What `Trainer.session` gives. Its methods raise what `fit` raises; after an error or a signal there are no more steps.
+    """What `Trainer.session` gives. Its methods raise what `fit` raises; after an error there are no more steps.
+
+    A signal (SIGINT, SIGTERM, SIGHUP; in the main thread) waits until a step or an evaluation is done. What it raises then,
+    KeyboardInterrupt, leaves the session as it is, so that a handler of the caller's can still export what was trained. A
+    second one ends the step at once, and the session with it.
 
     example: as many rows as the largest batch has.
     """
@@ -84,7 +90,7 @@ class OwnLoop:
         self._steps: Generator[None, None, None] | None = None
         self._batch_rows = self.updates = 0
         """updates: those that are done."""
-        self._stopping, self._ended = False, False
+        self._stopping, self._ended, self._interrupts = False, False, Interrupts()
 
     @property
     def observer(self) -> Observer:
@@ -116,15 +122,19 @@ class OwnLoop:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Random numbers inside are ours, a signal waits for a safe point, and an error ends it all."""
+        """Random numbers inside are ours, a signal waits until all is done, and an error ends it all."""
         if self._ended:
             raise OptionError("session: it has ended, by an error or with its `with` block.")
         try:
-            with self._device.own_random_state(), self._session.interrupts:
-                yield
-        except BaseException:
-            self._ended = True
-            raise
+            with self._interrupts:
+                try:
+                    with self._device.own_random_state():
+                        yield
+                except BaseException:
+                    self._ended = True
+                    raise
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(str(interrupt) or ("" if self._ended else _GOES_ON)) from None
 
     def step(self, batch: object) -> float:
         """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
@@ -223,7 +233,7 @@ class OwnLoop:
         """The loop is over: modules that were given alive get what was trained."""
         with self._working():
             self._bring_home()
-        self._session.homes.give_back()
+            self._session.homes.give_back()
 
     def close(self) -> None:
         """However it ended."""

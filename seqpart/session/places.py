@@ -55,7 +55,8 @@ def open_places(
     for line in tell_leftovers(scratch.root.parent, directory.cleaned):
         reporter.say(line)
     reporter.open_log(directory.result(EVENTS), add=manifest is not None)
-    reporter.record("start", time=now(), **describe_versions(), settings=settings.to_json())
+    at = dict(zip(("phase", "updates"), manifest.state["position"], strict=True)) if manifest is not None else None
+    reporter.record("start", time=now(), **describe_versions(), settings=settings.to_json(), checkpoint=at)
     write_text(directory.result(PLAN), plan.to_json())
     if job is not None:
         write_text(directory.result(JOB), with_checksum("job", job))

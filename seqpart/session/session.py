@@ -181,7 +181,7 @@ class Session:
                 stack.callback(graphs.close)
             executor = self._executor(stage, exchange, graphs, start, metrics)
             phases = self.prepared.phases
-            self.reporter.begin(phases, start.phase, self.prepared.plan.limit, lambda: self.sampler.peak)
+            self.reporter.begin(phases, start, self.prepared.plan.limit, lambda: self.sampler.peak)
             stack.callback(self.reporter.end)
             self.sampler.label = lambda: str(executor.step)
             stack.callback(self._keep_label)
@@ -355,7 +355,7 @@ class Session:
         try:
             self.watch.at_rest(executor, phases, self.heard)
         except Exception as error:
-            error.add_note(self.saving.behind_error(executor, self._partitions))
+            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
         if self.watch.has_new_best:
             self.saving.settle(executor, self._partitions)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import simulate
 from seqpart.errors import DoesNotFit
-from seqpart.memory.limit import left_of, limit_for, margin_of, refused
+from seqpart.memory.limit import left_of, limit_for, margin_of, refused, what_helps
 from seqpart.methods.exact import FULL, STREAMED
 from seqpart.model.blocks import Chain
 from seqpart.offload.layout import Layout
 from seqpart.parts.parts import Parts
 from seqpart.planning.exact import choose_exact
+from seqpart.planning.plan import Told
 from seqpart.planning.prediction import peaks_by_partition
 from seqpart.planning.problem import (
     Candidate,
@@ -57,31 +58,35 @@ def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, o
     return {"starts": None, "count": None} if number == 0 else {"starts": starts, "count": count}
 
 
-def choose_cuts(problem: Problem, parts: Parts) -> Cuts:
+def choose_cuts(problem: Problem, parts: Parts, told: Told) -> Cuts:
     """At the largest micro-batch at which the whole can be tested and a subnet trained. Raises DoesNotFit, in words."""
     whole, subnet = piece_of(problem, 0, trained=False), piece_of(problem, 1)
     refusals: list[DoesNotFit] = []
+    if not problem.micro_batch:
+        told = replace(told, micro_batch="the largest that fits")
     for rows in micro_batches(problem):
         if not measurable(problem, rows):
             break
         try:
-            return _cuts_at(whole, subnet, rows)
+            return _cuts_at(whole, subnet, rows, told)
         except DoesNotFit as refusal:
             refusals.append(refusal)
-    most = refusals[-1]
-    words = "A subnet and the whole network's blocks, one at a time, have to fit"
-    raise refused(f"{most.message}\n  {words}: more --subnets make the first smaller.", most.smallest or problem.limit)
+    least = min(refusals, key=lambda refusal: refusal.smallest or problem.limit)
+    words = ""
+    if problem.runtime <= problem.limit - margin_of(problem.limit):
+        words = "\n  A subnet, and a block of the whole network, have to fit: more --subnets make the first smaller."
+    raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
 
-def _cuts_at(whole: Problem, subnet: Problem, rows: int) -> Cuts:
+def _cuts_at(whole: Problem, subnet: Problem, rows: int, told: Told) -> Cuts:
     tested, asked = _tested(whole, rows), replace(subnet, micro_batch=rows)
     one = (subnet.count or 1) == 1 and len(subnet.starts or (0,)) == 1
     try:
-        _, candidate, reasons = choose_exact(asked, (FULL if one else STREAMED,))
+        _, candidate, reasons = choose_exact(asked, (FULL if one else STREAMED,), told)
     except DoesNotFit:
         if not one or subnet.count or subnet.starts:
             raise
-        _, candidate, reasons = choose_exact(asked, (STREAMED,))
+        _, candidate, reasons = choose_exact(asked, (STREAMED,), told)
     return Cuts(whole=tested, subnet=candidate, subnet_reasons=reasons)
 
 
@@ -95,11 +100,14 @@ def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
         for last, cost in _longer(problem, rows, first):
             peak = test_peak(problem, (first, last, cost), rows)
             if peak > available and fitting is None:
-                block = problem.chain[first]
+                block, held = problem.chain[first], cost.slot + cost.forward_peak
+                helps = what_helps(problem.limit, problem.runtime, peak, block=held)
                 raise refused(
                     f"{block} of the whole network needs {format_size(peak)} to be tested, at micro-batch {rows}, and "
-                    f"{left_of(problem.limit)}.\n  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}",
+                    f"{left_of(problem.limit)}.\n  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}"
+                    f"\n  {helps}",
                     limit_for(peak),
+                    rows,
                 )
             if peak > available:
                 break

@@ -7,12 +7,13 @@ from typing import Any
 
 from seqpart.costs.partition import PartitionCost, state_layouts
 from seqpart.costs.simulator import Parting, simulate
-from seqpart.errors import DataError, ModelError, OptionError
-from seqpart.memory.limit import limit_for, margin_of, refused
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.memory.limit import left_of, limit_for, margin_of, refused
 from seqpart.methods.ist import IST
 from seqpart.methods.method import Method, PartitionTraining, Subnets, Workload
 from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Optimizer, choose
+from seqpart.model.packs import DEVICE, tier_at, tiers_of
 from seqpart.parts.moving import buffer_bytes
 from seqpart.parts.parts import Parts, parted
 from seqpart.planning.plan import Plan, PlanRequest
@@ -20,12 +21,14 @@ from seqpart.planning.prediction import Prediction, heaps_of, peaks_by_partition
 from seqpart.planning.preparation import Preparation
 from seqpart.planning.problem import Candidate, Problem
 from seqpart.settings import Settings
-from seqpart.subnets.cut import choose_cuts, joint
+from seqpart.subnets.cut import Cuts, choose_cuts, joint
 from seqpart.units import format_size
 
 LOCAL_STEPS, GROUP = 20, 64
 OBSERVED_ROWS = 2048
 """Training rows, at most, from which the whole network's running statistics are made."""
+_ATTEMPTS = 8
+"""To cut finer what did not fit together."""
 WITHOUT_STATE = choose("sgd", lr=0.0)
 """Of the whole network's partitions, which are never trained: their moments, if there are any, stay at home."""
 
@@ -82,21 +85,40 @@ class SubnetPreparation(Preparation):
 
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
         (method,) = request.methods
-        cuts = choose_cuts(problem, self.parts)
+        asked, available, refusal = problem, problem.limit - margin_of(problem.limit), None
+        for _ in range(_ATTEMPTS):
+            try:
+                cuts = choose_cuts(asked, self.parts, request.told)
+            except DoesNotFit as error:
+                raise refusal or error from None
+            candidate, peak = self._fitting(problem, method, request, self._joint(problem, cuts))
+            if peak <= available:
+                whole, each = len(cuts.whole), len(cuts.subnet.parts)
+                return method, candidate, (
+                    *self.parts.said, *self._said(whole, each), *cuts.subnet_reasons, *candidate.heap_reason
+                )  # fmt: skip
+            # The whole's partitions and a subnet's share their slots, each of which is as large as the largest of all needs.
+            asked = replace(asked, limit=asked.limit - (peak - available))
+            if refusal is None or refusal.smallest is None or limit_for(peak) < refusal.smallest:
+                needs = f"the subnets and the whole network, one at a time, need {format_size(peak)}"
+                refusal = refused(f"{needs}, and {left_of(problem.limit)}.", limit_for(peak), candidate.micro_batch)
+        assert refusal is not None
+        raise refusal
+
+    def _joint(self, problem: Problem, cuts: Cuts) -> Candidate:
+        """The whole's partitions and those of all subnets, which are run alike."""
         found, parts = cuts.subnet, joint(problem, self.parts, cuts)
         whole, each = len(cuts.whole), len(found.parts)
 
         def of_all(own: frozenset[int]) -> frozenset[int]:
             return frozenset(whole + part * each + p for part in range(self.count) for p in own)
 
-        resources = replace(found.resources, parting=self._parting(parts[:whole]))
-        candidate = replace(
+        tiers = tiers_of([DEVICE] * whole + [tier_at(found.resources.tiers, p) for p in range(each)] * self.count)
+        resources = replace(found.resources, parting=self._parting(parts[:whole]), tiers=tiers)
+        return replace(
             found, parts=parts, resources=resources, keeps=of_all(found.keeps), offloads=of_all(found.offloads),
             why=(*[""] * whole, *found.why * self.count), seconds=0.0,
         )  # fmt: skip
-        candidate = self._fitting(problem, method, request, candidate)
-        reasons = (*self.parts.said, *self._said(whole, each), *cuts.subnet_reasons, *candidate.heap_reason)
-        return method, candidate, reasons
 
     def _said(self, whole: int, each: int) -> Iterable[str]:
         updates = -(-self.epoch_rows // self.full_batch)
@@ -127,14 +149,17 @@ class SubnetPreparation(Preparation):
     def _states(self) -> list[Any]:
         return state_layouts(self.costs_at(self.full_batch), self.possible_optimizers()[0])
 
-    def _fitting(self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate) -> Candidate:
-        """`candidate`, with a heap where there is room, or with one slot where there is none for two. Raises DoesNotFit."""
+    def _fitting(
+        self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate
+    ) -> tuple[Candidate, int]:  # fmt: skip
+        """`candidate` with a heap where there is room, or with one slot where there is none for two; and its peak, which may be
+        more than there is room for."""
         training = self._training(request, candidate)
         costs = self._partition_costs(request, candidate, training, self._optimizers(candidate))
         phases = method.phases(self._workload(candidate, training, None))
-        available, peak = problem.limit - margin_of(problem.limit), 0
+        available, found, peak = problem.limit - margin_of(problem.limit), candidate, 0
         for slots in dict.fromkeys((candidate.resources.slots, 1)):
-            for keeps_heap in (True, False) if problem.may_keep_heap else (False,):
+            for keeps_heap in (True, False) if problem.may_keep_heap and not candidate.resources.tiers else (False,):
                 resources = replace(candidate.resources, slots=slots, keeps_heap=keeps_heap)
                 found = replace(candidate, resources=resources)
                 walked, steps, _ = simulate(phases, costs, self.speeds, resources)
@@ -145,8 +170,8 @@ class SubnetPreparation(Preparation):
                     )
                 peak = max(peaks_by_partition(problem, found, walked, steps))
                 if peak <= available:
-                    return found
-        raise refused(f"the subnets and the whole network, one at a time, need {format_size(peak)}.", limit_for(peak))
+                    return found, peak
+        return found, peak
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
         whole = self._whole(candidate)

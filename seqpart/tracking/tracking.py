@@ -45,7 +45,8 @@ class _Since:
     """What was so when something was last told."""
 
     time: float
-    metrics: Metrics
+    metrics: Metrics | None
+    """None within a pass that went on, until its first update: its sums have earlier rows in them."""
     highest: int = 0
     rows: int = 0
 
@@ -107,22 +108,25 @@ class Tracking:
                 self._look_at_rate()
         elif isinstance(event, PhaseBegun):
             self._before = updates_before(self._phases, event.number)
-            self._since = replace(self._since, metrics=Metrics(), rows=0)
+            self._since = replace(self._since, metrics=None if event.earlier else Metrics(), rows=0, time=time.monotonic())
         else:
             self._pass_done(event)
 
     def at_rest(self, executor: Executor) -> bool:
         """An update is over, or a step of a pass without updates."""
         at, now = executor.position, time.monotonic()
-        if not at.updates or now - self._since.time < _SECONDS:
+        metrics, since = executor.compute.rested, self._since
+        if at.updates and since.metrics is None:
+            self._since = replace(since, metrics=replace(metrics), time=now)
+        if not at.updates or since.metrics is None or now - since.time < _SECONDS:
             return True
-        phase, metrics, since = self._phases[at.phase], executor.compute.rested, self._since
-        weight = metrics.weight - since.metrics.weight
-        values = {"loss": (float(metrics.loss) - float(since.metrics.loss)) / (weight or 1)}
-        judged = float(metrics.judged) - float(since.metrics.judged)
+        phase, told = self._phases[at.phase], since.metrics
+        weight = metrics.weight - told.weight
+        values = {"loss": (float(metrics.loss) - float(told.loss)) / (weight or 1)}
+        judged = float(metrics.judged) - float(told.judged)
         if judged:
-            values["accuracy"] = (float(metrics.correct) - float(since.metrics.correct)) / judged
-        values["rows_per_second"] = (metrics.rows - since.metrics.rows) / (now - since.time)
+            values["accuracy"] = (float(metrics.correct) - float(told.correct)) / judged
+        values["rows_per_second"] = (metrics.rows - told.rows) / (now - since.time)
         self._tell(self._before + at.updates, self._named(phase, values), replace(metrics))
         return True
 
@@ -130,7 +134,7 @@ class Tracking:
         phase = event.phase
         if event.loss is None or phase.kind not in (PhaseKind.TRAIN, PhaseKind.TEST):
             return
-        values = {"loss": event.loss, "rows_per_second": event.rows / max(event.seconds, 1e-9)}
+        values = {"loss": event.loss, "rows_per_second": event.rows_per_second}
         if event.accuracy is not None:
             values["accuracy"] = event.accuracy
         if phase.kind is PhaseKind.TEST:

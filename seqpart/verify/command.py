@@ -6,6 +6,7 @@ from pathlib import Path
 
 from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job, opened, saved_plan
+from seqpart.cli.sizing import smallest_limit_named
 from seqpart.errors import OptionError
 from seqpart.kinds import Method
 from seqpart.report.reporter import Reporter
@@ -46,13 +47,14 @@ def verified(arguments: Sequence[str]) -> None:
     given = [flag_of(name) for name in _NOT_OURS if getattr(job, name)]
     if given:
         raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
-    reporter = Reporter(quiet=job.quiet)
+    reporter = Reporter(quiet=job.quiet, flags=True)
     reuse, options = saved_plan(job), job.settings()
     if reuse is not None and not has_flag(given_arguments, "--method"):
         options.pop("method")
-    _, trainer, train, _ = opened(job, reporter)
+    _, trainer, train, test = opened(job, reporter)
     options |= {"weights": trainer.settings.weights, "weights_partial": trainer.settings.weights_partial}
-    verify(
-        trainer.model, train, steps=job.steps, reference=job.reference, reuse=reuse, sweep=job.sweep, reporter=reporter,
-        **options,
-    )  # fmt: skip
+    with smallest_limit_named(job, trainer, train, test, reuse):
+        verify(
+            trainer.model, train, steps=job.steps, reference=job.reference, reuse=reuse, sweep=job.sweep, reporter=reporter,
+            **options,
+        )  # fmt: skip

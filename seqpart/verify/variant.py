@@ -15,7 +15,7 @@ from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
-from seqpart.report.reporter import Reporter
+from seqpart.report.reporter import Reporter, WarningsAlone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.steps import Position, Verb
 from seqpart.session.observer import Failure, Observer
@@ -58,7 +58,7 @@ class Variant:
         sampler = Sampler(MemoryUsage(preparation.device), limit=self.limit)
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, preparation.folder, ignore_errors=True)
-            silent = Reporter(quiet=True)
+            silent = WarningsAlone()
             stack.callback(silent.close)
             stack.enter_context(preparation.device.at_work())
             stack.enter_context(preparation.device.own_random_state())

@@ -31,6 +31,7 @@ from seqpart.model.losses import LossChoice
 from seqpart.model.optimizers import Build
 from seqpart.model.packs import tiers_in_words
 from seqpart.planning.plan import Plan
+from seqpart.quantized.intake import PlainTensors
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.phases import counted
@@ -105,7 +106,8 @@ def verify(
 
             return Variant.planned("limited", trainer(), train, reuse=reuse), trainer
 
-        sizes = Trainer(model, loss, optimizer, quiet=True, **options).tiles(reuse)
+        asked = Trainer(model, loss, optimizer, quiet=True, **options)
+        sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(model, asked.device.kind))
         limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor")

@@ -11,6 +11,7 @@ from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode
 from seqpart.errors import ModelError, StoreError
 from seqpart.model.blocks import Block
+from seqpart.model.inspection import packed_parts
 from seqpart.model.live_modules import LiveModules
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.settings import Settings
@@ -109,9 +110,27 @@ class InitialWeights:
         )  # fmt: skip
 
     def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
-        """Write the block's tensors into `views`, those that the files have. Raises CorruptFile, StoreError."""
-        for name, (source, skip) in self._sources.get(block.number, {}).items():
+        """Write the block's tensors into `views`, those that the files have. Raises CorruptFile, StoreError; ModelError for
+        weights that are quantized otherwise than those of the block, which is built."""
+        sources = self._sources.get(block.number, {})
+        before = {name: view.clone() for name, view in views.items() if name in _packed_by(block)}
+        for name, (source, skip) in sources.items():
             self._files.read(source, views[name], skip)
+        for said_in, packed in _packed_by(block).items():
+            whole = said_in in sources and torch.equal(before[said_in], views[said_in])
+            if not whole and (wrong := [name for name in packed if name in sources]):
+                raise ModelError(
+                    f"{self._files.path} has {block.exported(wrong[0])} quantized otherwise than the model, whose layer keeps "
+                    "how it is. Load the model from these files, and leave the weights out here."
+                )
+
+
+def _packed_by(block: Block) -> dict[str, list[str]]:
+    """{the tensor that says how weights are packed: those that are packed so}, by name."""
+    return {
+        f"{path}.{packed.said_in}".lstrip("."): [f"{path}.{name}".lstrip(".") for name in packed.tensors]
+        for path, packed in packed_parts(block.module) if packed.said_in
+    }  # fmt: skip
 
 
 def _unlike(spec: Named, stored: TensorSpec) -> str:

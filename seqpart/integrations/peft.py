@@ -1,0 +1,43 @@
+"""peft's get_peft_model, for a base that never exists whole: `from seqpart.integrations.peft import get_peft_model`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from seqpart.errors import ModelError
+
+__all__ = ["get_peft_model"]
+
+
+def get_peft_model(model: nn.Module, peft_config: Any, *arguments: Any, **options: Any) -> Any:
+    """What peft's own returns. But beside parameters on the meta device, as seqpart.parameters_on_meta makes them, adapters are
+    in memory with their initial values: peft moves them to where their base is, and there they have none.
+
+    arguments, options: of peft's own. Raises ModelError for an adapter whose initial values are made of the base's (DoRA).
+    """
+    try:
+        with _WithValues():
+            return peft.get_peft_model(model, peft_config, *arguments, **options)
+    except (RuntimeError, NotImplementedError) as error:
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            raise
+        raise ModelError(
+            f"peft could not make this adapter beside a base without values: {str(error).splitlines()[0]} Give another whose "
+            "initial values are not made of the base's, or a base that is in memory."
+        ) from error
+
+
+class _WithValues(TorchFunctionMode):
+    """Inside, what has values keeps them: a move to the meta device changes the type alone."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and found.is_meta and not args[0].is_meta:
+            return args[0].to(dtype=found.dtype)
+        return found

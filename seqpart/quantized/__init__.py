@@ -1,0 +1,1 @@
+"""Layers of quantized weights, which do not learn and travel as they are packed."""
