@@ -1,5 +1,6 @@
 """What every test shares: a fixed seed, and a report that names torch and the device."""
 
+import functools
 import gc
 import importlib
 import os
@@ -39,6 +40,16 @@ def nothing_left_behind():
     yield
     gc.collect()
     Device().release_cached()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_probe_of_the_disk():
+    """A plan probes the disk with 64 MB: 0.2 s of each of a thousand short runs, whose plans hang on no speed."""
+    from seqpart.costs import hardware  # not before, as below
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "probe_disk", functools.partial(hardware.probe_disk, nbytes=8 << 20))
+        yield
 
 
 @pytest.fixture

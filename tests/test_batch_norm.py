@@ -10,6 +10,7 @@ from torch import nn
 from seqpart import DoesNotFit, Trainer
 from seqpart.errors import ModelError
 from seqpart.verify.verification import verify
+from tests.choice import only_quick
 from tests.given import classified, trained
 
 
@@ -54,7 +55,7 @@ def test_batch_norm_is_planned_although_it_refuses_a_single_row(tmp_path):
     assert len(result.plan.partitions) == 2
 
 
-@pytest.mark.parametrize("method", ["auto", "streamed", "full", "sil"])
+@pytest.mark.parametrize("method", only_quick(["auto", "streamed", "full", "sil"], ["auto", "sil"]))
 def test_a_limit_that_is_too_small_for_a_model_that_takes_no_single_row_is_refused_with_the_one_that_is_not(method, tmp_path):
     """The exact methods tried one row last, and BatchNorm's refusal of it came out as bad input (exit code 2)."""
     model = [lambda: nn.Linear(12, 12), lambda: nn.BatchNorm1d(12), lambda: nn.Linear(12, 4)]

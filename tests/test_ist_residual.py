@@ -203,7 +203,7 @@ LIBRARIES = {"torchvision": torchvision_net, "timm": timm_net}
 
 
 @machine
-@pytest.mark.parametrize("model", [stages, Whole, timm_net])
+@pytest.mark.parametrize("model", [stages, Whole, pytest.param(timm_net, marks=pytest.mark.slow)])
 def test_one_subnet_is_full_training_to_the_bit(model, tmp_path):
     expected = fitted(tmp_path / "full", model(), method="full")
     found = fitted(tmp_path / "ist", model(), subnets=1, local_steps=LOCAL)

@@ -111,16 +111,6 @@ def test_a_limit_that_nothing_fits_is_told_with_the_smallest_that_would_do(tmp_p
     assert document["table"][0]["fits"].startswith("no") and "1.0 MB" in said
 
 
-def test_on_a_simulated_device_its_memory_pinned_memory_and_the_disk_are_shown(tmp_path):
-    where = ("--device", "sim:rtx4090", "--mem-limit", "1GB", "--methods", "streamed,sil")
-    code, said, document = profiled(tmp_path, *where, "--ram-limit", "1GB", *SMALL)
-    assert code == 0, said
-    for row in document["table"]:
-        assert 440 << 20 < row["peak"] <= row["predicted"] <= 10**9
-        assert row["pinned"] > 0
-        assert row["disk_written"] is not None
-
-
 BOTH = """
 from torch import nn
 
@@ -138,27 +128,49 @@ def net():
 PARTS = ["--model", "both:net", "--loss", "psl", "--subnets", "2", "--local-steps", "4", "--epochs", "1", "--lr", "1e-3"]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        ["--device", "sim:rtx4090", "--mem-limit", "1GB", "--methods", "streamed,ist,psl"],
-        pytest.param(["--mem-limit", "500MB", "--methods", "full,streamed,sil,ist,psl"], marks=pytest.mark.slow),
-    ],
-    ids=["simulated", "real"],
-)
-def test_subnets_and_pairs_of_scores_are_shown_beside_the_other_methods(where, tmp_path):
-    (tmp_path / "both.py").write_text(BOTH)
-    code, said, document = profiled(tmp_path, *where, *PARTS)
+def compared(folder, *where):
+    (folder / "both.py").write_text(BOTH)
+    code, said, document = profiled(folder, *where, *PARTS)
     assert code == 0, said
+    return document
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """Which takes its time for each step: few updates."""
+    where = ("--device", "sim:rtx4090", "--mem-limit", "1GB", "--ram-limit", "1GB", "--batch-size", "256")
+    return compared(tmp_path_factory.mktemp("simulated"), *where, "--methods", "streamed,sil,ist,psl")
+
+
+def test_on_a_simulated_device_its_memory_pinned_memory_and_the_disk_are_shown(simulated):
+    for row in simulated["table"][:2]:
+        assert 440 << 20 < row["peak"] <= row["predicted"] <= 10**9
+        assert row["pinned"] > 0
+        assert row["disk_written"] is not None
+
+
+def parts_are_shown(document, *methods):
+    """Returns the verbs of each method."""
     table = {row["method"]: row for row in document["table"]}
-    assert list(table) == where[-1].split(",") and all(row["fits"] == "yes" for row in table.values())
+    assert tuple(table) == methods and all(row["fits"] == "yes" for row in table.values())
     steps = {run["method"]: {step[0] for _, _, step in run["memory"] if step} for run in document["runs"]}
-    assert "F" in steps["psl"] and (where[0] == "--device" or {"S", "M"} & steps["ist"])
+    assert "F" in steps["psl"]
     # psl learns what streamed does but for rounding, ist does not.
     assert table["psl"]["train_loss"] == pytest.approx(table["streamed"]["train_loss"], rel=1e-4)
     assert abs(table["ist"]["train_loss"] / table["streamed"]["train_loss"] - 1) > 0.01
     for row in table.values():
         assert row["predicted"] is None or (0.99 * row["peak"] <= row["predicted"] and row["epoch_seconds"] > 0)
+    return steps
+
+
+def test_subnets_and_pairs_of_scores_are_shown_beside_the_other_methods(simulated):
+    assert parts_are_shown(simulated, "streamed", "sil", "ist", "psl")
+
+
+@pytest.mark.slow
+def test_subnets_and_pairs_of_scores_are_shown_beside_plain_programs(tmp_path):
+    document = compared(tmp_path, "--mem-limit", "500MB", "--methods", "full,streamed,sil,ist,psl")
+    assert {"S", "M"} & parts_are_shown(document, "full", "streamed", "sil", "ist", "psl")["ist"]
 
 
 @pytest.mark.parametrize(

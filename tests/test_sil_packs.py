@@ -139,7 +139,7 @@ def test_what_learns_waits_in_bfloat16_and_masks_and_positions_as_they_are(optio
     assert wide - thin == hidden // 2, "the mask of 7 x 7 positions is as large as before"
 
 
-@pytest.mark.parametrize("name", ["unet", "decoder"])
+@pytest.mark.parametrize("name", only_quick(["unet", "decoder"], ["decoder"]))
 def test_a_simulated_accelerator_gives_the_same_bits(name, tmp_path):
     """Its copies come late and in any order: what is read before it is there, or freed too early, is noticed."""
     here, there = (
