@@ -68,7 +68,9 @@ def report(capsys, *arguments):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    ran = run(folder, *SMALL, "--method", "streamed", "--partitions", "2", "--epochs", "2", "--output-dir", "out")
+    ran = run(
+        folder, *SMALL, "--method", "streamed", "--partitions", "2", "--epochs", "2", "--ema", "0.9", "--output-dir", "out"
+    )
     assert ran.code == 0, ran.err
     return folder / "out"
 
@@ -83,8 +85,9 @@ def test_the_page_of_a_finished_run_shows_plan_memory_losses_time_and_proof(fini
     proof = result["proof"]
     for words in (
         f"highest value {format_size(proof['peak'])}", f"limit {format_size(proof['limit'])}", proof["source"],
-        f"{result['test_loss']:.4f} test loss", "violations 0", "method streamed", "boundary row", "forward passes",
-        "optimizer steps", "outside of steps", "predicted peak",
+        f"{result['test_loss']:.4f} test loss", f"{result['average_loss']:.4f} test loss of the average",
+        "violations 0", "method streamed", "boundary row", "forward passes", "optimizer steps",
+        "outside of steps", "predicted peak",
     ):  # fmt: skip
         assert words in page.text, words
     assert "prefers-color-scheme:dark" in text and 'name="viewport"' in text

@@ -64,10 +64,12 @@ def _tiles(run: Run) -> str:
     tests = [one for one in run.passes if one.kind == "test"]
     accuracy = run.result.get("accuracy", tests[-1].accuracy if tests else None)
     loss = run.result.get("test_loss", tests[-1].loss if tests else None)
-    if accuracy is not None:
-        tiles.append(("test accuracy", f"{100 * accuracy:.2f} %"))
-    if loss is not None:
-        tiles.append(("test loss", f"{loss:.4f}"))
+    of_average = run.result.get("average_accuracy"), run.result.get("average_loss")
+    for of, (share, mean) in {"": (accuracy, loss), " of the average": of_average}.items():
+        if share is not None:
+            tiles.append((f"test accuracy{of}", f"{100 * share:.2f} %"))
+        if mean is not None:
+            tiles.append((f"test loss{of}", f"{mean:.4f}"))
     if run.seconds:
         tiles.append(("time", format_seconds(run.seconds)))
     return '<ul class="tiles">' + "".join(f"<li><b>{escape(v)}</b>{escape(k)}</li>" for k, v in tiles) + "</ul>"

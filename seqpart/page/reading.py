@@ -288,7 +288,8 @@ _FIGURES = ("limit", "peak", "predicted", "runtime", "host", "file_growth", "sam
 def _refuse_other_types(result: dict[str, Any]) -> None:
     """Raises an error of those that `_result` takes where what is shown of a result is not there, or not of its type."""
     proof = result["proof"]
-    optional = (proof.get("allocator_peak"), result.get("accuracy"), result.get("test_loss"))
+    named = ("accuracy", "test_loss", "average_accuracy", "average_loss")
+    optional = (proof.get("allocator_peak"), *(result.get(name) for name in named))
     numbers = [*(proof[name] for name in _FIGURES), *(value for value in optional if value is not None)]
     if not isinstance(proof["source"], str) or not all(type(number) in (int, float) for number in numbers):
         raise TypeError
