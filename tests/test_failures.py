@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import DoesNotFit, LimitExceeded, OutOfMemory, Trainer
+from seqpart.errors import DataError
 from seqpart.execution.partition import Partition
 from seqpart.zoo.models import mlp
 from tests.command import SMALL, call, refused
@@ -197,6 +198,62 @@ def test_an_error_inside_a_block_names_the_step_and_leaves_nothing_behind(tmp_pa
     assert caught.value.__notes__ == ["while running B1.1 in [train 1.1]"]
     left = sorted(path.name for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert not [name for name in left if name.endswith((".safetensors", ".part"))], left
+
+
+WAYS = [
+    {"method": "sil"}, {"method": "full", "partitions": 1}, {"method": "streamed", "partitions": 4},
+    {"method": "checkpointed", "partitions": 2}, {"method": "streamed", "partitions": 4, "micro_batch_size": 8},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_run_that_an_error_of_a_block_ended_goes_on_to_the_bits_of_one_without(options, tmp_path):
+    """What had been trained since the last checkpoint was lost: ten minutes, or all."""
+    whole = fit(tmp_path, network(lambda: Picky(None, call=10**9)), "whole", **options)
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(tmp_path, network(lambda: Picky(ZeroDivisionError("in the block"), call=5)), **options)
+    notes = " ".join(caught.value.__notes__)
+    assert "The run is saved as it stood there" in notes and "checkpoint is intact" not in notes
+    at = [event for event in events(tmp_path) if event["event"] == "checkpoint"][-1]
+    assert (at["phase"], at["updates"]) != (0, 0)
+    trainer = Trainer(
+        network(lambda: Picky(None, call=10**9)), quiet=True, output_dir=tmp_path / "run", mem_limit="2GB", epochs=2,
+        batch_size=32, **{"partitions": (0, 2), **options},
+    )  # fmt: skip
+    found = trainer.fit(data(), data(12, 1), resume=tmp_path / "run")
+    assert found.weights.read_bytes() == whole.weights.read_bytes()
+    assert (found.train_losses, found.test_loss) == (whole.train_losses, whole.test_loss)
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.out = nn.Embedding(50, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.embedding(x).mean(1))
+
+
+@pytest.mark.parametrize("save_every", ["never", "10min"])
+@pytest.mark.parametrize("options", WAYS[1:4], ids=str)
+def test_test_rows_that_the_model_does_not_take_do_not_cost_what_was_trained(options, save_every, tmp_path):
+    """Twenty epochs were trained, a token of the test rows was in no vocabulary, and the model had its first weights."""
+    rows, expected, found = (torch.arange(96 * 4).view(96, 4) % 50, torch.arange(96) % 3), Tokens(), Tokens()
+
+    def train(model, test, name):
+        Trainer(
+            model, mem_limit="2GB", batch_size=32, epochs=2, quiet=True, save_every=save_every, output_dir=tmp_path / name,
+            **{**options, "partitions": min(2, options["partitions"])},
+        ).fit(rows, test)  # fmt: skip
+
+    train(expected, rows, "whole")
+    with pytest.raises(DataError, match="no vector for") as caught:
+        train(found, (rows[0] + 60, rows[1]), "run")
+    weights = tmp_path / "run" / "model.safetensors"
+    assert f"its weights are in {weights}" in " ".join(caught.value.__notes__)
+    assert weights.read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert all(torch.equal(expected.state_dict()[name], tensor) for name, tensor in found.state_dict().items())
 
 
 def test_modules_given_alive_have_their_weights_back_after_an_error(tmp_path):

@@ -217,6 +217,27 @@ def test_a_batch_that_cannot_be_taken_is_refused_in_words(batch, words, tmp_path
         session.step(batch())
 
 
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_batch_that_cannot_be_taken_leaves_the_session_as_it_was_before_it(options, tmp_path):
+    """It ended the session, and with it all that had been trained."""
+    batches, size = list(loader()), options.get("micro_batch_size", 32)
+    x, y = batches[0]
+    with trainer(tmp_path, **options).session(data()) as session:
+        losses = []
+        for batch in batches:
+            with pytest.raises(DataError, match="NaN"):
+                session.step((torch.full_like(x, float("nan")), y))
+            with pytest.raises(IndexError, match="out of bounds"):
+                session.step((x, y + 100))
+            losses.append(session.step(batch))
+            with pytest.raises(IndexError, match="out of bounds"):
+                session.evaluate((x, y + 100))
+        weights = session.state_dict()
+    expected = plainly(batches, micro_batch=size)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    assert session.updates == 4 and same(weights, expected[1])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

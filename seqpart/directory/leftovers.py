@@ -183,7 +183,9 @@ def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
         held = format_size(sum(waiting.values()))
         yield (
             f"{len(waiting)} interrupted run(s) beside this one hold {held}: {_named(waiting, parent)}. Go on with each by "
-            "--resume DIR, or remove it"
+            "--resume DIR, in its script where one began it, or remove it"
         )
     for one in unknown(parent):
+        if not one.held:  # the copy of a finished run holds results alone
+            continue
         yield f"{one.path} ({format_size(one.held)}) is kept: {one.why}. Remove it if no run needs it."

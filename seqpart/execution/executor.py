@@ -6,6 +6,7 @@ allocation that fails inside the limit ends it too, with everything at home as a
 `position` telling where to go on with a smaller micro-batch.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.errors import Diverged, OutOfMemory
+from seqpart.errors import DataError, Diverged, OutOfMemory
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, StepDone
 from seqpart.execution.partition import Partition
@@ -50,13 +51,15 @@ class Hooks:
     """What the executor calls: after every event, after every step, and whenever everything stands at a position.
 
     `guard` and `at_rest` may raise, and the steps end there where `at_rest` returns False; `before_update` sees a partition
-    with its gradients before each of its updates.
+    with its gradients before each of its updates; `failed` hears of an error in a forward or backward pass, of a block or of
+    the rows, when everything is at home as the last update left it.
     """
 
     listen: Callable[[Event], None]
     guard: Callable[[], None]
     at_rest: Callable[["Executor"], bool] = lambda _: True
     before_update: Callable[[Partition, Step], None] = lambda _, __: None
+    failed: Callable[["Executor", Exception], None] = lambda _, __: None
 
 
 class Executor:
@@ -72,7 +75,7 @@ class Executor:
         self.progress = Progress(phases, start)
         self._phases, self._partitions, self._boundaries, self._slots = phases, partitions, boundaries, slots
         self._store, self._device, self._clip, self._rate, self._hooks = store, device, clip_grad_norm, rate, hooks
-        self._parting = parting
+        self._parting, self._doing = parting, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
         self._norms: dict[int, list[torch.Tensor]] = {}
@@ -115,8 +118,13 @@ class Executor:
             self.settle()
         except Exception as error:
             if not self._device.is_out_of_memory(error):
-                error.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
-                raise
+                told = _explained(error)
+                told.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
+                if self._doing and self.step.verb in _CAN_BE_UNDONE:
+                    self._bring_home(told)
+                if told is error:
+                    raise
+                raise told from error
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self.step.verb not in _CAN_BE_UNDONE:
                 raise out_of_memory(self.step, text) from None
@@ -134,7 +142,9 @@ class Executor:
     def _one(self, step: Step) -> bool:
         """Whether everything stands at a position behind it."""
         began = time.perf_counter()
+        self._doing = True
         read, written = self._do[step.verb](step)
+        self._doing = False
         if self.progress.finish(step):
             self._rest(step)
         took = time.perf_counter() - began
@@ -283,7 +293,7 @@ class Executor:
     # --- endings --------------------------------------------------------------------------------------------------
 
     def _retreat(self, text: str) -> None:
-        """After a failed allocation: the unfinished update never was; what the last one left goes home."""
+        """After a failed allocation, or another error: the unfinished update never was; what the last one left goes home."""
         phase = self._phases[self.step.phase]
         self.compute.abandon()
         for p in list(self._coming):
@@ -298,6 +308,12 @@ class Executor:
             free()
             self._slots.give(slot, free)
         self._loaded.clear()
+
+    def _bring_home(self, error: Exception) -> None:
+        with contextlib.suppress(Exception):  # the error that is on its way says what is wrong
+            self._retreat(str(error))
+            self._wait_for_homes()
+            self._hooks.failed(self, error)
 
     def _undo_updates(self, text: str) -> None:
         """Some partitions have made the step already: back to the homes of the last mark, which is at this update's beginning
@@ -320,6 +336,16 @@ class Executor:
             partition.release()
         self._loaded.clear()
         self._coming.clear()
+
+
+def _explained(error: Exception) -> Exception:
+    """In words, where the message does not say what is wrong with the rows."""
+    if not isinstance(error, IndexError) or "index out of range in self" not in str(error):
+        return error
+    return DataError(
+        "a row has a number that an nn.Embedding of the model has no vector for: a token that is not in its vocabulary, or a "
+        "row longer than its positions. Give rows of numbers from 0 to num_embeddings - 1, or a larger embedding."
+    )
 
 
 def _spoilt_weight(partition: Partition) -> str:

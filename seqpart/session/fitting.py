@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from seqpart.errors import Interrupted
@@ -34,7 +36,8 @@ def _carried_out(session: Session, began: float) -> Result:
     with directory.interruptible():
         with session.limited():
             with directory.resumable(session.reporter.add_note), session.interrupts:
-                session.run_stages()
+                with _weights_kept(session):
+                    session.run_stages()
                 if session.averages:
                     session.homes.export(directory.result(AVERAGE), averages=True)
                 session.take_best()
@@ -43,6 +46,20 @@ def _carried_out(session: Session, began: float) -> Result:
                 session.interrupts.hold()
             session.homes.give_back()
         return _conclude(session, time.perf_counter() - began)
+
+
+@contextmanager
+def _weights_kept(session: Session) -> Iterator[None]:
+    """An error behind all training, as of rows of the test that the model does not take, does not cost what was trained."""
+    try:
+        yield
+    except Exception as error:
+        if session.is_trained:
+            weights = session.places.directory.result(WEIGHTS)
+            session.homes.export(weights)
+            session.homes.give_back()
+            session.reporter.add_note(error, f"The training was over: its weights are in {weights}")
+        raise
 
 
 def with_average(result: Result, found: Evaluation) -> Result:

@@ -90,7 +90,7 @@ class OwnLoop:
         self._steps: Generator[None, None, None] | None = None
         self._batch_rows = self.updates = 0
         """updates: those that are done."""
-        self._stopping, self._ended, self._interrupts = False, False, Interrupts()
+        self._stopping, self._ended, self._untouched, self._interrupts = False, False, False, Interrupts()
 
     @property
     def observer(self) -> Observer:
@@ -122,7 +122,8 @@ class OwnLoop:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Random numbers inside are ours, a signal waits until all is done, and an error ends it all."""
+        """Random numbers inside are ours, and a signal waits until all is done. An error ends it all, but for one of rows that
+        leaves everything as it was before them."""
         if self._ended:
             raise OptionError("session: it has ended, by an error or with its `with` block.")
         try:
@@ -130,11 +131,26 @@ class OwnLoop:
                 try:
                     with self._device.own_random_state():
                         yield
-                except BaseException:
-                    self._ended = True
+                except BaseException as error:
+                    self._ended = not (isinstance(error, Exception) and self._is_whole())
                     raise
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(str(interrupt) or ("" if self._ended else _GOES_ON)) from None
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Inside rows may be refused, and nothing else is done."""
+        self._untouched = True
+        yield
+        self._untouched = False
+
+    def _is_whole(self) -> bool:
+        """Behind an error: whether the weights are what the last update left."""
+        untouched, self._untouched = self._untouched, False
+        if self._session.failed_at is None:
+            return untouched
+        self._session.failed_at, self._steps, self._rows.fed = None, None, self.updates
+        return True
 
     def step(self, batch: object) -> float:
         """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
@@ -151,7 +167,8 @@ class OwnLoop:
         with self._working():
             if self._steps is None or split.count != self._batch_rows:
                 self._begin_batches_of(split.count)
-            self._rows.feed(split)
+            with self._refusing():
+                self._rows.feed(split)
             assert self._steps is not None
             next(self._steps)
             self.updates += 1
@@ -196,10 +213,12 @@ class OwnLoop:
         with self._working():
             self._bring_home()
             boundaries = session.homes.boundaries
+            boundaries.discard("test", 0)  # of an evaluation that an error ended
             boundaries.labels["test"], boundaries.label_types["test"] = split.labels, split.label_type
-            rows = boundaries.create("test", 0, self._planned.input_layout, split.count)
-            write_rows(split, rows.append)
-            rows.finish()
+            with self._refusing():
+                rows = boundaries.create("test", 0, self._planned.input_layout, split.count)
+                write_rows(split, rows.append)
+                rows.finish()
             whole = self._planned.phases.stretches[0]
             assert isinstance(whole, Epochs)
             tests = tuple(replace(phase, rows=split.count) for phase in whole.behind)

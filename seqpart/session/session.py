@@ -13,10 +13,10 @@ from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.costs.partition import state_layouts
 from seqpart.data.reader import ReaderThread
-from seqpart.errors import DataError, Diverged, LimitExceeded, ModelError, OutOfMemory
+from seqpart.errors import Diverged, LimitExceeded
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, PhaseDone
-from seqpart.execution.executor import AllocationFailed, Executor, Hooks, out_of_memory
+from seqpart.execution.executor import AllocationFailed, Executor, Hooks
 from seqpart.execution.graph_offload import GraphOffload, open_graphs
 from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
@@ -34,14 +34,14 @@ from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Position, Verb, steps_of
+from seqpart.schedule.steps import Position, steps_of
 from seqpart.session import replanning
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
 from seqpart.session.places import open_places
 from seqpart.session.watch import Watch
 from seqpart.settings import Settings
-from seqpart.units import format_limit, format_size
+from seqpart.units import format_size
 
 _GRANT_SECONDS = 0.5
 """Between two looks at what was reserved for generated code; a look takes a millisecond."""
@@ -69,6 +69,8 @@ class Session:
         self.test = resumed.test if resumed is not None else None
         """Loss and accuracy of the latest pass over the test rows."""
         self._partitions: list[Partition] = []
+        self.failed_at: Position | None = None
+        """Where an error ended the steps with all homes as they are to be there."""
         self._stopped, self._granted_at = False, 0.0
         self._grant: Grant = lambda *, at_rest=False: False
         self._state, self._finished, self.interrupts = "failed", "", Interrupts()
@@ -243,7 +245,8 @@ class Session:
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in stays}
         shared = sorted(part.needs(to_update=True, gradients=gradients) for part in partitions if part.number not in stays)
         hooks = Hooks(
-            listen=self._listen, guard=self._guard, at_rest=self._at_rest, before_update=self._observer.before_update
+            listen=self._listen, guard=self._guard, at_rest=self._at_rest, before_update=self._observer.before_update,
+            failed=self._failed,
         )  # fmt: skip
         return Executor(
             phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
@@ -273,8 +276,7 @@ class Session:
 
     def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
         self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # of a plan that another replaces
-        self.losses = self.losses[: _passes_before(self.prepared.phases, failure.at)]
-        self.watch.evaluations.go_back(failure.at.phase)
+        self._go_back(failure.at)
         self.saving.obey(failure.at, metrics)
         self._observer.failed(failure)
         request = replace(self.prepared.request, micro_batch=failure.micro_batch)
@@ -292,28 +294,25 @@ class Session:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
         else:
-            self._halve_micro_batch(failure)
+            halved = replanning.planned_halved(self._preparation, self.prepared, failure)
+            self._go_on(failure, halved, f" with micro-batch {halved.request.micro_batch} instead of {failure.micro_batch}")
 
-    def _halve_micro_batch(self, failure: Failure) -> None:
-        plan, largest = self.prepared.plan, failure.micro_batch
-        if failure.step.verb is Verb.LOAD:
-            raise out_of_memory(failure.step, failure.text)
-        if largest == 1:
-            raise OutOfMemory(
-                f"memory ran out in {failure.step} at micro-batch 1, inside the limit of {format_size(plan.limit)}: "
-                f"{failure.text}. Give more than {format_limit(plan.limit)}, or cut finer with --partitions "
-                f"{len(plan.partitions) + 1}."
-            )
-        try:
-            halved = replanning.planned_anew(
-                self._preparation, self.prepared, replace(self.prepared.request, micro_batch=largest // 2)
-            )
-        except (ModelError, DataError) as error:  # as BatchNorm says of a single row
-            raise OutOfMemory(
-                f"memory ran out in {failure.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "
-                f"and the model does not take {largest // 2} row(s) at once. Give more than {format_limit(plan.limit)}."
-            ) from error
-        self._go_on(failure, halved, f" with micro-batch {largest // 2} instead of {largest}")
+    def _go_back(self, at: Position) -> None:
+        self.losses = self.losses[: _passes_before(self.prepared.phases, at)]
+        self.watch.evaluations.go_back(at.phase)
+
+    def _failed(self, executor: Executor, error: Exception) -> None:
+        """A step has ended by an error, and all homes are what the last update left."""
+        self.failed_at = executor.position
+        self._go_back(self.failed_at)
+        if self._settings.saves:
+            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+
+    @property
+    def is_trained(self) -> bool:
+        """Behind an error: whether nothing was left to be learnt."""
+        ahead = self.prepared.phases[self.failed_at.phase :] if self.failed_at is not None else self.prepared.phases
+        return all(phase.kind is not PhaseKind.TRAIN for phase, _ in counted(ahead))
 
     def _go_on(self, failure: Failure, planned: Prepared, how: str) -> None:
         micro_batch, self.prepared = planned.request.micro_batch, self._observer.shaped(planned)
