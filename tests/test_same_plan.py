@@ -8,9 +8,10 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, Interrupted
+from seqpart.memory.usage import read_process
 from seqpart.planning.plan import Plan
 from seqpart.session.places import PLAN
-from tests.machine import SPEEDS, known_speeds
+from tests.machine import SPEEDS, known_runtime, known_speeds
 from tests.resuming import interrupt
 from tests.test_same_as_plain import data
 
@@ -28,7 +29,13 @@ WAYS = {
     "ist": {"method": "ist", "subnets": 2, "local_steps": 1},
 }
 
-pytestmark = pytest.mark.usefixtures("known_machine")
+
+@pytest.fixture(autouse=True)
+def runtime(known_machine, monkeypatch):
+    """Of the plans: what tests before these have loaded into this process is no part of it, and it has to be less."""
+    nbytes = max(500 << 20, read_process().held + (64 << 20))
+    known_runtime(monkeypatch, nbytes)
+    return nbytes
 
 
 def network():
@@ -41,12 +48,12 @@ def trainer(folder, **options):
     return Trainer(network(), output_dir=folder / "run", quiet=True, **options)
 
 
-def way(folder, name):
+def way(folder, name, runtime):
     """The options, with a limit a little above the smallest where that is to be tight."""
     options = dict(WAYS[name])
     if options.pop("tight", False):
         with pytest.raises(DoesNotFit) as refused:
-            trainer(folder, **options, mem_limit="530MB").plan(data(2 * ROWS))
+            trainer(folder, **options, mem_limit=runtime + (6 << 20)).plan(data(2 * ROWS))
         options["mem_limit"] = refused.value.smallest * 103 // 100
     return options
 
@@ -66,11 +73,13 @@ def answers(plan):
 
 @pytest.mark.parametrize(("first", "then"), [(SPEEDS, SLOW), (SLOW, SPEEDS)], ids=["slower now", "faster now"])
 @pytest.mark.parametrize("name", WAYS)
-def test_a_run_goes_on_with_the_plan_that_it_had_however_fast_the_machine_is_now(name, first, then, tmp_path, monkeypatch):
+def test_a_run_goes_on_with_the_plan_that_it_had_however_fast_the_machine_is_now(
+    name, first, then, runtime, tmp_path, monkeypatch
+):
     """It planned anew within the old cut: peaks were others, nobody had asked for what was said to be as asked, and `auto`
     compared methods in one partition, where all are full."""
     known_speeds(monkeypatch, first)
-    options = way(tmp_path, name)
+    options = way(tmp_path, name, runtime)
     directory, before = stopped(tmp_path, **options)
     known_speeds(monkeypatch, then)
     now = trainer(tmp_path, **options).fit(data(2 * ROWS), resume=directory).plan
@@ -83,8 +92,8 @@ def test_a_run_goes_on_with_the_plan_that_it_had_however_fast_the_machine_is_now
     assert ("method full as before" in said) is (name == "full of auto")
 
 
-def test_with_another_limit_the_cut_is_as_before_and_the_rest_is_chosen_anew(tmp_path, monkeypatch):
-    directory, before = stopped(tmp_path, **way(tmp_path, "streamed, in little more than the least"))
+def test_with_another_limit_the_cut_is_as_before_and_the_rest_is_chosen_anew(runtime, tmp_path):
+    directory, before = stopped(tmp_path, **way(tmp_path, "streamed, in little more than the least", runtime))
     now = trainer(tmp_path, method="streamed").fit(data(2 * ROWS), resume=directory).plan
     assert now.peak > before.peak and now.starts == before.starts
     said = "\n".join(now.reasons)
@@ -102,7 +111,9 @@ def test_methods_are_not_compared_where_there_is_one_partition(tmp_path):
     assert plan.method == "full" and not any("per update" in text for text in plan.reasons)
 
 
-def test_subnets_do_not_say_that_a_micro_batch_was_asked_for_which_was_chosen(tmp_path):
-    plan = trainer(tmp_path, method="ist", subnets=2, partitions=1, batch_size=4096, mem_limit="660MB").plan(data(8192))
+def test_subnets_do_not_say_that_a_micro_batch_was_asked_for_which_was_chosen(runtime, tmp_path):
+    plan = trainer(tmp_path, method="ist", subnets=2, partitions=1, batch_size=4096, mem_limit=runtime + (136 << 20)).plan(
+        data(8192)
+    )
     said = "\n".join(plan.reasons)
     assert plan.micro_batch < 4096 and "the largest that fits" in said and "as asked" not in said
