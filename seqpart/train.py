@@ -3,6 +3,7 @@
 import atexit
 import gc
 import itertools
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from seqpart.cli.doctor import doctor
 from seqpart.cli.job import DIGITS, Job, opened, saved_plan
 from seqpart.cli.sizing import smallest_limit_named
 from seqpart.data.splits import Split
-from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, resuming
+from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError
 from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
@@ -80,7 +81,10 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
             print(fitted(f"{type(error).__name__}: {error.with_flags}{notes}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupt:
-        print(f"interrupted: the run is saved. Go on with: {PROGRAM} {resuming(interrupt.directory)}", file=sys.stderr)
+        print(
+            f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {shlex.quote(str(interrupt.directory))}",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     except KeyboardInterrupt as interrupt:
         told = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."

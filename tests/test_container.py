@@ -30,4 +30,4 @@ def test_sigterm_saves_the_run_of_a_containers_first_process(tmp_path):
     os.kill(int(first), signal.SIGTERM)
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, err
-    assert "--resume 'out'" in out + err and has_checkpoint(tmp_path / "out")
+    assert "--resume out" in out + err and has_checkpoint(tmp_path / "out")
