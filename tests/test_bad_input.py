@@ -253,7 +253,7 @@ def test_a_run_that_is_interrupted_is_saved_goes_on_and_keeps_earlier_results(ov
     over.intact_beside_a_checkpoint()
     assert json.loads((over.folder / "out" / MARKER).read_text())["state"] == "interrupted"
     again = call(over.capsys, *SMALL, "--output-dir", "out")
-    assert refused(again, 2, "--output-dir: out holds a run that was interrupted", "--resume out", "--overwrite")
+    assert refused(again, 2, "--output-dir: out holds a run that was interrupted", "--resume 'out'", "--overwrite")
     before = epochs_told(over.folder / "out" / "events.jsonl.seqpart-new")
     process = start(over.folder, "--resume", "out", until="train epoch")
     assert refused(end(process, how), 130, "interrupted: the run is saved.")
