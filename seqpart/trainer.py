@@ -36,7 +36,7 @@ from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
 from seqpart.quantized.intake import PlainTensors
 from seqpart.report.planning import planning_shown
-from seqpart.report.reporter import Reporter, WarningsAlone, single
+from seqpart.report.reporter import Reporter, WarningsAlone, figures
 from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
@@ -317,9 +317,7 @@ class Trainer:
             silent = stack.enter_context(closing(WarningsAlone()))
             observer = Observer(metrics=own_metrics(compute_metrics))
             found = evaluated(Session(preparation, prepared, silent, sampler, stack, observer=observer))
-            accuracy = "" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %, "
-            metrics = "".join(f", {name} {value:.4f}" for name, value in single(found.metrics).items())
-            reporter.say(f"{said}: {accuracy}loss {found.loss:.4f}{metrics}")
+            reporter.say(f"{said}: {figures(found.loss, found.accuracy, found.metrics)}")
             reporter.proof(found.proof)
         return found
 

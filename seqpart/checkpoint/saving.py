@@ -42,6 +42,8 @@ class Saving:
         self._executor: Executor | None = None
         self._proven, self._judged = False, 0
         """Whether a loss was computed from the latest checkpoint, and the losses that there had been when it was saved."""
+        self.told = False
+        """Whether an error says how the run goes on behind it."""
 
     def begin(self, *, changed: bool = False) -> None:
         """Training begins: count time from here. changed: not as the latest checkpoint says; the first save is not put off."""
@@ -82,6 +84,7 @@ class Saving:
         executor.refuse_divergence(weights=True)
         self.settle(executor, partitions)
         self._save(executor.position, executor.compute.rested)
+        self.told = True
         return f"The run is saved as it stood there: go on with {resuming(self._root)}"
 
     def _look_for_proof(self, executor: Executor) -> None:

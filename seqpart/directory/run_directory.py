@@ -134,8 +134,8 @@ class RunDirectory:
             raise KeyboardInterrupt(str(interrupt) or _NOTHING_KEPT) from None
 
     @contextlib.contextmanager
-    def resumable(self, add_note: Callable[[Exception, str], None]) -> Iterator[None]:
-        """What ends the run from outside does not end it for good: `add_note` says how to go on."""
+    def resumable(self, add_note: Callable[[Exception, str], None], told: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """What ends the run from outside does not end it for good: `add_note` says how to go on, unless that was `told`."""
         try:
             yield
         except Exception as error:
@@ -143,7 +143,7 @@ class RunDirectory:
                 add_note(
                     error, f"There is a checkpoint: {resuming(self.root)} goes on, or says that it needs what was damaged."
                 )
-            elif not isinstance(error, BadInput) and has_checkpoint(self.root) and not _says_how(error):
+            elif not isinstance(error, BadInput) and has_checkpoint(self.root) and not told():
                 add_note(error, f"The last checkpoint is intact: when the cause is gone, go on with {resuming(self.root)}")
             raise
 
@@ -194,11 +194,6 @@ class RunDirectory:
             if belongs_to(scratch, self._marker):
                 with contextlib.suppress(StoreError, FileNotFoundError, NotADirectoryError):  # in use, or gone
                     clean(scratch)
-
-
-def _says_how(error: Exception) -> bool:
-    """Whether a note on it says how the run goes on."""
-    return any("saved as it stood" in note for note in getattr(error, "__notes__", ()))
 
 
 def finish_what_was_published(root: Path) -> None:

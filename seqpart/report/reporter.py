@@ -209,6 +209,13 @@ def _spellings(phase: Phase) -> tuple[str, ...]:
     return f"{_who(phase)} {what} epoch {phase.epoch}", f"p{where} {what} {phase.epoch}", f"p{where} e{phase.epoch}"
 
 
+def figures(loss: float, accuracy: float | None, metrics: Mapping[str, MetricValue], of: str = "") -> str:
+    """What rows said of a model, in words; `of` stands before loss and accuracy."""
+    share = "" if accuracy is None else f"{of}accuracy {100 * accuracy:.2f} %, "
+    more = "".join(f", {name} {value:.4f}" for name, value in single(metrics).items())
+    return f"{share}{of}loss {loss:.4f}{more}"
+
+
 def _share(epochs: float) -> str:
     """3, or 2.75 in the midst of one."""
     return f"{epochs:.2f}".rstrip("0").rstrip(".")

@@ -11,7 +11,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
 from seqpart.files.scratch import AVERAGE, WEIGHTS
 from seqpart.memory.device import describe_versions
-from seqpart.report.reporter import single
+from seqpart.report.reporter import figures
 from seqpart.result import Evaluation, Result
 from seqpart.schedule.steps import Position
 from seqpart.session.places import PLAN
@@ -35,7 +35,7 @@ def _carried_out(session: Session, began: float) -> Result:
     directory = session.places.directory
     with directory.interruptible():
         with session.limited():
-            with directory.resumable(session.reporter.add_note), session.interrupts:
+            with directory.resumable(session.reporter.add_note, lambda: session.saving.told), session.interrupts:
                 with _weights_kept(session):
                     session.run_stages()
                 if session.averages:
@@ -108,6 +108,4 @@ def tested(result: Result) -> str:
     """What the test rows said, in words."""
     if result.test_loss is None:
         return "not tested: there is no test set"
-    accuracy = "" if result.accuracy is None else f"test accuracy {100 * result.accuracy:.2f} %, "
-    more = "".join(f", {name} {value:.4f}" for name, value in single(result.metrics).items())
-    return f"{accuracy}test loss {result.test_loss:.4f}{more}"
+    return figures(result.test_loss, result.accuracy, result.metrics, "test ")
