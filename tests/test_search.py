@@ -77,8 +77,8 @@ def test_the_search_finds_nearly_the_fastest_plan_of_a_small_chain(chain, speeds
     law(chain, speeds, share, STREAMED)
 
 
-@settings(max_examples=15)
-# From a twentieth of the memory on: with the least of it a chain is known whose plan is 9 % slower than the best.
+@settings(max_examples=8)
+# From a twentieth of the memory on: with less a plan was seen 2.4 % slower than one with graphs and boundaries on the disk.
 @given(st.lists(wide, min_size=2, max_size=3), speeds, st.floats(0.05, 1), st.sampled_from([STREAMED, CHECKPOINTED]))
 def test_it_finds_nearly_the_best_place_for_every_boundary(chain, speeds, share, method):
     law(chain, speeds, share, method, boundary_tiers=("device", "disk"))
@@ -177,3 +177,18 @@ def test_one_boundary_elsewhere_makes_room_for_all_partitions_to_stay():
     """Found by the law above: all boundaries began on the device, or none did, and neither way led there: 2 x."""
     chain = [block(9 * KB, 0, 3 * KB, 10**6), block(17 * KB, 36 * KB, 26 * KB, 10**6), block(KB, 0, KB, 10**6)]
     law(chain, SLOW_DISK, 0.0, STREAMED, boundary_tiers=("device", "disk"))
+
+
+def test_where_all_boundaries_wait_elsewhere_one_of_them_may_do():
+    """Found by the same law: all waited on the disk, and none of them alone was tried from there: 9 % slower."""
+    chain = [(53248, 32768, 61440, 10), (73728, 77824, 106496, 56), (53248, 32768, 61440, 10)]
+    chain = [block(weights, saved, output, flops * 10**6) for weights, saved, output, flops in chain]
+    law(chain, SLOW_DISK, 0.0, STREAMED, boundary_tiers=("device", "disk"))
+
+
+def test_a_graph_that_would_take_more_than_is_left_where_bytes_add_up_is_tried():
+    """All partitions stay, one boundary waits on the disk and one graph is kept: no single step led there, 8 % slower."""
+    chain = [(77824, 143360, 225280, 36), (12288, 155648, 208896, 100), (49152, 106496, 106496, 67)]
+    chain = [block(weights, saved, output, flops * 10**6) for weights, saved, output, flops in chain]
+    speeds = Speeds(flops=1e10, optimizer=1e9, read=2e7, write=2e9)
+    law(chain, speeds, 0.05, STREAMED, boundary_tiers=("device", "disk"))

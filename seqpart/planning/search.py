@@ -71,8 +71,8 @@ def fastest(
                 best[rivals] = prediction
     ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
     near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
-    near += [away for one in near if (away := _offloading(problem, one, available)) is not None]
     near += [away for one in ranked[:1] for away in _one_boundary_away(problem, one, available)]
+    near += [away for one in near if (away := _offloading(problem, one, available)) is not None]
     better = [refined(problem, prediction, available, _REPAIRS // len(near)) for prediction in near]
     return min(better, key=_rank, default=None)
 
@@ -122,9 +122,10 @@ _LARGEST = 3
 def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
     """`found` with one of its largest boundaries elsewhere, which makes room for other answers. Candidates have all or none."""
     now, elsewhere = found.candidate, [tier for tier in problem.boundary_tiers if tier != DEVICE]
-    if now.resources.tiers or not elsewhere:
-        return
     costs = [cost for _, _, cost in now.parts]
+    few = len(costs) <= _FEW
+    if not elsewhere or (now.resources.tiers and not few):
+        return
     entering = [sum(value.nbytes for value in cost.entering) for cost in costs]
     for p in sorted(range(len(costs)), key=lambda p: -entering[p])[:_LARGEST]:
         tiers = tuple(elsewhere[0] if other == p else DEVICE for other in range(len(costs)))
@@ -132,8 +133,28 @@ def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> I
             continue
         resources = replace(now.resources, tiers=tiers, keeps_heap=False)
         away = predict(problem, found.method, now.micro_batch, now.parts, resources, now.keeps, now.offloads)
-        if away.peak <= available:
-            yield away
+        found_anew = _spent_anew(problem, away, available) if few else ()
+        fitting = [one for one in (away, *found_anew) if one.peak <= available]
+        if fitting:
+            yield min(fitting, key=_rank)
+
+
+def _spent_anew(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
+    """Its memory spent anew, with one slot and with two: where partitions are few, each is a large part of the plan."""
+    now = found.candidate
+    for slots in {len(now.parts)} if found.method.stays else {1, 2}:
+        resources = replace(now.resources, stays=frozenset(), slots=slots)
+        plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
+        if plain.peak <= available:
+            yield from (_with_graphs(problem, one, available) for one in (plain, *spent(problem, plain, available)))
+
+
+def _with_graphs(problem: Problem, best: Prediction, available: int) -> Prediction:
+    """One graph more of those that fit, though bytes that add up leave no room for it."""
+    now = best.candidate
+    others = [p for p in range(first_that_learns(now.parts), len(now.parts) - 1) if p not in now.keeps]
+    more = (predict(problem, best.method, now.micro_batch, now.parts, now.resources, now.keeps | {p}) for p in others)
+    return min((best, *(one for one in more if one.peak <= available)), key=lambda one: one.seconds)
 
 
 _PRICES = (0.1, 0.4, 1.0)
