@@ -1,6 +1,6 @@
 """Which of many cases run in the README's test command; the others are marked slow, and run in .ci/run too."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
@@ -11,3 +11,8 @@ def only_quick(names: Iterable[str], quick: Collection[str]) -> list[object]:
     if missing := set(quick) - set(names):
         raise ValueError(f"no case is called {missing}")
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def in_turn(*axes: Sequence[object]) -> list[tuple[object, ...]]:
+    """Parameters: each value of the longest axis once, with those of the others in turn. All combinations take minutes."""
+    return [tuple(axis[n % len(axis)] for axis in axes) for n in range(max(map(len, axes)))]

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from seqpart import Settings, Trainer
 from seqpart.errors import Interrupted, OptionError
 from seqpart.session import homes
+from tests.choice import in_turn
 from tests.command import run
 from tests.exactly import How, numbers
 from tests.resuming import Arm, Killed, ended, interrupt, kill
@@ -168,8 +169,11 @@ def test_the_weights_are_those_of_a_run_without_it(tmp_path):
     assert without.average is None and not (tmp_path / "b/average.safetensors").exists()
 
 
-@pytest.mark.parametrize("how", [How(), How(slots=2, keeps=0), How(stays=0.5), How(method="full")], ids=str)
-@pytest.mark.parametrize("end", [interrupt, kill])
+@pytest.mark.parametrize(
+    ("how", "end"),
+    in_turn([How(), How(slots=2, keeps=0), How(stays=0.5), How(method="full")], [interrupt, kill]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(how, end, monkeypatch, tmp_path):
     # Plans are forced here, and a test of the average has one of its own: there are no test rows.
     options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4)}

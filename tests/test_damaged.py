@@ -17,7 +17,7 @@ from seqpart.errors import CorruptFile, DiskFull
 from seqpart.files.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
 from seqpart.model import SeparableLinear
 from seqpart.parts.parting import Parting
-from tests.choice import only_quick
+from tests.choice import in_turn, only_quick
 from tests.exactly import How, numbers, split
 from tests.given import classified
 from tests.resuming import Arm, Killed, Stopping, ended, flip, kill
@@ -159,8 +159,7 @@ def fill(monkeypatch, name, call):
     monkeypatch.setattr(os, name, filling_up)
 
 
-@pytest.mark.parametrize("call", [1, 4])
-@pytest.mark.parametrize("failing", ["pwritev", "fsync", "replace", "write"])
+@pytest.mark.parametrize(("failing", "call"), in_turn(["pwritev", "fsync", "replace", "write"], [1, 4]))
 @pytest.mark.parametrize("way", only_quick(["in host memory", "sil"], ["in host memory"]))
 def test_a_disk_that_is_full_ends_the_run_with_a_clear_error_and_the_checkpoint_goes_on(way, failing, call, arms, monkeypatch):
     """With homes in host memory nothing is written but by saves."""

@@ -10,6 +10,7 @@ from seqpart import Trainer
 from seqpart.errors import CorruptFile, DataError, DoesNotFit, StoreError
 from seqpart.memory.device import Device
 from seqpart.memory.limit import measure_runtime
+from tests.choice import in_turn
 from tests.test_same_as_plain import data, network, plain_modules
 
 ROWS = data(30, 1)
@@ -51,8 +52,11 @@ def test_before_any_fit_the_model_is_judged_as_it_came(kind, tmp_path):
     assert files(tmp_path) == [], "nothing is left"
 
 
-@pytest.mark.parametrize("kind", ["factories", "modules"])
-@pytest.mark.parametrize("options", [{}, {"partitions": 3}, {"method": "sil", "partitions": 3}, {"method": "full"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    in_turn(["factories", "modules"], [{}, {"partitions": 3}, {"method": "sil", "partitions": 3}, {"method": "full"}]),
+    ids=str,
+)
 def test_after_a_fit_the_trained_weights_are_judged(kind, options, tmp_path):
     run = trainer(tmp_path, None if kind == "factories" else alive(), **options)
     result = run.fit(data(), ROWS)

@@ -8,6 +8,7 @@ import pytest
 
 from seqpart.memory.device import Device
 from seqpart.memory.limit import limit_for
+from tests.choice import only_quick
 from tests.command import run
 
 pytestmark = pytest.mark.skipif(not Device().keeps_heap, reason="the C library is not glibc")
@@ -32,7 +33,7 @@ def within_the_band(proof):
     return proof["peak"] <= 1.01 * proof["predicted"] and proof["predicted"] <= 1.05 * proof["peak"]
 
 
-@pytest.mark.parametrize("method", ["sil", "full", "streamed", "checkpointed"])
+@pytest.mark.parametrize("method", only_quick(["sil", "full", "streamed", "checkpointed"], ["sil", "streamed"]))
 def test_where_there_is_room_the_heap_is_kept_and_the_peak_is_what_was_predicted(method, tmp_path):
     cut = () if method in ("full", "sil") else ("--partitions", "4")
     plan, proof, _, out = proof_of(tmp_path, "--mem-limit", "1GB", "--method", method, *cut)
@@ -54,6 +55,7 @@ def test_a_kept_heap_spares_the_kernel_most_pages_and_changes_no_bit(tmp_path):
     assert many > few + 20_000
 
 
+@pytest.mark.slow
 def test_for_one_partition_a_heap_of_what_room_there_is_will_do(tmp_path):
     """A ResNet-50 in its plain loop's memory had no heap, for want of room for twice what is alive: 1.65 x its time."""
     enough, _, few, _ = proof_of(tmp_path, "--mem-limit", "1GB", "--method", "full")

@@ -32,6 +32,7 @@ from tests.augmented import (
     padded,
     trained,
 )
+from tests.choice import in_turn
 
 
 def plainly(items, *, batch=BATCH, epochs=EPOCHS, order=row_order, collate=None, rows=None):
@@ -125,11 +126,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.parametrize(("way", "method"), in_turn([*WAYS], ["full", "streamed"]))
 def test_any_number_of_workers_gives_the_same_bits(way, method, tmp_path):
     options = {"method": method, "partitions": 2 if method == "streamed" else 1, "batch_size": BATCH, "micro_batch_size": 3}
-    runs = [bits(trained(tmp_path, way(), name=f"{n}", workers=n, **options)) for n in (0, 1, 3)]
+    runs = [bits(trained(tmp_path, WAYS[way](), name=f"{n}", workers=n, **options)) for n in (0, 1, 3)]
     assert runs[0] == runs[1] == runs[2]
 
 

@@ -115,6 +115,7 @@ def test_what_a_resumed_run_may_change_and_what_it_may_not(processes, here):
     assert json.loads((here / "out" / "result.json").read_text())["train_losses"][-1] > 0
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_plan_takes_it_again_and_refuses_that_of_another_model(here):
     plan = ["--plan", "plan.json"]
     assert run(here, *COMMON, "--dry-run", "--plan-out", "plan.json").code == 0

@@ -142,6 +142,7 @@ def simulated(tmp_path_factory):
     return compared(tmp_path_factory.mktemp("simulated"), *where, "--methods", "streamed,sil,ist,psl")
 
 
+@pytest.mark.slow
 def test_on_a_simulated_device_its_memory_pinned_memory_and_the_disk_are_shown(simulated):
     for row in simulated["table"][:2]:
         assert 440 << 20 < row["peak"] <= row["predicted"] <= 10**9

@@ -19,6 +19,7 @@ from seqpart.quantized import intake
 from seqpart.quantized.intake import PlainTensors
 from seqpart.quantized.layers import Quantized
 from seqpart.schedule.steps import Verb
+from tests.choice import only_quick
 from tests.exactly import FULL, HOWS, Trained, first_difference, numbers
 from tests.test_adapters import BATCH, EPOCHS, Steps
 from tests.test_killed import COMMON, ended, laid_out, whole_run
@@ -118,7 +119,7 @@ def test_a_network_around_quantized_layers_has_the_bits_of_a_plain_loop(kind, me
     assert f"12,288 of the frozen weights in {bits}, in 2 layers" in result.plan.reasons
 
 
-@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+@pytest.mark.parametrize("kind", only_quick(["4 bits", "8 bits"], ["4 bits"]))
 def test_wherever_weights_and_graphs_wait_the_bits_are_those_of_full_training(kind, monkeypatch, tmp_path):
     """A graph that is kept finds packed weights again where the next visit of its partition has them."""
     arm = Trained(monkeypatch, tmp_path, functools.partial(network, kind), numbers((6,)), partitions=(0, 1, 3, 4))
@@ -201,6 +202,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_a_limit_in_which_the_base_in_floats_does_not_fit_whole_is_enough_in_4_bits(processes, tmp_path):
     here = laid_out(
         tmp_path,

@@ -9,6 +9,7 @@ from seqpart import Trainer
 from seqpart.errors import ModelError
 from seqpart.quantized.intake import PlainTensors
 from seqpart.verify import verify
+from tests.choice import only_quick
 from tests.test_adapters import BATCH, EPOCHS, plain, scores, text, trained
 from tests.test_quantized import load_state, other_bits
 
@@ -68,7 +69,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", only_quick(MODELS, ["nf4, prepared by peft with checkpoints"]))
 def test_a_lora_over_a_quantized_base_has_the_bits_of_a_plain_loop(name, directory, tmp_path):
     expected = plain(adapted(directory, **MODELS[name])).state_dict()
     for method in ("streamed", "checkpointed", "full"):
@@ -105,6 +106,7 @@ def test_what_save_pretrained_writes_loads_as_a_quantized_model(name, directory,
     assert changed == {own for own in before if "norm" in own}
 
 
+@pytest.mark.slow
 def test_averages_and_plans_are_as_with_any_adapter(directory, tmp_path):
     """EMA, a plan that is carried out again, evaluation before and after, a loop of one's own."""
     model = adapted(directory)
@@ -128,6 +130,7 @@ def test_averages_and_plans_are_as_with_any_adapter(directory, tmp_path):
     assert all(torch.equal(state[name], tensor) for name, tensor in plain(adapted(directory)).state_dict().items())
 
 
+@pytest.mark.slow
 def test_verify_compares_every_tensor_of_a_quantized_model(directory, tmp_path):
     model = adapted(directory, lora={"target_modules": ["q_proj", "down_proj"]})
     options = {"mem_limit": "2GB", "method": "streamed", "partitions": 3, "batch_size": BATCH, "micro_batch_size": 4}

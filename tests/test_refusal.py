@@ -73,6 +73,7 @@ print(result.proof.violations)
 """
 
 
+@pytest.mark.slow
 def test_what_a_process_holds_decides_neither_what_is_named_nor_what_counts(tmp_path):
     """Just above it planning itself ran out of memory, and one and a half times the limit was named. A model that the program
     had let go of, in a cycle, was still there when the next run began: 301 MB under 298."""
@@ -96,6 +97,7 @@ def of_rows(chain, rows):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.lists(large, min_size=1, max_size=5), chains.speeds, st.sampled_from(["auto", "streamed", "full", "sil"]))
 def test_the_limit_is_the_smallest_at_any_micro_batch(chain, speeds, method):
     """It was that of the smallest micro-batch, which adds up gradients where the whole batch has nothing to add them to: of the
@@ -140,7 +142,7 @@ def slowly(*methods):
     return [pytest.param(method, marks=pytest.mark.slow) for method in methods]
 
 
-GROWING = ["auto", "streamed", "sil", "ist --subnets 2", *slowly("sil --partitions 4")]
+GROWING = ["auto", "ist --subnets 2", *slowly("streamed", "sil", "sil --partitions 4")]
 
 
 def named_in(ran):

@@ -52,6 +52,7 @@ def finished(folder, text):
     return said, (folder / RUN / WEIGHTS).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_script_that_is_ended_again_and_again_ends_with_the_bits_of_one_that_was_left_alone(tmp_path):
     """It ended with advice for the command, which refuses the runs of scripts, and no page said how a script goes on."""
     (tmp_path / "alone").mkdir()

@@ -13,6 +13,7 @@ from seqpart.data.row_file import RowLayout
 from seqpart.memory.device import Device
 from seqpart.zoo.models import mlp
 from tests import machine
+from tests.choice import only_quick
 from tests.command import run
 
 ROWS, FEATURES = 30_000, 256
@@ -35,7 +36,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("method", ["sil", "full"])
+@pytest.mark.parametrize("method", only_quick(["sil", "full"], ["full"]))
 def test_where_there_is_room_rows_lie_in_memory_as_planned_and_have_the_bits_of_rows_on_the_disk(method, folder):
     how = ("--mem-limit", "1GB", "--method", method, *(("--partitions", "2") if method == "sil" else ()))
     plan, proof, weights, said = trained(folder, *how)

@@ -11,6 +11,7 @@ from seqpart.errors import DoesNotFit, Interrupted
 from seqpart.memory.usage import read_process
 from seqpart.planning.plan import Plan
 from seqpart.session.places import PLAN
+from tests.choice import in_turn
 from tests.machine import SPEEDS, known_runtime, known_speeds
 from tests.resuming import interrupt
 from tests.test_same_as_plain import data
@@ -71,8 +72,7 @@ def answers(plan):
     return plan.method, parts, plan.slots, bool(plan.heap), plan.rows_in_memory
 
 
-@pytest.mark.parametrize(("first", "then"), [(SPEEDS, SLOW), (SLOW, SPEEDS)], ids=["slower now", "faster now"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(("name", "first", "then"), in_turn([*WAYS], [SPEEDS, SLOW], [SLOW, SPEEDS]))
 def test_a_run_goes_on_with_the_plan_that_it_had_however_fast_the_machine_is_now(
     name, first, then, runtime, tmp_path, monkeypatch
 ):

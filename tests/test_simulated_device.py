@@ -221,6 +221,7 @@ def arm(monkeypatch, tmp_path):
 NAMES = ["dropout, sgd", "statistics, sgd, clipped", "mlp, adam, clipped, bf16", "frozen middle, adam, clipped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[1:2])
 def test_every_way_to_train_on_it_gives_the_bits_of_the_cpu(name, arm):
     trained = arm(name)

@@ -246,6 +246,7 @@ def test_a_plan_that_was_saved_brings_its_tiles(tmp_path):
     assert found.plan.starts == plan.starts and found.plan.tile == TILE
 
 
+@pytest.mark.slow
 def test_a_model_in_tiles_is_verified(tmp_path):
     found = verify(
         made(tied=True), data(), mem_limit="3GB", batch_size=8, partitions=4, tile=TILE, offload_dir=tmp_path / "scratch"

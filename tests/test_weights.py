@@ -18,6 +18,7 @@ from seqpart.verify.verification import verify
 from seqpart.weights.empty import parameters_on_meta
 from seqpart.weights.files import WeightFiles
 from seqpart.weights.names import matched
+from tests.choice import in_turn
 
 ROWS, WIDTH, CLASSES = 40, 12, 3
 
@@ -100,8 +101,7 @@ def assert_equal(one, other):
 # --- training from files ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
-@pytest.mark.parametrize("kind", ["traced", "sequential", "factories"])
+@pytest.mark.parametrize(("kind", "shards"), in_turn(["traced", "sequential", "factories"], [False, True]))
 def test_a_model_without_memory_trains_to_the_bits_of_the_one_that_the_files_hold(kind, shards, tmp_path):
     whole, x = made(kind), data()
     weights = sharded(tmp_path / "shards", whole) if shards else saved(tmp_path / "some.safetensors", whole)
