@@ -234,6 +234,32 @@ def _without_rows(self, x):
     return self.layers[2](self.layers[1](x.float()))
 
 
+class LooksAtAutocast(nn.Module):
+    """Between its layers: what autocast decides, and what it turns off."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        x = (2.1 * x.float()).to(x.dtype) if torch.is_autocast_enabled("cpu") else x
+        x = self.layers[1](x)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() @ torch.full((4, 4), 0.1)
+        return self.layers[2](x @ torch.full((4, 4), 0.3))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_what_a_model_does_under_autocast_is_what_is_noted(autocast):
+    """It was run without, so that types were others, and what it computes in float32 was computed in bfloat16."""
+    model, rows = LooksAtAutocast(), quantities()
+    chain = trace(model, (4,), torch.float32, autocast=autocast)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        whole, (found, _) = model(rows), replayed(chain, rows, training=True)
+    assert whole.dtype == (autocast or torch.float32) and torch.equal(found, whole)
+
+
 def test_a_layer_says_what_it_is():
     chain = trace(Decoder(), (7,), torch.int64)
     assert [str(block) for block in chain if block.kind == Layer.__name__] == [f"block {n} (Layer)" for n in (2, 3, 4)]

@@ -69,10 +69,11 @@ class Inputs:
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
+            row, cast = (train.shape, train.dtype, train.form), settings.autocast
             if final_loss == "model":
-                self.chain, final_loss = chain_and_loss(model, train.shape, train.dtype, train.form, train.one_label())
+                self.chain, final_loss = chain_and_loss(model, *row, train.one_label(), cast)
             else:
-                self.chain = chain_of(model, train.shape, train.dtype, train.form)
+                self.chain = chain_of(model, *row, cast)
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, learns)
@@ -380,8 +381,7 @@ class Inputs:
         def judged(output: torch.Tensor) -> torch.Tensor:
             """As the executor does it: the scores are looked at while the loss still holds its graph."""
             nonlocal targets
-            cpu = torch.device("cpu")  # it may be large
-            loss = self.loss_for(method, label_bytes, 0, shape, final, cpu, measured=True)
+            loss = self.loss_for(method, label_bytes, 0, shape, final, torch.device("cpu"), measured=True)  # may be large
             assert loss is not None
             targets = loss.nbytes
             with Device().autocast(self.settings.autocast):

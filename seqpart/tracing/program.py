@@ -55,7 +55,7 @@ class Op:
     grad: bool = True
     """Whether it ran where gradients are wanted."""
     autocast: torch.dtype | None = None
-    """Of the model's own autocast around it."""
+    """Of the model's own autocast around it: float32 where it turns off the one it is trained under."""
     effect: bool = False
     """Whether it changes a buffer: then it runs also where nobody takes what it makes."""
     changes_own: bool = False

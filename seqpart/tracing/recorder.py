@@ -48,15 +48,18 @@ class Inside(Exception):
 class Recorder(TorchFunctionMode):
     """Inside it, calls of `blocks` ({module: path}) and torch functions outside of them become ops.
 
-    names: of each parameter and buffer of the model, by its identity.
+    names: of each parameter and buffer of the model, by its identity. autocast: what the model is run under.
     """
 
-    def __init__(self, blocks: Mapping[nn.Module, str], paths: Mapping[nn.Module, str], names: Mapping[int, str]) -> None:
+    def __init__(
+        self, blocks: Mapping[nn.Module, str], paths: Mapping[nn.Module, str], names: Mapping[int, str],
+        autocast: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.ops: list[Op] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.learns: set[int] = set()
-        self._blocks, self._paths, self._names = blocks, paths, names
+        self._blocks, self._paths, self._names, self._autocast = blocks, paths, names, autocast
         self._numbers: dict[int, int] = {}
         """Of each tensor, by its identity."""
         self._alive: list[torch.Tensor] = []
@@ -180,12 +183,13 @@ class Recorder(TorchFunctionMode):
         returned = {id(leaf) for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)}
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        own_autocast = None if autocast == self._autocast else autocast or torch.float32
         changes_own = any(id(tensor) in self._names for tensor in changed)
         self.ops.append(
             Op(
                 function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, changed=numbers,
                 grad=torch.is_grad_enabled(),
-                autocast=autocast, effect=keeps or changes_own, changes_own=changes_own, where=where,
+                autocast=own_autocast, effect=keeps or changes_own, changes_own=changes_own, where=where,
             )
         )  # fmt: skip
 

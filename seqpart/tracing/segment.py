@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +143,7 @@ class Segment(nn.Module):
 
         args, kwargs = mapped(op.args, resolved), mapped(op.kwargs, resolved)
         function = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
-        cast = nullcontext() if op.autocast is None else torch.autocast(device.type, op.autocast)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), cast:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), _autocast(op, device):
             found = function(*args, **kwargs)
         made = [leaf for leaf in leaves(_plain(found)) if isinstance(leaf, torch.Tensor)]
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
@@ -156,6 +155,14 @@ class Segment(nn.Module):
         changed = {new: values[old] for new, old in op.rebinds}
         values.update(zip(numbers, made, strict=True))
         values.update(changed)
+
+
+def _autocast(op: Op, device: torch.device) -> AbstractContextManager[object]:
+    if op.autocast is None:
+        return nullcontext()
+    if op.autocast is torch.float32:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, op.autocast)
 
 
 def _is_one_call(steps: Steps) -> bool:

@@ -27,17 +27,19 @@ _ROWS, _OTHER_ROWS = 4, 6
 """Of the batches that are run: their difference tells what follows the rows."""
 
 
-def chain_of(model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = ()) -> Chain:
+def chain_of(
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
+) -> Chain:
     """A list of blocks or an nn.Sequential as it is (see as_chain), any other module, and one with tiles, traced.
 
-    shape, dtype: of one row. form: how it is made of several inputs.
+    shape, dtype: of one row. form: how it is made of several inputs. autocast: what it is trained under.
     """
     whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
     if form and not whole:
         raise ModelError(
             f"a list of blocks takes one tensor, and a row has {len(form)} inputs. Give an nn.Module that takes them."
         )
-    return trace(model, shape, dtype, form) if whole else as_chain(model)  # type: ignore[arg-type]
+    return trace(model, shape, dtype, form, autocast) if whole else as_chain(model)  # type: ignore[arg-type]
 
 
 def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
@@ -46,8 +48,9 @@ def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
 
 
 def chain_and_loss(
-    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor
-) -> tuple[Chain, LossFunction]:
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor,
+    autocast: torch.dtype | None = None,
+) -> tuple[Chain, LossFunction]:  # fmt: skip
     """The model as a chain, and the loss that it computes itself when it is given labels (rows, ...) such as these.
 
     Raises ModelError where it computes none, or one that needs more than its output and the labels.
@@ -56,29 +59,34 @@ def chain_and_loss(
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
-    chain, program = _traced(model, shape, dtype, form, given)
+    chain, program = _traced(model, shape, dtype, form, given, autocast)
     assert program.loss is not None
     return chain, OwnLoss(program.loss, program.output, model)
 
 
-def trace(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = ()) -> Chain:
+def trace(
+    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
+) -> Chain:
     """The model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
+
+    autocast: what it is trained under. A model may do other things there: a peft adapter casts its sum to the type of its base.
 
     Raises ModelError where it cannot be cut, with the module and the line that are in the way.
     """
-    return _traced(model, shape, dtype, form, None)[0]
+    return _traced(model, shape, dtype, form, None, autocast)[0]
 
 
 def _traced(
-    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None
-) -> tuple[Chain, Program]:
+    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None,
+    autocast: torch.dtype | None,
+) -> tuple[Chain, Program]:  # fmt: skip
     """Also what it does when it trains."""
     refuse_without_values({type(model).__name__: model})
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
     while True:
         try:
             blocks = blocks_of(model, whole)
-            programs = [_in_mode(model, blocks, shape, dtype, training, form, labels) for training in (True, False)]
+            programs = [_in_mode(model, blocks, shape, dtype, training, form, labels, autocast) for training in (True, False)]
             return Cutter(model).chain(*programs), programs[0]
         except Inside as error:
             # It cannot be looked into: as one block it may do.
@@ -93,9 +101,11 @@ def _traced(
 
 def _in_mode(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None,
+    labels: Labels | None, autocast: torch.dtype | None,
 ) -> Program:  # fmt: skip
-    one, other = (_recorded(model, blocks, (rows, *shape), dtype, training, form, labels) for rows in (_ROWS, _OTHER_ROWS))
+    one, other = (
+        _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast) for rows in (_ROWS, _OTHER_ROWS)
+    )
     try:
         return generalised(one, other, _ROWS, _OTHER_ROWS)
     except Differs as error:
@@ -107,7 +117,7 @@ def _in_mode(
 
 def _recorded(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None,
+    labels: Labels | None, autocast: torch.dtype | None,
 ) -> Program:  # fmt: skip
     mode = FakeMode()
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -121,13 +131,15 @@ def _recorded(
         stack.enter_context(mode)
         model.train(training)
         rows = torch.zeros(shape, dtype=dtype)
-        recorder = Recorder(blocks, {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()})
+        paths, names = {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()}
+        recorder = Recorder(blocks, paths, names, autocast)
         assert recorder.number(rows) == ROWS
         named = {} if labels is None else {labels.name: torch.zeros((shape[0], *labels.shape), dtype=labels.dtype)}
         assert [recorder.number(tensor) for tensor in named.values()] in ([], [LABELS])
         stack.enter_context(recorder.calls())
         stack.enter_context(recorder)
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
         inside = {part for block in blocks for part in block.modules()}
         buffers = {part: dict(part._buffers) for part in model.modules() if part not in inside}
         try:
