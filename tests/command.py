@@ -26,10 +26,16 @@ def command(arguments):
     return [sys.executable, "-m", "seqpart.train", *map(str, arguments)]
 
 
-def run(cwd, *arguments):
-    """`python -m seqpart.train ARGUMENTS` in `cwd`."""
+def run(cwd, *arguments, **environment):
+    """`python -m seqpart.train ARGUMENTS` in `cwd`, with further variables of its environment."""
     done = subprocess.run(
-        command(arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False
+        command(arguments),
+        cwd=cwd,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

@@ -3,6 +3,8 @@
 import json
 import re
 import resource
+import shutil
+import subprocess
 
 import pytest
 
@@ -69,3 +71,16 @@ def test_for_one_partition_a_heap_of_what_room_there_is_will_do(tmp_path):
 def test_recovery_has_a_heap_of_its_own(tmp_path):
     plan, proof, _, _ = proof_of(tmp_path, "--mem-limit", "1GB", "--partitions", "3", "--recovery-epochs", "1")
     assert plan["heap"] and within_the_band(proof), proof
+
+
+def test_an_allocator_in_the_place_of_the_c_librarys_is_refused(tmp_path):
+    """PyTorch's tuning guide preloads jemalloc, to which mallopt says nothing: what it keeps passed the limit."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler")
+    source, library = tmp_path / "other.c", tmp_path / "libother.so"
+    source.write_text(
+        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
+    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    done = run(tmp_path, "--mem-limit", "2GB", "--dry-run", LD_PRELOAD=str(library))
+    assert done.code == 2 and f"found that of {library}" in done.err and "env -u LD_PRELOAD" in done.err

@@ -16,11 +16,15 @@ would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in seqpart/__init__.py.
 
 import ctypes
 import mmap
+import os
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+
+from seqpart.errors import OptionError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _MMAP_THRESHOLD = 65536
@@ -58,6 +62,28 @@ def _glibc() -> ctypes.CDLL | None:
 _libc = _glibc()
 
 
+class _Symbol(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("address", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+@cache
+def other_allocator() -> str | None:
+    """The file of a library whose malloc is used in the place of glibc's, as LD_PRELOAD does it; None where none is."""
+
+    def file_of(library: ctypes.CDLL) -> str:
+        found = _Symbol()
+        assert _libc is not None
+        address = ctypes.cast(library.malloc, ctypes.c_void_p)
+        return os.fsdecode(found.file or b"") if _libc.dladdr(address, ctypes.byref(found)) else ""
+
+    if _libc is None or not hasattr(_libc, "dladdr"):
+        return None
+    ours, used = file_of(_libc), file_of(ctypes.CDLL(None))
+    return used if ours and used and Path(used).resolve() != Path(ours).resolve() else None
+
+
 class Heap:
     """The C library's heap, of which a process has one. Without glibc nothing is done: the meter still holds the limit."""
 
@@ -67,7 +93,15 @@ class Heap:
         self._kept = False
 
     def settle(self) -> None:
-        """Let memory leave the process as soon as it is free. By default glibc keeps 225-290 MB of it."""
+        """Let memory leave the process as soon as it is free. By default glibc keeps 225-290 MB of it.
+
+        Raises OptionError where the process has another allocator: what that keeps is not predicted, and passes limits.
+        """
+        if (other := other_allocator()) is not None:
+            raise OptionError(
+                f"expected the C library's own allocator, found that of {other}: how much free memory it keeps cannot be "
+                "predicted, so no limit on CPU would hold. Start without it (env -u LD_PRELOAD ...)."
+            )
         if _libc is not None:
             _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
             _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
