@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 import torch
 
+from seqpart.arguments import refuse_no_loss, refuse_no_modules, refuse_optimizer, refuse_options_beside
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
@@ -89,12 +90,13 @@ class Trainer:
         *, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         refuse_poor_surroundings(torch.get_num_threads() - 1)
+        refuse_no_modules(model)
+        refuse_no_loss(loss)
+        refuse_optimizer(optimizer)
         given: dict[str, Any] = {**options}
         self._optimizer = None
         if callable(optimizer):
-            clash = sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(given))
-            if clash:
-                raise OptionError(f"{', '.join(clash)}: the optimizer function sets these itself; leave them out here.")
+            refuse_options_beside(optimizer, sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(given)))
             self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)
         elif optimizer is not None:
             given["optimizer"] = optimizer

@@ -26,8 +26,6 @@ from seqpart.model.inspection import frozen_in
 from seqpart.model.packs import ROWS, Value
 from seqpart.offload.layout import Layout
 
-Loss = Callable[[torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
@@ -388,13 +386,14 @@ def _watch_inference(
 
 
 def measure_loss(
-    loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1, dtype: torch.dtype = torch.float32
-) -> int:
-    """Most bytes alive while `loss` judges an output (batch, *output_shape), forward and backward, beyond the output."""
+    loss: Callable[..., torch.Tensor], output_shape: tuple[int, ...], batch: int, granule: int = 1,
+    dtype: torch.dtype = torch.float32, labels: Sequence[torch.Tensor] = (),
+) -> int:  # fmt: skip
+    """Most bytes alive while `loss` judges outputs (batch, *output_shape), forward and backward, beyond them and `labels`."""
     mode = FakeMode()
     with mode:
-        y = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True)
+        given = [torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True), *map(mode.from_tensor, labels)]
     with mode, SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
-        live.ignore([y])
-        loss(y).backward()  # type: ignore[no-untyped-call]
+        live.ignore(given)
+        loss(*given).backward()  # type: ignore[no-untyped-call]
         return int(live.peak)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from seqpart.asking import judging
 from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
 from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
@@ -19,7 +20,7 @@ from seqpart.data.classes import count_classes
 from seqpart.data.labels import loss_for
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
-from seqpart.errors import DataError, DoesNotFit, OptionError
+from seqpart.errors import DoesNotFit, OptionError
 from seqpart.kinds import per_partition, values_of
 from seqpart.loaders.reading import Reading
 from seqpart.loop.lengths import Length, length_of, refuse_endless_warmup
@@ -33,7 +34,7 @@ from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
 from seqpart.model.optimizers import Optimizer, averaging, chosen
-from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
+from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, name_of, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.rates.scheduler import refuse_unfit
 from seqpart.settings import Settings
@@ -377,7 +378,7 @@ class Inputs:
         labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=self.train.label_type)
         targets = 0
 
-        def judged(output: torch.Tensor) -> torch.Tensor:
+        def judged(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             """As the executor does it: the scores are looked at while the loss still holds its graph."""
             nonlocal targets
             cpu = torch.device("cpu")  # it may be large
@@ -390,11 +391,7 @@ class Inputs:
                 loss.scores(output.detach(), labels)
             return value.loss if isinstance(value, Verdict) else value
 
-        try:
-            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype)
-        except Exception as error:
-            raise DataError(
-                f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
-                f"{'classes' if self.classes else 'labels'}: {error}"
-            ) from error
+        against = f" against {self.classes or 'float'} {'classes' if self.classes else 'labels'}"
+        with judging(name_of(self._final_loss), shape, against, values=False):
+            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels])
         return max(0, peak - targets), targets
