@@ -11,7 +11,13 @@ from typing import Any, Unpack
 
 import torch
 
-from seqpart.arguments import refuse_no_loss, refuse_no_modules, refuse_optimizer, refuse_options_beside
+from seqpart.arguments import (
+    refuse_labels_as_test,
+    refuse_no_loss,
+    refuse_no_modules,
+    refuse_optimizer,
+    refuse_options_beside,
+)
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
@@ -163,6 +169,7 @@ class Trainer:
 
     def _rows(self, train: object, test: object) -> tuple[Split, Split]:
         """What is given as data; settings take what its loader says of batches and their order."""
+        refuse_labels_as_test(train, test)
         with told(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
             rows = training_rows(train, asked)

@@ -18,7 +18,7 @@ from seqpart.tiling.separation import Score
 from seqpart.tiling.tiling import tile_of
 from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
-from seqpart.tracing.inputs import Form, unpacked
+from seqpart.tracing.inputs import Form, described, refuse_misfit, unpacked
 from seqpart.tracing.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
 from seqpart.tracing.program import Differs, Program, by_name, generalised, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
@@ -35,7 +35,8 @@ def chain_of(model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Fo
     whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
     if form and not whole:
         raise ModelError(
-            f"a list of blocks takes one tensor, and a row has {len(form)} inputs. Give an nn.Module that takes them."
+            f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
+            f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
         )
     return trace(model, shape, dtype, form) if whole else as_chain(model)  # type: ignore[arg-type]
 
@@ -74,6 +75,7 @@ def _traced(
 ) -> tuple[Chain, Program]:
     """Also what it does when it trains."""
     refuse_without_values({type(model).__name__: model})
+    refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
     while True:
         try:
