@@ -315,7 +315,7 @@ class Trainer:
             def prepare(model: object) -> Preparation:
                 return Preparation(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                    final_loss=self._loss, folder=folder, learns=False,
+                    final_loss=self._loss, folder=folder, trains=False,
                     trained=self._trained if weights is None else None,
                 )  # fmt: skip
 
@@ -353,7 +353,7 @@ class Trainer:
                 with self.device.own_random_state():
                     return Preparation(
                         model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
-                        optimizer=self._optimizer, folder=folder, learns=False,
+                        optimizer=self._optimizer, folder=folder, whole=False,
                     )  # fmt: skip
 
             with told(self.device, "the session was planned"):

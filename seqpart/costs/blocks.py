@@ -22,7 +22,7 @@ from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
-from seqpart.model.inspection import frozen_in
+from seqpart.model.inspection import cure_of_types, frozen_in
 from seqpart.model.packs import ROWS, Value
 from seqpart.offload.layout import Layout
 
@@ -241,7 +241,8 @@ def _measure_module(
             raise
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         kind = "" if dtype == torch.float32 else f" and type {dtype}"
-        text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. Change the block, or the rows."
+        cure = cure_of_types(tensors.values(), dtype) or "Change the block, or the rows."
+        text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. {cure}"
         if block.number:
             raise ModelError(text) from error
         if not dtype.is_floating_point:

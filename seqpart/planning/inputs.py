@@ -31,6 +31,7 @@ from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
 from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
+from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
 from seqpart.model.optimizers import Optimizer, averaging, chosen
@@ -58,10 +59,10 @@ class Inputs:
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
         *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
-        reuse: Plan | None = None, learns: bool = True, resumes: bool = False, trained: Path | None = None,
+        reuse: Plan | None = None, trains: bool = True, whole: bool = True, resumes: bool = False, trained: Path | None = None,
     ) -> None:  # fmt: skip
-        """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
-        from a checkpoint. trained: a file with those of modules that are not alive, or have shapes alone."""
+        """reuse: a plan whose answers are to be taken again. trains: whether weights are, and `whole`, on all rows there will
+        be. resumes: weights come from a checkpoint. trained: a file with those of modules not alive, or with shapes alone."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
@@ -76,9 +77,9 @@ class Inputs:
                 self.chain = chain_of(model, train.shape, train.dtype, train.form)
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
-            self._begin(final_loss, learns)
-            costs, whole, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
-            self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
+            self._begin(final_loss, trains, whole)
+            costs, chain, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
+            self.initial_weights = None if resumes else initial_weights(settings, trained, chain, costs[: len(chain)], live)
             undo.callback(self.close)
             self.live_modules.take()
             self.reading.start(self.limit, device)
@@ -86,13 +87,13 @@ class Inputs:
                 self._measure_machine()
             undo.pop_all()
 
-    def _begin(self, final_loss: LossFunction | None, learns: bool) -> None:
+    def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
         settings, train, test, device = self.settings, self.train, self.test, self.device
         self.methods = methods_named(settings.method)
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)
-        self.classes = count_classes(train, test, ignored_label(final_loss), learns=learns)
+        self.classes = count_classes(train, test, ignored_label(final_loss), learns=trains and whole)
         if self.alone:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
@@ -110,7 +111,7 @@ class Inputs:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
         with self.under_limit():
-            self._check_model()
+            self._check_model(trains)
 
     @property
     def request(self) -> PlanRequest:
@@ -146,10 +147,12 @@ class Inputs:
             error = error.__cause__
         return False
 
-    def _check_model(self) -> None:
+    def _check_model(self, trains: bool) -> None:
         self._refuse_giants()
         rows, whole = self.full_batch, self.chain.whole
         costs = self.costs_at(rows)[: len(whole)]
+        if trains and not any(cost.trainable for cost in costs):
+            raise nothing_learns(sum(cost.frozen for cost in costs))
         refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
         self.possible_optimizers()

@@ -11,7 +11,7 @@ from torch import nn
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, refuse_without_values, with_tensors
-from seqpart.model.inspection import left_as_they_are, listed
+from seqpart.model.inspection import cure_of_types, left_as_they_are, listed
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.tiling.separation import Score
@@ -86,10 +86,9 @@ def _traced(
             # It cannot be looked into: as one block it may do.
             if error.module is model or error.module in whole:
                 where = error.where or error.path or type(model).__name__
-                raise ModelError(
-                    f"the model cannot be cut into blocks: {error.why}, in {where}. Let that be a module of its own, or give "
-                    "the model as a list of blocks."
-                ) from error
+                types = "" if form else cure_of_types(model.parameters(), dtype)
+                cure = types or "Let that be a module of its own, or give the model as a list of blocks."
+                raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)
 
 
