@@ -48,6 +48,7 @@ from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
+from seqpart.session.places import refuse_taken_places
 from seqpart.session.session import Session
 from seqpart.session.tracing import traced
 from seqpart.settings import Settings
@@ -259,6 +260,7 @@ class Trainer:
         damaged checkpoints, Diverged when a loss is not finite any more, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
         in the main thread) came and the run was saved.
         """
+        refuse_taken_places(self.settings.output_dir, resume, overwrite=self.settings.overwrite)
         reporter = reporter or Reporter(quiet=self._quiet)
         began = time.perf_counter()
         with ExitStack() as stack:

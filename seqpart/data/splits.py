@@ -224,7 +224,7 @@ def _from_items(items: Any, name: str) -> Split:
             if odd is not None:
                 raise DataError(
                     f"{name} data: row shapes differ: {tuple(first.shape)} in row 0 and {tuple(rows[odd].shape)} in row "
-                    f"{start + odd}. Resize or crop them to one shape (--image-size for --data folder:DIR)."
+                    f"{start + odd}. Resize or crop them to one shape{getattr(items, 'resized_by', '')}."
                 )
             yield torch.stack(rows)
 
