@@ -32,10 +32,11 @@ _WORDS = (
     "DIR|wandb|tensorboard|(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )
 _PATH = r"[^\s,;]*/[^\s,;]*[\w/]"
+_DATA = r"(?:imagefolder|folder|idx|npz|text|hf-text):[^\s,;)]*[\w/]"
 _QUOTED = r"""'(?:[^']|'"'"')*'"""
 _FLAG = re.compile(
     r"(?<![\w/=-])--([a-z]+(?:-[a-z]+)*)"
-    rf"(?: (\d+(?:[.,]\d+)*(?:e-?\d+)?(?:[KMGT]i?B|min|s)?|(?:{_WORDS})|{_QUOTED}|{_PATH})(?![\w-]))?"
+    rf"(?: (\d+(?:[.,]\d+)*(?:e-?\d+)?(?:[KMGT]i?B|min|s)?|(?:{_WORDS})|{_DATA}|{_QUOTED}|{_PATH})(?![\w-]))?"
 )
 """A flag, and the value behind it where that is a number, a size, a word that some option takes, a path with a slash, or
 quoted as a shell has it."""
@@ -65,6 +66,8 @@ def _argument(flag: str, value: str | None) -> str:
         return name
     if value.startswith("'"):
         (value,) = shlex.split(value)
+    if flag == "data" and ":" in value:  # no argument of `fit`: what reads it is a function
+        return f"seqpart.zoo.datasets.load({_text(value)})"
     if name == "resume":  # no setting: the trainer itself takes none
         return f"fit(..., resume={value if value == 'DIR' else _text(value)})"
     if _NUMBER.fullmatch(value):

@@ -41,6 +41,7 @@ EXPECTED = {
     "partitions": "auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40",
     "eval_every": lengths.EXPECTED,
     "loss": "cross-entropy, psl, mse or bce, or from Python a function or 'model'",
+    "lr_schedule": "constant, linear or cosine, or from Python a function from an optimizer to one of torch's schedulers",
     "shuffle": "True, False or auto",
     "tile": "a size such as 16MB, never or auto",
 }

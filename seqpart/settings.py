@@ -38,7 +38,7 @@ from seqpart.model.losses import LossName
 from seqpart.rates.scheduler import SchedulerFactory, problems
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
-from seqpart.values import IN_PYTHON, as_text, checked_value, flag_of, said_of
+from seqpart.values import IN_PYTHON, NO_LIMIT, as_text, checked_value, flag_of, said_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +285,7 @@ class Settings:
             known = sorted({*names, "quiet"})  # which Trainer takes beside them
             raise OptionError(f"unknown setting(s): {said_of(unknown, known, IN_PYTHON)} Known: {', '.join(known)}.")
         if "mem_limit" not in options:
-            raise OptionError("mem_limit is missing: give the limit to keep, such as mem_limit='2GB'.")
+            raise OptionError(NO_LIMIT)
         return cls(**options)
 
     def texts(self) -> dict[str, str]:

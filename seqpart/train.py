@@ -27,7 +27,7 @@ from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
 from seqpart.schedule.steps import steps_of, to_text
-from seqpart.session.places import refuse_small_disk
+from seqpart.session.places import refuse_small_disk, refuse_taken_places
 from seqpart.trainer import Trainer
 from seqpart.verify.command import verified
 from seqpart.weights.pretrained import MODEL
@@ -121,6 +121,8 @@ def _train(arguments: list[str], *, alone: bool) -> None:
         raise OptionError("--dry-run trains nothing that --trace could show: leave one of them out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
+    if not job.dry_run:
+        refuse_taken_places(job.output_dir, job.resume, overwrite=job.overwrite)
     reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet, flags=True)
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)

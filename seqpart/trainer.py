@@ -11,6 +11,13 @@ from typing import Any, Unpack
 
 import torch
 
+from seqpart.arguments import (
+    refuse_labels_as_test,
+    refuse_no_loss,
+    refuse_no_modules,
+    refuse_optimizer,
+    refuse_options_beside,
+)
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
@@ -41,6 +48,7 @@ from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
+from seqpart.session.places import refuse_taken_places
 from seqpart.session.session import Session
 from seqpart.session.tracing import traced
 from seqpart.settings import Settings
@@ -89,12 +97,13 @@ class Trainer:
         *, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         refuse_poor_surroundings(torch.get_num_threads() - 1)
+        refuse_no_modules(model)
+        refuse_no_loss(loss)
+        refuse_optimizer(optimizer)
         given: dict[str, Any] = {**options}
         self._optimizer = None
         if callable(optimizer):
-            clash = sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(given))
-            if clash:
-                raise OptionError(f"{', '.join(clash)}: the optimizer function sets these itself; leave them out here.")
+            refuse_options_beside(optimizer, sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(given)))
             self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)
         elif optimizer is not None:
             given["optimizer"] = optimizer
@@ -161,6 +170,7 @@ class Trainer:
 
     def _rows(self, train: object, test: object) -> tuple[Split, Split]:
         """What is given as data; settings take what its loader says of batches and their order."""
+        refuse_labels_as_test(train, test)
         with told(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
             rows = training_rows(train, asked)
@@ -250,6 +260,7 @@ class Trainer:
         damaged checkpoints, Diverged when a loss is not finite any more, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
         in the main thread) came and the run was saved.
         """
+        refuse_taken_places(self.settings.output_dir, resume, overwrite=self.settings.overwrite)
         reporter = reporter or Reporter(quiet=self._quiet)
         began = time.perf_counter()
         with ExitStack() as stack:
@@ -306,7 +317,7 @@ class Trainer:
             def prepare(model: object) -> Preparation:
                 return Preparation(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                    final_loss=self._loss, folder=folder, learns=False,
+                    final_loss=self._loss, folder=folder, trains=False,
                     trained=self._trained if weights is None else None,
                 )  # fmt: skip
 
@@ -344,7 +355,7 @@ class Trainer:
                 with self.device.own_random_state():
                     return Preparation(
                         model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
-                        optimizer=self._optimizer, folder=folder, learns=False,
+                        optimizer=self._optimizer, folder=folder, whole=False,
                     )  # fmt: skip
 
             with told(self.device, "the session was planned"):

@@ -109,7 +109,7 @@ def test_a_model_that_is_not_there_is_refused(over):
 
 
 def test_an_unknown_option_is_refused(over):
-    over.refused(2, "Unrecognized options: --micro-batches", "--help", arguments=["--micro-batches", "3"], own_process=False)
+    over.refused(2, "unknown option(s): --micro-batches.", "--help", arguments=["--micro-batches", "3"], own_process=False)
 
 
 # --- What does not fit -----------------------------------------------------------------------------------------------

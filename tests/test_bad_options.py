@@ -174,7 +174,7 @@ OPTIONS = {
     "--data mnist": "--data mnist needs --data-dir",
     "--data mnist --data-dir empty": "--data mnist; MNIST/raw; no such directory. Give --download to fetch it",
     "--data nothere:f": "--data nothere:f: no module named 'nothere'",
-    "--data desk_own:words": "training data: expected item 0 to be a pair (tensor, label)",
+    "--data desk_own:words": "training data: expected a pair (x, y) of tensors or arrays, or a data set; found the text",
     "--data desk_own:triple": "--data desk_own:triple: expected a pair (training, test); found tuple",
     "--data desk_own:one_class": "training labels: every row has class 3. Training needs at least two classes",
     "--data desk_own:negative": "training labels: found class -1; expected classes that count from 0",
@@ -260,7 +260,31 @@ def test_an_unusable_model_is_refused_in_words(model, here, capsys):
 
 
 def test_without_a_limit_the_command_says_what_is_missing(capsys):
-    assert refused(call(capsys), 2, "Required options", "--mem-limit")
+    for arguments in ([], ["--width", "64"]):
+        ran = call(capsys, *arguments)
+        assert refused(ran, 2, "OptionError: --mem-limit is missing. Give the limit to keep, such as --mem-limit 2GB.")
+        assert ran.err.count("\n") == 1, "no box around it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--width", "128.5"], "--width: expected a whole number; found '128.5'."),
+        (["--config", "a.toml"], "--width: expected a whole number; found '128.5'."),
+        (["--config", "a.yaml"], "--width: expected a whole number; found '128.5'."),
+        (["--weight-decay", "little"], "--weight-decay: expected a number; found 'little'."),
+        (["--widht", "3"], "unknown option(s): --widht. Did you mean --width? --help shows all."),
+        (["--quiet", "yes"], "found 'yes', which belongs to no option. Give --NAME VALUE; --help shows all."),
+        (["--seed", "-3", "--lr"], "--lr: expected a value behind it; found none. --help shows what it takes."),
+    ],
+    ids=str,
+)
+def test_what_the_parser_drew_a_box_around_is_one_message_too(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("width = 128.5\n")
+    (tmp_path / "a.yaml").write_text("width: 128.5\n")
+    ran = call(capsys, "-m1GB", "--dry-run", *arguments)
+    assert refused(ran, 2) and ran.err == f"OptionError: {words}\n"
 
 
 def test_several_mistakes_are_reported_at_once(capsys):

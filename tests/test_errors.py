@@ -29,6 +29,8 @@ SAID = {
     "--lr 1e-3, not --epochs all": 'lr=1e-3, not epochs="all"',
     "/my/--odd/place": "/my/--odd/place",
     "Give the same --data": "Give the same train",
+    "--data folder:pics: no such directory": 'seqpart.zoo.datasets.load("folder:pics"): no such directory',
+    "--image-size goes with --data folder:DIR.": 'image_size goes with seqpart.zoo.datasets.load("folder:DIR").',
 }
 
 

@@ -204,12 +204,13 @@ def test_an_allocation_that_fails_is_planned_for_and_the_bits_stay(tmp_path, mon
         (lambda: data(33), "the batch has 33 rows, and the plan has room for 32"),
         (
             lambda: (torch.zeros(8, 13), torch.zeros(8, dtype=torch.long)),
-            r"the batch: expected rows as the example has.*found \(13,\)",
+            r"the batch: expected rows as the example has, \(12,\) float32; found \(13,\) float32",
         ),
         (lambda: (torch.zeros(8, 12), torch.zeros(8)), "the batch: expected labels as the example has"),
         (lambda: (torch.full((8, 12), float("nan")), data(8)[1]), "NaN or infinity"),
-        (lambda: {"x": torch.zeros(8, 12)}, "the batch: expected a dict with labels; found x"),
-        (lambda: torch.zeros(8, 12), "the batch data: expected item 0 to be a pair"),
+        (lambda: {"x": torch.zeros(8, 12)}, "the batch: expected a dict with labels .*; found x. Name them labels"),
+        (lambda: torch.zeros(8, 12), "the batch: expected a pair .* found a Tensor alone"),
+        (lambda: {"x": torch.zeros(8, 12), "labels": data(8)[1]}, r"found a dict of x \(12,\) float32"),
     ],
 )
 def test_a_batch_that_cannot_be_taken_is_refused_in_words(batch, words, tmp_path):

@@ -1,5 +1,6 @@
 """`seqpart report DIR`: one page that needs nothing from elsewhere, of a run that is done, killed, resumed or damaged."""
 
+import fcntl
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.directory.marker import LOCK, MARKER
 from seqpart.errors import Interrupted, SeqpartError
 from seqpart.page.command import PAGE
 from seqpart.page.document import document
@@ -230,6 +232,21 @@ def test_a_run_without_the_files_of_this_version_has_a_page(finished, tmp_path):
     assert "memory over time: memory.jsonl: No such file or directory" in page.text
     assert "seconds by kind of step: the run ended before any were told, or is of an older version" in page.text
     assert "Proof of the limit" in page.text
+
+
+def test_a_run_that_is_under_way_has_not_ended(finished, tmp_path, capsys):
+    """It was said to have ended before it told where its time went."""
+    live = shutil.copytree(finished, tmp_path / "live")
+    lines = (live / "events.jsonl").read_text().splitlines(keepends=True)
+    (live / "events.jsonl").write_text("".join(line for line in lines if json.loads(line)["event"] in ("start", "plan")))
+    (live / "result.json").unlink()
+    marker = json.loads((live / MARKER).read_text())
+    (live / MARKER).write_text(json.dumps({**marker, "state": "running"}))
+    with open(live / LOCK, "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = report(capsys, live).out
+    assert "the run is under way\n" in said and "the run is under way and has told none yet" in said and "ended" not in said
+    assert "ended before any were told" in report(capsys, live).out, "whoever held the lock is gone"
 
 
 @settings(max_examples=60, deadline=None)

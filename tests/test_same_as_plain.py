@@ -209,13 +209,3 @@ def test_batch_norm_statistics_and_frozen_blocks_are_exported_as_plain_training_
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     assert_equal(result.weights, list(plain))
-
-
-def test_a_network_in_which_nothing_learns_is_run_and_stays_as_it_is(tmp_path):
-    """It ended in a KeyError, looking for labels that only partitions behind the first have left."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).requires_grad_(False)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    data = torch.randn(10, 6), torch.arange(10) % 3
-    trainer = Trainer(model, mem_limit="2GB", method="full", batch_size=4, epochs=1, output_dir=tmp_path, quiet=True)
-    assert len(trainer.fit(data, data).train_losses) == 1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -24,7 +24,7 @@ def test_a_limit_and_a_method_are_all_that_must_be_given():
     assert (settings.method, settings.objective_name, settings.cache_type, settings.shuffles) == (
         "sil", "orthogonal", torch.float32, True,
     )  # fmt: skip
-    with pytest.raises(OptionError, match=r"mem_limit is missing.*mem_limit='2GB'"):
+    with pytest.raises(OptionError, match=r'mem_limit is missing.*mem_limit="2GB"'):
         Settings.of()
 
 

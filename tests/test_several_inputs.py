@@ -176,7 +176,7 @@ def without_labels():
         (spoilt, "NaN or infinity in quantities"),
         (uneven, "item 9: row shapes differ: ids has"),
         (lacking, "item 9: expected the inputs ids"),
-        (without_labels, "expected item 0 to be a pair"),
+        (without_labels, "item 0: expected a dict with labels beside the inputs .*; found ids, mask"),
         (lambda: ({}, data()[1]), "a row has no inputs"),
     ],
     ids=["length", "empty", "complex", "nan", "shapes", "names", "labels", "none"],
@@ -197,7 +197,7 @@ def test_test_rows_have_the_inputs_of_training_rows(tmp_path):
 
 def test_a_model_that_does_not_take_the_inputs_and_a_list_of_blocks_are_refused(tmp_path):
     (x, y), blocks = data(), [nn.Linear(2, 3), nn.Linear(3, 3)]
-    with pytest.raises(ModelError, match="unexpected keyword argument 'others'"):
+    with pytest.raises(DataError, match=r"expected the inputs that .* takes .*; found .* unexpected keyword argument 'others'"):
         trainer(tmp_path, made()).fit(({**x, "others": x["mask"]}, y), ({**x, "others": x["mask"]}, y))
-    with pytest.raises(ModelError, match="a list of blocks takes one tensor, and a row has 3"):
+    with pytest.raises(ModelError, match="a list of blocks takes one tensor, and a row has a dict of ids"):
         trainer(tmp_path, blocks).fit((x, y), (x, y))

@@ -120,6 +120,8 @@ def load(path: Path) -> Manifest:
 
     Raises OptionError where nothing was saved, CorruptFile, naming the file, where it is damaged.
     """
+    if not path.exists() and path.name != CHECKPOINT:
+        raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
     path = path / CHECKPOINT if path.is_dir() else path
     if not path.is_file():
         if (path.parent / PREVIOUS).is_file():

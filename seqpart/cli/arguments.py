@@ -20,10 +20,10 @@ from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
 from seqpart.files.scratch import has_checkpoint
-from seqpart.files.text import refuse_unusable
+from seqpart.files.text import refuse_unusable, short
 from seqpart.report.terminal import wrapped
 from seqpart.session.places import JOB
-from seqpart.values import said_of
+from seqpart.values import NO_LIMIT, said_of
 
 T = TypeVar("T")
 
@@ -37,23 +37,34 @@ def options_of(kind: type[T], arguments: list[str], program: str) -> T:
     """`gathered` arguments as a `kind`. Raises OptionError for what cannot be used; leaves with 2 for unknown options."""
     asks_for_help = bool({"-h", "--help"} & set(arguments))
     if not asks_for_help:
-        _refuse_misspelled(kind, arguments)
+        _refuse_unparsable(kind, arguments)
     form = form_of(kind, with_help=asks_for_help)
     about = wrapped(inspect.getdoc(kind) or "", shutil.get_terminal_size().columns)
     flags = (tyro.conf.OmitArgPrefixes,)
     return filled(kind, tyro.cli(form, args=arguments, prog=program, description=about, config=flags))
 
 
-def _refuse_misspelled(kind: type[Any], arguments: list[str]) -> None:
-    """Raises OptionError for unknown flags where a required one is missing: the parser then names that one alone, and only
-    else those that are near to the unknown."""
+def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
+    """Raises OptionError for unknown flags, for required ones that are missing, and for words that belong to no flag: the
+    parser draws a box around those."""
     fields = dataclasses.fields(kind)
     required = {flag for field in fields if field.default is dataclasses.MISSING for flag in flags_of(field.name)}
+    switches = {flag for field in fields if field.type is bool for flag in flags_of(field.name)}
     known = [flag for field in fields for flag in flags_of(field.name)]
     given = {(flag := word.partition("=")[0]): flag.replace("_", "-") for word in arguments if word.startswith("-")}
     unknown = [flag for flag, word in given.items() if flag[:2] == "--" != flag and word.replace("--no-", "--", 1) not in known]
-    if unknown and required.isdisjoint(given.values()):
+    if unknown:
         raise OptionError(f"unknown option(s): {said_of(unknown, known)} --help shows all.")
+    takes_next = ""
+    for word in [*arguments, "--"]:
+        flag = word.replace("_", "-")
+        if takes_next and word[:2] == "--":
+            raise OptionError(f"{takes_next}: expected a value behind it; found none. --help shows what it takes.")
+        if not takes_next and not word.startswith("-"):
+            raise OptionError(f"found {short(word)}, which belongs to no option. Give --NAME VALUE; --help shows all.")
+        takes_next = flag if not takes_next and flag in known and flag not in switches else ""
+    if required.isdisjoint(given.values()) and not any(word[:2] in required for word in given):  # -m2GB
+        raise OptionError(NO_LIMIT)
 
 
 def has_flag(arguments: list[str], flag: str) -> bool:

@@ -88,7 +88,7 @@ def filled(kind: type[T], form: Any) -> T:
 
 
 def _field(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any]:
-    kinds = {kind for kind in alternatives(hint) if kind is not type(None)}
+    kinds = _kinds(hint)
     text = not _is_plain(hint)
     shown = _METAVARS.get(name) or _metavar(hint, kinds)
     asked: Any = (str | None if default is None else str) if text else hint
@@ -113,9 +113,13 @@ def _divided(said: str) -> tuple[str, str]:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether the parser reads it as it is: a switch, a number, a text or a path, which may be left out."""
-    (first, *others) = (kind for kind in alternatives(hint) if kind is not type(None))
-    return not others and isinstance(first, type) and get_origin(first) is None
+    """Whether the parser reads it as it is: a switch, a text or a path, which may be left out."""
+    (first, *others) = _kinds(hint)
+    return not others and isinstance(first, type) and get_origin(first) is None and first not in (int, float)
+
+
+def _kinds(hint: Any) -> list[Any]:
+    return [kind for kind in alternatives(hint) if kind is not type(None)]
 
 
 def _metavar(hint: Any, kinds: Iterable[Any]) -> str:
@@ -137,6 +141,11 @@ def _read(name: str, value: Any, hint: Any) -> Any:
         if value not in ("yes", "no"):
             raise _unread(name, value, "yes, no or auto")
         return value == "yes"
+    if item is None and _kinds(hint) in ([int], [float]):
+        try:
+            return _kinds(hint)[0](value)
+        except ValueError:
+            raise _unread(name, value, "a whole number" if _kinds(hint) == [int] else "a number") from None
     if item is None or get_origin(item) is Literal:
         parts = tuple(part.strip() for part in value.split(","))
         return parts if item is not None and len(parts) > 1 else value

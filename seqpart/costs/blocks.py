@@ -22,11 +22,9 @@ from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
-from seqpart.model.inspection import frozen_in
+from seqpart.model.inspection import cure_of_types, frozen_in
 from seqpart.model.packs import ROWS, Value
 from seqpart.offload.layout import Layout
-
-Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +241,8 @@ def _measure_module(
             raise
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         kind = "" if dtype == torch.float32 else f" and type {dtype}"
-        text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. Change the block, or the rows."
+        cure = cure_of_types(tensors.values(), dtype) or "Change the block, or the rows."
+        text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. {cure}"
         if block.number:
             raise ModelError(text) from error
         if not dtype.is_floating_point:
@@ -388,13 +387,14 @@ def _watch_inference(
 
 
 def measure_loss(
-    loss: Loss, output_shape: tuple[int, ...], batch: int, granule: int = 1, dtype: torch.dtype = torch.float32
-) -> int:
-    """Most bytes alive while `loss` judges an output (batch, *output_shape), forward and backward, beyond the output."""
+    loss: Callable[..., torch.Tensor], output_shape: tuple[int, ...], batch: int, granule: int = 1,
+    dtype: torch.dtype = torch.float32, labels: Sequence[torch.Tensor] = (),
+) -> int:  # fmt: skip
+    """Most bytes alive while `loss` judges outputs (batch, *output_shape), forward and backward, beyond them and `labels`."""
     mode = FakeMode()
     with mode:
-        y = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True)
+        given = [torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True), *map(mode.from_tensor, labels)]
     with mode, SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
-        live.ignore([y])
-        loss(y).backward()  # type: ignore[no-untyped-call]
+        live.ignore(given)
+        loss(*given).backward()  # type: ignore[no-untyped-call]
         return int(live.peak)

@@ -17,6 +17,7 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
+from seqpart.data.pairs import as_pair, kind_of, labels_apart
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
 from seqpart.tracing.inputs import Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
@@ -98,6 +99,7 @@ def as_split(data: object, name: str) -> Split:
     Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
     data set whose items are others when they are read again, as those of random augmentation: rows are read once and kept.
     """
+    data = as_pair(data, f"{name} data")
     if isinstance(data, Split):
         split = _known_dtype(data)
     elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape") and _are_labels(data[1]):
@@ -222,7 +224,7 @@ def _from_items(items: Any, name: str) -> Split:
             if odd is not None:
                 raise DataError(
                     f"{name} data: row shapes differ: {tuple(first.shape)} in row 0 and {tuple(rows[odd].shape)} in row "
-                    f"{start + odd}. Resize or crop them to one shape (--image-size for --data folder:DIR)."
+                    f"{start + odd}. Resize or crop them to one shape{getattr(items, 'resized_by', '')}."
                 )
             yield torch.stack(rows)
 
@@ -236,18 +238,23 @@ def _from_items(items: Any, name: str) -> Split:
 def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
     """The form of the first item's inputs, where it has several, and what rows become. That it is no pair is told later."""
     try:
-        x, _ = _parted(items[0])
+        x, _ = _parted(items[0], name)
     except Exception:
         return (), torch.float32
     return (form_of(x, f"{name} data: item 0", whole=False), torch.uint8) if is_several(x) else ((), _dtype_of(x))
 
 
-def _parted(item: Any) -> tuple[Any, Any]:
+def _parted(item: Any, said: str) -> tuple[Any, Any]:
     """x and label of a pair, or of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
     if isinstance(item, Mapping):
-        name = "label" if "labels" not in item and "label" in item else "labels"
-        return {other: part for other, part in item.items() if other != name}, item[name]
-    x, y = item
+        return labels_apart(item, said)
+    try:
+        x, y = item
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{said}: expected a pair (x, label), or a dict with labels; found {kind_of(item)}. A row of several inputs is "
+            "((one, other), label)."
+        ) from None
     return x, y
 
 
@@ -284,12 +291,28 @@ def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, 
     except Exception as error:
         raise DataError(f"{name} data: item {index} cannot be read: {type(error).__name__}: {error}.") from error
     try:
-        x, y = _parted(item)
+        x, y = _parted(item, f"{name} data: item {index}")
         return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else torch.as_tensor(x)), y
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{name} data: expected item {index} to be a pair (tensor, label): {error}.") from error
+        raise DataError(f"{name} data: item {index}: expected a pair (x, label) of numbers: {error}.") from error
+
+
+def said_of_rows(split: Split) -> str:
+    """`a tensor (16,) float32`, or `a dict of ids (7,) int64, mask (7,) bool`."""
+    return _said(split.form, split.shape, split.dtype)
+
+
+def said_of_labels(split: Split) -> str:
+    return _said(split.label_form, tuple(split.labels.shape[1:]), split.labels.dtype)
+
+
+def _said(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Of one row."""
+    if form:
+        return f"a {'tuple' if form[0].name is None else 'dict'} of {described(form)}"
+    return f"{shape or 'a number'} {str(dtype).removeprefix('torch.')}"
 
 
 def count_tokens(train: Split, test: Split) -> int:

@@ -81,9 +81,7 @@ def locked(root: Path, *, wait: float = _WAIT) -> int:
         except BlockingIOError:
             if time.monotonic() >= until:
                 os.close(handle)
-                raise DirectoryUnusable(
-                    f"{root} is in use by another run. Wait for it to end, or give another --output-dir."
-                ) from None
+                raise _in_use(root) from None
         except BaseException:
             os.close(handle)
             raise
@@ -106,6 +104,19 @@ def lives(folder: Folder) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def refuse_in_use(folder: Folder) -> None:
+    """Raises DirectoryUnusable where another run holds the lock, for longer than one that starts does to see who lives."""
+    until = time.monotonic() + _WAIT
+    while lives(folder):
+        if time.monotonic() >= until:
+            raise _in_use(folder.path)
+        time.sleep(0.02)
+
+
+def _in_use(root: Path) -> DirectoryUnusable:
+    return DirectoryUnusable(f"{root} is in use by another run. Wait for it to end, or give another --output-dir.")
 
 
 def is_half_written_marker(name: str) -> bool:

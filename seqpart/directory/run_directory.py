@@ -7,11 +7,11 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from seqpart.directory.leftovers import Kind, belongs_to, clean, judged, remove_empty
-from seqpart.directory.marker import LOCK, MARKER, Marker, is_half_written_marker, locked, marker_of, new_id
+from seqpart.directory.marker import LOCK, MARKER, Marker, is_half_written_marker, locked, marker_of, new_id, refuse_in_use
 from seqpart.directory.publication import finish_publishing, publish
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
 from seqpart.files.atomic import unusable
@@ -52,7 +52,7 @@ class RunDirectory:
         if resume and not root.exists():
             raise CorruptFile(f"{root} is missing: the checkpoint in {run.root if run is not None else root} needs it.", root)
         try:
-            created = _created(root, private=run is not None)
+            self._made = created = _created(root, private=run is not None)
             if not created and run is not None and not resume:
                 raise DirectoryUnusable(f"{root} is there already, and not by this run. Give another --offload-dir.")
             self._folder = Folder.at(root)
@@ -147,8 +147,11 @@ class RunDirectory:
                 add_note(error, f"The last checkpoint is intact: when the cause is gone, go on with {resuming(self.root)}")
             raise
 
-    def close(self, state: str) -> None:
-        """Note how the run ended and let go of the lock. What a checkpoint needs stays, unless the run is "done"."""
+    def close(self, state: str, drop: Collection[str] = ()) -> None:
+        """Note how the run ended and let go of the lock. What a checkpoint needs stays, unless the run is "done".
+
+        drop: all that it wrote, where nothing came of it: a directory that it made goes with that.
+        """
         try:
             if self._folder.is_at(self._marker.directory):
                 if state == "done":
@@ -156,6 +159,10 @@ class RunDirectory:
                 if not has_checkpoint(self.root):
                     clear_scratch(self._folder)
                 self.mark(state)
+                if drop and self._made:
+                    for name in drop:
+                        self._folder.remove(name)
+                    remove_empty(self._folder)
         except (OSError, StoreError) as error:
             if state == "done":
                 raise _left_over(error, self.root) from None
@@ -194,6 +201,22 @@ class RunDirectory:
             if belongs_to(scratch, self._marker):
                 with contextlib.suppress(StoreError, FileNotFoundError, NotADirectoryError):  # in use, or gone
                     clean(scratch)
+
+
+def refuse_taken(root: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Raises what a RunDirectory in `root` would, as far as looking tells: to be known before a plan is made. What changes
+    until there is one it finds itself."""
+    if not root.is_dir():
+        return
+    try:
+        with Folder.at(root) as folder:
+            if not resume:
+                _must_be_ours(folder)
+            refuse_in_use(folder)
+    except OSError as error:
+        raise unusable(error, root) from None
+    if not (resume or overwrite):
+        _must_be_free(root)
 
 
 def finish_what_was_published(root: Path) -> None:

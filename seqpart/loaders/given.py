@@ -17,6 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from seqpart.data.pairs import as_pair
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, tested_on
 from seqpart.errors import DataError, OptionError
 from seqpart.kinds import values_of
@@ -87,6 +88,7 @@ def _read(data: object, name: str, settings: Settings) -> Split:
 
 def source_of(data: Any, name: str) -> Source:
     """Of a loader's parts, a stream or a data set. Raises DataError for what cannot be repeated, in words."""
+    data = as_pair(data, f"{name} data")
     if isinstance(data, DataLoader):
         source = _of_loader(data, name)
     elif is_loader(data):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from seqpart.data.pairs import kind_of, labels_apart
 from seqpart.data.reader import Ints
 from seqpart.data.splits import Split, as_split, write_rows
 from seqpart.errors import DataError, SeqpartError
@@ -164,13 +165,11 @@ class SourceReader:
 def parted(found: Any, said: str) -> tuple[Any, Any]:
     """x and labels of an item or a batch: a dict with `labels`, a pair, or a tuple with the labels last. Raises DataError."""
     if isinstance(found, Mapping):
-        if "labels" not in found:
-            raise DataError(f"{said}: expected a dict with `labels`; found {', '.join(map(str, found)) or 'an empty one'}.")
-        return {name: part for name, part in found.items() if name != "labels"}, found["labels"]
+        return labels_apart(found, said)
     if not isinstance(found, tuple | list) or len(found) < 2:
         raise DataError(
-            f"{said}: expected a pair (x, label), a tuple whose last is the label, or a dict with `labels`; "
-            f"found {type(found).__name__}."
+            f"{said}: expected a pair (x, label), a tuple whose last is the label, or a dict with labels; "
+            f"found {kind_of(found)}."
         )
     return (found[0] if len(found) == 2 else tuple(found[:-1])), found[-1]
 

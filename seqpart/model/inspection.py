@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqpart.errors import ModelError
+
 Kind = tuple[object, ...]
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign, nn.Tanh,
@@ -37,6 +39,16 @@ class Packed:
     said_in: str = ""
 
 
+def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> str:
+    """What helps a module that fails on floats of type `dtype`: to have weights of that type, where all are of another."""
+    found = {tensor.dtype for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()}
+    if not found or not dtype.is_floating_point or dtype in found:
+        return ""
+    said, other = (str(kind).removeprefix("torch.") for kind in (min(found, key=str), dtype))
+    cure = "model.float()" if dtype == torch.float32 else f"model.to(torch.{other})"
+    return f"Its weights are {said} and it is given {other}, as which rows of floats are read: give {cure}."
+
+
 def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Collection[str]) -> int:
     """How many weights of `own`, tensors of the module by name, do not learn."""
     count = {name: t.numel() for name, t in own.items() if isinstance(t, nn.Parameter) and name not in trainable}
@@ -45,6 +57,17 @@ def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Col
         if inside[0] in own:
             count |= dict.fromkeys(inside, 0) | {inside[0]: packed.weights}
     return sum(count.values())
+
+
+def nothing_learns(frozen: int) -> ModelError:
+    """The error for a model that is to be trained and has no weight that learns. frozen: how many do not."""
+    expected = "nothing learns: expected a model with weights that require gradients; found"
+    if not frozen:
+        return ModelError(f"{expected} one without weights. Give it a layer that has some.")
+    return ModelError(
+        f"{expected} {frozen:,} weights, all with requires_grad=False. Call requires_grad_() on what is to be trained (an "
+        "adapter of peft is loaded with is_trainable=True)."
+    )
 
 
 def packed_in(modules: Iterable[nn.Module | None]) -> list[str]:

@@ -141,7 +141,8 @@ def read_run(root: Path) -> Run:
     curves = _curves(root, processes, missing)
     plan, result, job = _plan(root, missing), _result(root, state, missing), _job(root)
     if not any(process.steps for process in processes):
-        missing.append("seconds by kind of step: the run ended before any were told, or is of an older version")
+        why = "is under way and has told none yet" if state == "running" else "ended before any were told"
+        missing.append(f"seconds by kind of step: the run {why}, or is of an older version")
     if not passes.kept:
         missing.append("losses: no pass was over yet")
     return Run(

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from seqpart.asking import judging
 from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
 from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
@@ -19,7 +20,7 @@ from seqpart.data.classes import count_classes
 from seqpart.data.labels import loss_for
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
-from seqpart.errors import DataError, DoesNotFit, OptionError
+from seqpart.errors import DoesNotFit, OptionError
 from seqpart.kinds import per_partition, values_of
 from seqpart.loaders.reading import Reading
 from seqpart.loop.lengths import Length, length_of, refuse_endless_warmup
@@ -30,10 +31,11 @@ from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
 from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
+from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
 from seqpart.model.optimizers import Optimizer, averaging, chosen
-from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, reduction_of, refuse_division
+from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, name_of, reduction_of, refuse_division
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.rates.scheduler import refuse_unfit
 from seqpart.settings import Settings
@@ -57,10 +59,10 @@ class Inputs:
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
         *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
-        reuse: Plan | None = None, learns: bool = True, resumes: bool = False, trained: Path | None = None,
+        reuse: Plan | None = None, trains: bool = True, whole: bool = True, resumes: bool = False, trained: Path | None = None,
     ) -> None:  # fmt: skip
-        """reuse: a plan whose answers are to be taken again. learns: whether anything is to be trained. resumes: weights come
-        from a checkpoint. trained: a file with those of modules that are not alive, or have shapes alone."""
+        """reuse: a plan whose answers are to be taken again. trains: whether weights are, and `whole`, on all rows there will
+        be. resumes: weights come from a checkpoint. trained: a file with those of modules not alive, or with shapes alone."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
@@ -76,9 +78,9 @@ class Inputs:
                 self.chain = chain_of(model, *row, cast)
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
-            self._begin(final_loss, learns)
-            costs, whole, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
-            self.initial_weights = None if resumes else initial_weights(settings, trained, whole, costs[: len(whole)], live)
+            self._begin(final_loss, trains, whole)
+            costs, chain, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
+            self.initial_weights = None if resumes else initial_weights(settings, trained, chain, costs[: len(chain)], live)
             undo.callback(self.close)
             self.live_modules.take()
             self.reading.start(self.limit, device)
@@ -86,13 +88,13 @@ class Inputs:
                 self._measure_machine()
             undo.pop_all()
 
-    def _begin(self, final_loss: LossFunction | None, learns: bool) -> None:
+    def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
         settings, train, test, device = self.settings, self.train, self.test, self.device
         self.methods = methods_named(settings.method)
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)
-        self.classes = count_classes(train, test, ignored_label(final_loss), learns=learns)
+        self.classes = count_classes(train, test, ignored_label(final_loss), learns=trains and whole)
         if self.alone:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
@@ -110,7 +112,7 @@ class Inputs:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
         with self.under_limit():
-            self._check_model()
+            self._check_model(trains)
 
     @property
     def request(self) -> PlanRequest:
@@ -146,10 +148,12 @@ class Inputs:
             error = error.__cause__
         return False
 
-    def _check_model(self) -> None:
+    def _check_model(self, trains: bool) -> None:
         self._refuse_giants()
         rows, whole = self.full_batch, self.chain.whole
         costs = self.costs_at(rows)[: len(whole)]
+        if trains and not any(cost.trainable for cost in costs):
+            raise nothing_learns(sum(cost.frozen for cost in costs))
         refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
         self.possible_optimizers()
@@ -378,7 +382,7 @@ class Inputs:
         labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=self.train.label_type)
         targets = 0
 
-        def judged(output: torch.Tensor) -> torch.Tensor:
+        def judged(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             """As the executor does it: the scores are looked at while the loss still holds its graph."""
             nonlocal targets
             loss = self.loss_for(method, label_bytes, 0, shape, final, torch.device("cpu"), measured=True)  # may be large
@@ -390,11 +394,7 @@ class Inputs:
                 loss.scores(output.detach(), labels)
             return value.loss if isinstance(value, Verdict) else value
 
-        try:
-            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype)
-        except Exception as error:
-            raise DataError(
-                f"the loss cannot judge outputs of shape {shape} against {self.classes or 'float'} "
-                f"{'classes' if self.classes else 'labels'}: {error}"
-            ) from error
+        against = f" against {self.classes or 'float'} {'classes' if self.classes else 'labels'}"
+        with judging(name_of(self._final_loss), shape, against, values=False):
+            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels])
         return max(0, peak - targets), targets

@@ -5,7 +5,7 @@ partitions on the device that stay there, until the next batch comes. A batch wi
 bring everything home first.
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart.data.fed_rows import FedRows
+from seqpart.data.pairs import as_pair
 from seqpart.data.reader import WINDOW
 from seqpart.data.row_file import RowLayout
-from seqpart.data.splits import Split, as_split, first_rows, write_rows
+from seqpart.data.splits import Split, as_split, first_rows, said_of_labels, said_of_rows, write_rows
 from seqpart.errors import DataError, OptionError
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
 from seqpart.interrupts import Interrupts
@@ -32,6 +33,7 @@ from seqpart.schedule.steps import Position
 from seqpart.session.observer import Observer
 from seqpart.session.session import Session
 from seqpart.settings import Settings
+from seqpart.tracing.inputs import Form, in_order
 from seqpart.values import flag_of
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
@@ -66,12 +68,11 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
     )  # fmt: skip
 
 
-def as_batch(batch: object, name: str = "the batch") -> Split:
-    """(x, y), or a dict with `labels`, as rows that are checked. Raises DataError."""
-    if isinstance(batch, Mapping):
-        if "labels" not in batch:
-            raise DataError(f"{name}: expected a dict with labels; found {', '.join(map(str, batch))}.")
-        batch = {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+def as_batch(batch: object, name: str = "the batch", form: Form = ()) -> Split:
+    """(x, y), or a dict with `labels`, as rows that are checked. form: of those of the example. Raises DataError."""
+    batch = as_pair(batch, name)
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        batch = in_order(batch[0], form), batch[1]
     return as_split(tuple(batch) if isinstance(batch, list) else batch, name)
 
 
@@ -155,7 +156,7 @@ class OwnLoop:
     def step(self, batch: object) -> float:
         """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
         before the update: the mean over the rows, or over what the loss counted of them."""
-        split = as_batch(batch)
+        split = as_batch(batch, form=self._example.form)
         self._refuse_unlike(split)
         if split.count > self._example.count:
             raise DataError(
@@ -177,17 +178,17 @@ class OwnLoop:
 
     def _refuse_unlike(self, split: Split) -> None:
         """Raises DataError for rows or labels of another kind than the example's."""
-        rows, labels = (self._example.shape, self._example.dtype, self._example.form), self._example.labels
-        if (split.shape, split.dtype, split.form) != rows:
+        example = self._example
+        if (split.shape, split.dtype, split.form) != (example.shape, example.dtype, example.form):
             raise DataError(
-                f"{split.name}: expected rows as the example has, of shape {rows[0]}, {rows[1]}; found {split.shape}, "
-                f"{split.dtype}."
+                f"{split.name}: expected rows as the example has, {said_of_rows(example)}; found {said_of_rows(split)}. Give "
+                "them as in the example, or open the session with an example of these."
             )
-        kinds = [(tuple(one.shape[1:]), one.is_floating_point()) for one in (labels, split.labels)]
-        if kinds[0] != kinds[1] or split.label_form != self._example.label_form:
+        kinds = [(tuple(one.labels.shape[1:]), one.labels.is_floating_point(), one.label_form) for one in (example, split)]
+        if kinds[0] != kinds[1]:
             raise DataError(
-                f"{split.name}: expected labels as the example has, of shape {kinds[0][0]} a row, {labels.dtype}; found "
-                f"{kinds[1][0]}, {split.labels.dtype}."
+                f"{split.name}: expected labels as the example has, {said_of_labels(example)}; found {said_of_labels(split)}. "
+                "Give them as in the example, or open the session with an example of these."
             )
 
     def _begin_batches_of(self, rows: int) -> None:

@@ -11,18 +11,21 @@ from seqpart.checkpoint.resume import ResumePoint
 from seqpart.checkpoint.scratch_directory import open_scratch
 from seqpart.costs.hardware import existing
 from seqpart.directory.leftovers import tell_leftovers
-from seqpart.directory.run_directory import RunDirectory, new_name
-from seqpart.errors import DiskFull, Interrupted
+from seqpart.directory.run_directory import RunDirectory, new_name, refuse_taken
+from seqpart.errors import BadInput, DiskFull, Interrupted
 from seqpart.files.atomic import write_text
 from seqpart.files.checksummed import with_checksum
 from seqpart.memory.device import describe_versions
 from seqpart.planning.plan import Plan
+from seqpart.recording.timeline import MEMORY
 from seqpart.report.reporter import EVENTS, Reporter
 from seqpart.settings import Settings
 from seqpart.units import format_size, now
 
 PLAN = "plan.json"
 JOB = "job.json"
+UNBEGUN = "unbegun"
+"""The state of a run whose rows and weights were not all there yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,9 @@ def open_places(
     directory = RunDirectory(root, overwrite=settings.overwrite, resume=manifest is not None)
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
-        directory.close("interrupted" if kind is Interrupted else state())
+        ended = "interrupted" if kind is Interrupted else state()
+        in_vain = ended == UNBEGUN and kind is not None and issubclass(kind, BadInput)
+        directory.close("failed" if ended == UNBEGUN else ended, (PLAN, JOB, EVENTS, MEMORY) if in_vain else ())
 
     stack.push(close)
     scratch = open_scratch(directory, manifest, settings.offload_dir, name)
@@ -62,6 +67,14 @@ def open_places(
         write_text(directory.result(JOB), with_checksum("job", job))
     reporter.say(f"run directory {directory.root}")
     return Places(directory=directory, scratch=scratch)
+
+
+def refuse_taken_places(output_dir: Path | None, resume: str | Path | None, *, overwrite: bool) -> None:
+    """Before anything is read or planned: raises what `open_places` would, of the directory of the results."""
+    if resume is not None:
+        refuse_taken(Path(resume) if Path(resume).is_dir() else Path(resume).parent, resume=True)
+    elif output_dir is not None:
+        refuse_taken(output_dir, overwrite=overwrite)
 
 
 def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:

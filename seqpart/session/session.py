@@ -38,7 +38,7 @@ from seqpart.schedule.steps import Position, steps_of
 from seqpart.session import replanning
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
-from seqpart.session.places import open_places
+from seqpart.session.places import UNBEGUN, open_places
 from seqpart.session.watch import Watch
 from seqpart.settings import Settings
 from seqpart.units import format_size
@@ -73,7 +73,7 @@ class Session:
         """Where an error ended the steps with all homes as they are to be there."""
         self._stopped, self._granted_at = False, 0.0
         self._grant: Grant = lambda *, at_rest=False: False
-        self._state, self._finished, self.interrupts = "failed", "", Interrupts()
+        self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts()
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
         self.places = open_places(
@@ -109,6 +109,7 @@ class Session:
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
         with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
+            self._state = "failed"  # until it is done
             yield
 
     @property

@@ -3,17 +3,22 @@
 So whatever keeps, shuffles and moves rows knows one tensor. A traced model takes them apart in its first block.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from seqpart.errors import DataError
 from seqpart.files.direct import round_up
 
+_NEAR = 0.8
+"""From which likeness on a name is taken for a misspelled one: a forward with **kwargs would take it, and leave it unused."""
 _ALIGNED = 8
 """A tensor begins at a multiple of so many bytes, and so of every element's size."""
 
@@ -68,6 +73,7 @@ def nbytes_of(form: Form) -> int:
 
 def packed(x: object, form: Form, said: str) -> torch.Tensor:
     """Rows x as bytes (rows, bytes). Raises DataError for rows of another form, and for NaN or infinity."""
+    x = in_order(x, form)
     parts = _named(x)
     if [name for name, _ in parts] != [one.name for one in form]:
         raise DataError(f"{said}: expected the inputs {described(form)}; found {', '.join(str(n) for n, _ in parts)}.")
@@ -88,6 +94,33 @@ def packed(x: object, form: Form, said: str) -> torch.Tensor:
     return rows
 
 
+def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:
+    """Raises DataError where the forward of `model` does not take the inputs of a row, or takes one under another name.
+
+    labels: the name of what it gets beside them.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # it is not written in Python
+        return
+    names = [one.name for one in form if one.name is not None]
+    takes = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    free = set(takes) - set(names)
+    near = [word for name in names if name not in takes for word in get_close_matches(name, free, n=1, cutoff=_NEAR)]
+    try:
+        places = [None] * (sum(one.name is None for one in form) if form else 1)
+        signature.bind(*places, **dict.fromkeys([*names, *([labels] if labels else [])]))
+        problem = "one has another name there" if near else ""
+    except TypeError as error:
+        problem = str(error)
+    if problem:
+        cure = f"Did you mean {' and '.join(near)}?" if near else "Give each in x: a dict by name, or a tuple in order."
+        raise DataError(
+            f"expected the inputs that {type(model).__name__} takes ({', '.join(takes)}); found {described(form)}: {problem}. "
+            f"{cure}"
+        )
+
+
 def unpacked(rows: torch.Tensor, form: Form) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Positional and named inputs of rows (n, bytes), each as its own tensor would be."""
     args, kwargs = [], {}
@@ -103,6 +136,13 @@ def unpacked(rows: torch.Tensor, form: Form) -> tuple[list[torch.Tensor], dict[s
 
 def some_rows(x: Any, rows: slice) -> object:
     return {name: part[rows] for name, part in x.items()} if isinstance(x, Mapping) else tuple(part[rows] for part in x)
+
+
+def in_order(x: object, form: Form) -> object:
+    """The inputs that a dict gives by name, in the order of `form` where they are the same ones."""
+    if not isinstance(x, Mapping) or set(x) != {one.name for one in form}:
+        return x
+    return {one.name: x[one.name] for one in form}
 
 
 def one_row(x: object) -> object:

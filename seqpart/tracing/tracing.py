@@ -11,14 +11,14 @@ from torch import nn
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, refuse_without_values, with_tensors
-from seqpart.model.inspection import left_as_they_are, listed
+from seqpart.model.inspection import cure_of_types, left_as_they_are, listed
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.tiling.separation import Score
 from seqpart.tiling.tiling import tile_of
 from seqpart.tracing.choice import blocks_of
 from seqpart.tracing.cutting import Cutter
-from seqpart.tracing.inputs import Form, unpacked
+from seqpart.tracing.inputs import Form, described, refuse_misfit, unpacked
 from seqpart.tracing.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
 from seqpart.tracing.program import Differs, Program, by_name, generalised, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
@@ -37,7 +37,8 @@ def chain_of(
     whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
     if form and not whole:
         raise ModelError(
-            f"a list of blocks takes one tensor, and a row has {len(form)} inputs. Give an nn.Module that takes them."
+            f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
+            f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
         )
     return trace(model, shape, dtype, form, autocast) if whole else as_chain(model)  # type: ignore[arg-type]
 
@@ -82,6 +83,7 @@ def _traced(
 ) -> tuple[Chain, Program]:  # fmt: skip
     """Also what it does when it trains."""
     refuse_without_values({type(model).__name__: model})
+    refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
     while True:
         try:
@@ -92,10 +94,9 @@ def _traced(
             # It cannot be looked into: as one block it may do.
             if error.module is model or error.module in whole:
                 where = error.where or error.path or type(model).__name__
-                raise ModelError(
-                    f"the model cannot be cut into blocks: {error.why}, in {where}. Let that be a module of its own, or give "
-                    "the model as a list of blocks."
-                ) from error
+                types = "" if form else cure_of_types(model.parameters(), dtype)
+                cure = types or "Let that be a module of its own, or give the model as a list of blocks."
+                raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)
 
 

@@ -22,6 +22,8 @@ TEST = (
     "eval", "evaluation", "dev", "holdout",
 )  # fmt: skip
 """The first of these that holds classes is the test split."""
+_RESIZED_BY = ", as --image-size 64 does"
+"""What helps where images are of several sizes."""
 
 
 def load(folder: Path, image_size: int | None) -> tuple[Any, Any]:
@@ -98,9 +100,11 @@ def _images(path: Path, image_size: int | None) -> Any:
     steps = [transforms.Resize((image_size, image_size))] if image_size else []
     try:
         change = transforms.Compose([*steps, transforms.ToTensor()])
-        return datasets.ImageFolder(str(path), transform=change, is_valid_file=_is_image)
+        found = datasets.ImageFolder(str(path), transform=change, is_valid_file=_is_image)
     except OSError as error:
         raise DataError(f"--data folder:{path}: expected one directory of images per class. {error}.") from None
+    found.resized_by = _RESIZED_BY
+    return found
 
 
 def _is_image(path: str) -> bool:
@@ -120,6 +124,8 @@ def _numbered_as(train: Any, test: Any, train_path: Path, test_path: Path) -> li
 
 class _Part:
     """Some items of a map-style data set, with labels of our own."""
+
+    resized_by = _RESIZED_BY
 
     def __init__(self, items: Any, chosen: Sequence[int], targets: list[int]) -> None:
         self._items, self._chosen, self.targets = items, chosen, targets

@@ -1,0 +1,99 @@
+"""What is given to `Trainer` in the place of what it takes, as plain PyTorch has it: classes, optimizers, compiled modules.
+
+Each would fail later, by a message about something else.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.files.text import short
+
+
+def refuse_no_loss(loss: object) -> None:
+    """Raises OptionError where a loss is neither a name, nor None, nor to be called with an output and labels."""
+    expected = "loss: expected a name, or a function or an object (output, labels) -> loss"
+    if isinstance(loss, type):
+        raise OptionError(f"{expected}; found the class {loss.__name__}. Give {loss.__name__}().")
+    if loss is not None and not isinstance(loss, str) and not callable(loss):
+        raise OptionError(f"{expected}; found {short(loss)}.")
+
+
+def refuse_optimizer(optimizer: object) -> None:
+    """Raises OptionError for an optimizer that has its parameters already."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer)
+        name = f"torch.optim.{kind.__name__}" if getattr(torch.optim, kind.__name__, None) is kind else kind.__name__
+        raise OptionError(
+            "optimizer: expected adamw, adam, sgd or adafactor, or a function from a list of parameters to an optimizer; found "
+            f"an optimizer that has its parameters ({name}), where here they come and go. Give lambda parameters: "
+            f"{name}(parameters{_changed(optimizer)})."
+        )
+
+
+def refuse_options_beside(optimizer: object, options: Sequence[str]) -> None:
+    """Raises OptionError for options of the optimizers by name beside a function that makes one."""
+    if not options:
+        return
+    cure = "leave them out here"
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        cure = f"give lambda parameters: {name}(parameters, {', '.join(f'{option}=...' for option in options)})"
+    raise OptionError(f"{', '.join(options)}: the optimizer function sets these itself; {cure}.")
+
+
+def _changed(optimizer: torch.optim.Optimizer) -> str:
+    """Its options, as far as they are not the defaults of its class."""
+    usual = inspect.signature(type(optimizer)).parameters
+    found = {
+        name: value
+        for name, value in optimizer.defaults.items()
+        if name in usual and isinstance(value, bool | int | float | tuple) and value != usual[name].default
+    }
+    return "".join(f", {name}={value}" for name, value in found.items())
+
+
+def refuse_labels_as_test(train: object, test: object) -> None:
+    """Raises DataError for (x, y) in two arguments."""
+    if isinstance(train, torch.Tensor | np.ndarray) and isinstance(test, torch.Tensor | np.ndarray):
+        raise DataError(
+            "expected the training rows, and perhaps test rows, each a pair; found tensors of shape "
+            f"{tuple(train.shape)} and {tuple(test.shape)}. Give x and y as one argument: fit((x, y))."
+        )
+
+
+def refuse_no_modules(model: object) -> None:
+    """Raises ModelError for what makes a model, and for modules whose code torch has taken to another form."""
+    if isinstance(model, type) or inspect.isroutine(model):
+        name = getattr(model, "__name__", "model")
+        kind = "the class" if isinstance(model, type) else "the function"
+        raise ModelError(f"a model must be an nn.Module, or a list; found {kind} {name}. Give what it returns: {name}(...).")
+    for path, module in _modules_in(model):
+        where = f"model{path}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{where}: expected a module with its own code; found a ScriptModule, which cannot be cut at its layers. Give "
+                "the module that was scripted."
+            )
+        original = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+        if original is not None or getattr(module, "_compiled_call_impl", None) is not None:
+            cure = f"Give {where}._orig_mod, whose weights are the same" if original is not None else "Leave compile() out"
+            raise ModelError(
+                f"{where}: expected a module as it was built; found one that torch.compile made, whose code takes all layers "
+                f"together, where here they come and go one by one. {cure}."
+            )
+
+
+def _modules_in(model: object) -> Iterator[tuple[str, nn.Module]]:
+    """Each with how it is reached from the model."""
+    if isinstance(model, list | tuple):
+        for number, part in enumerate(model):
+            for path, module in _modules_in(part):
+                yield f"[{number}]{path}", module
+    elif isinstance(model, nn.Module):
+        for name, module in model.named_modules():
+            yield "".join(f"[{word}]" if word.isdigit() else f".{word}" for word in name.split(".") if word), module

@@ -1,0 +1,92 @@
+"""Losses that read a value out of a tensor, where a plan is made of tensors that have shapes and no values: said in words.
+
+torch names the kernel that failed (aten._local_scalar_dense); what a user wrote is seen by watching torch's functions.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+
+from seqpart.errors import DataError, OptionError, SeqpartError
+
+_ONE_HOT = "calls F.one_hot without num_classes, which looks for the largest label"
+_NUMBER = "reads a number out of a tensor (item(), float(), tolist(), numpy())"
+_BRANCH = "branches on a value (a tensor in an `if`)"
+_SHAPE = "makes a shape of values (a mask as an index, nonzero, unique)"
+_CURES = {
+    _ONE_HOT: "Give F.one_hot(labels, num_classes=K), with the number of classes as K.",
+    _NUMBER: "Let it stay a tensor: detach() in the place of item().",
+    _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`.",
+    _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
+}
+_CALLS = {
+    torch.Tensor.__bool__: _BRANCH,
+    **dict.fromkeys(
+        (
+            torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__float__,
+            torch.Tensor.__int__, torch.Tensor.__index__,
+        ),
+        _NUMBER,
+    ),
+}  # fmt: skip
+_OUTSIDE_TORCH = (torch.Tensor.numpy, torch.Tensor.__array__)
+"""Which give memory of tensors that have none, and do not fail."""
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what asks for values."""
+
+    def __init__(self, *, values: bool) -> None:
+        super().__init__()
+        self._values, self.asked = values, ""
+        """By what, the last time."""
+        self.one_hot = False
+        """Whether classes were counted by it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.one_hot and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
+            self.asked, self.one_hot = _ONE_HOT, True
+        elif func in _CALLS:
+            self.asked = _CALLS[func]
+            if func in _OUTSIDE_TORCH and not self._values:
+                raise DataDependentOutputException(func)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) -> Iterator[None]:
+    """Around a loss of that name that judges outputs of that shape, of one row.
+
+    values: whether tensors have some. Raises OptionError where it asks for one and there are none, or counts classes by the
+    labels of a part; DataError where it fails for another reason.
+    """
+    with _Watch(values=values) as watch:
+        try:
+            yield
+        except SeqpartError:
+            if watch.one_hot:
+                raise _refusal(loss, _ONE_HOT) from None
+            raise
+        except Exception as error:
+            if watch.one_hot:
+                raise _refusal(loss, _ONE_HOT) from error
+            if not values and isinstance(error, DataDependentOutputException):
+                raise _refusal(loss, watch.asked or _NUMBER) from error
+            if not values and isinstance(error, DynamicOutputShapeException):
+                raise _refusal(loss, _SHAPE) from error
+            raise DataError(f"the loss cannot judge outputs of shape {shape}{against}: {error}") from error
+    if watch.one_hot:
+        raise _refusal(loss, _ONE_HOT)
+
+
+def _refusal(loss: str, asked: str) -> OptionError:
+    return OptionError(
+        f"loss {loss}: expected one that is to be measured on tensors that have shapes and no values; found that it {asked}. "
+        f"{_CURES[asked]}"
+    )

@@ -1,0 +1,46 @@
+"""x and labels, told apart: of all rows at once, of a batch, or of an item."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpart.errors import DataError
+
+
+def as_pair(data: object, said: str) -> object:
+    """All rows at once as (x, y), where they are a dict of tensors with `labels`; other data as they are.
+
+    Raises DataError for x alone, and for a dict without labels.
+    """
+    if isinstance(data, torch.Tensor | np.ndarray):
+        raise DataError(
+            f"{said}: expected a pair (x, y) of rows and labels; found a {type(data).__name__} alone, of shape "
+            f"{tuple(data.shape)}. Give (x, y), or (x, x) where rows are to come out as they went in."
+        )
+    if isinstance(data, str):
+        raise DataError(f"{said}: expected a pair (x, y) of tensors or arrays, or a data set; found the text {data[:60]!r}.")
+    if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
+        x, y = labels_apart(data, said)
+        return x, y if hasattr(y, "shape") or isinstance(y, Mapping) else np.asarray(y)
+    return data
+
+
+def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], Any]:
+    """(inputs by name, labels) of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
+    name = "label" if "labels" not in found and "label" in found else "labels"
+    if name not in found:
+        raise DataError(
+            f"{said}: expected a dict with labels beside the inputs that the model takes by name; found "
+            f"{', '.join(map(str, found)) or 'an empty one'}. Name them labels, or give a pair (x, labels)."
+        )
+    return {other: part for other, part in found.items() if other != name}, found[name]
+
+
+def kind_of(item: object) -> str:
+    """In words: what it is, and how many it holds."""
+    shape = getattr(item, "shape", None)
+    if shape is not None:
+        return f"a {type(item).__name__} of shape {tuple(shape)}"
+    return f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")

@@ -1,0 +1,109 @@
+"""What may stand for rows, and what a user of plain PyTorch gives instead. A tensor alone was taken for a list of pairs, and
+where its rows had two numbers it was trained on; a dict of tensors was asked for its item 0; a misspelled input was passed
+on to a forward with **kwargs, which left it unused."""
+
+import pytest
+import torch
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import DataError, ModelError
+
+X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 8), nn.Linear(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, left, right):
+        return self.head(self.left(left) + self.right(right).relu())
+
+
+class Lenient(Two):
+    """As transformers' models are."""
+
+    def forward(self, left=None, right=None, **kwargs):
+        return super().forward(left, left if right is None else right)
+
+
+def trainer(model=Two, folder=None, **options):
+    torch.manual_seed(0)
+    more = {} if folder is None else {"output_dir": folder, "epochs": 1}
+    return Trainer(model(), mem_limit="800MB", method="full", batch_size=8, quiet=True, **options, **more)
+
+
+def one_tensor():
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (X, r"expected a pair \(x, y\) of rows and labels; found a Tensor alone, of shape \(24, 4\). Give \(x, y\)"),
+        (X[:, :2], r"found a Tensor alone, of shape \(24, 2\)"),
+        (X.numpy(), r"found a ndarray alone"),
+        ({"x": X, "y": Y}, r"expected a dict with labels .*; found x, y. Name them labels, or give a pair"),
+        ({"train": (X, Y), "test": (X, Y)}, "expected a dict with labels .*; found train, test"),
+        ("rows.npz", "found the text 'rows.npz'"),
+        ((X, Y, X), r"item 0: expected a pair \(x, label\), .*or a dict with labels; found a Tensor of shape \(24, 4\)"),
+    ],
+    ids=["tensor", "two columns", "array", "dict", "dict of sets", "text", "three"],
+)
+@pytest.mark.parametrize("cache", ["auto", "none"])
+def test_what_is_no_rows_with_labels_is_refused_with_what_is(rows, words, cache):
+    with pytest.raises(DataError, match=words):
+        trainer(one_tensor, cache=cache).plan(rows)
+
+
+def test_rows_and_labels_as_two_arguments_are_told_to_be_one():
+    for call in (trainer(one_tensor).fit, trainer(one_tensor).plan):
+        with pytest.raises(DataError, match=r"Give x and y as one argument: fit\(\(x, y\)\)"):
+            call(X, Y)
+
+
+def test_a_dict_of_all_rows_with_their_labels_is_taken_as_the_pair_of_it(tmp_path):
+    inputs = {"left": X, "right": X.flip(0)}
+    pair = trainer(Two, tmp_path / "pair").fit((inputs, Y)).state_dict()
+    for labels in ("labels", "label"):
+        found = trainer(Two, tmp_path / labels).fit({**inputs, labels: Y.tolist()}).state_dict()
+        assert all(torch.equal(pair[name], found[name]) for name in pair)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "words"),
+    [
+        (Two, {"left": X, "rigth": X}, r"Two takes \(left, right\); found left .*, rigth .* Did you mean right\?"),
+        (Lenient, {"left": X, "rigth": X}, r"one has another name there. Did you mean right\?"),
+        (Two, {"left": X}, "missing a required argument: 'right'. Give each in x: a dict by name, or a tuple in order"),
+        (Two, (X, X, X), "too many positional arguments"),
+        (Two, X, "found one tensor: missing a required argument: 'right'"),
+    ],
+    ids=["misspelled", "misspelled and left unused", "missing", "too many", "one"],
+)
+def test_inputs_that_the_model_does_not_take_are_told_with_those_that_it_takes(model, inputs, words):
+    with pytest.raises(DataError, match=words):
+        trainer(model).plan((inputs, Y))
+
+
+def test_other_names_are_left_to_a_forward_that_takes_any():
+    assert trainer(Lenient).plan(({"left": X, "weight": X}, Y)).method == "full"
+
+
+def test_a_list_of_blocks_is_given_its_tensor_by_no_name():
+    with pytest.raises(ModelError, match=r"a row has a dict of x \(4,\) float32. Give the tensor itself, \(x, y\)"):
+        trainer(one_tensor).plan(({"x": X}, Y))
+
+
+def test_inputs_by_name_may_come_in_any_order():
+    """A batch with the names in another order was refused as of another kind, in bytes."""
+    with trainer().session({"left": X[:8], "right": X[8:16], "labels": Y[:8]}) as session:
+        first = session.step({"labels": Y[:8], "right": X[8:16], "left": X[:8]})
+        with pytest.raises(DataError, match=r"expected rows as the example has, a dict of left .*; found \(4,\) float32"):
+            session.step((X[:8], Y[:8]))
+    with trainer().session({"left": X[:8], "right": X[8:16], "labels": Y[:8]}) as session:
+        assert session.step(({"left": X[:8], "right": X[8:16]}, Y[:8])) == first
+    items = [{"left": a, "right": a} if i % 2 else {"right": a, "left": a} for i, a in enumerate(X)]
+    assert trainer().plan([(item, int(y)) for item, y in zip(items, Y, strict=True)]).method == "full"
