@@ -204,7 +204,7 @@ def test_an_allocation_that_fails_is_planned_for_and_the_bits_stay(tmp_path, mon
         (lambda: data(33), "the batch has 33 rows, and the plan has room for 32"),
         (
             lambda: (torch.zeros(8, 13), torch.zeros(8, dtype=torch.long)),
-            r"the batch: expected rows as the example has.*found \(13,\)",
+            r"the batch: expected rows as the example has.*found of shape \(13,\)",
         ),
         (lambda: (torch.zeros(8, 12), torch.zeros(8)), "the batch: expected labels as the example has"),
         (lambda: (torch.full((8, 12), float("nan")), data(8)[1]), "NaN or infinity"),

@@ -6,10 +6,10 @@ Rows are quantities (float32, or float64 where asked for) or tokens (int64), whi
 tables often come as whole numbers of 8 to 32 bits and are quantities; token ids come as 64-bit ones, or by name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
-from seqpart.tracing.inputs import Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
+from seqpart.tracing.inputs import PADS, Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
 
 ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)
@@ -61,6 +61,8 @@ class Split:
     """Reads its rows whenever they are needed, none of which are kept; None: they are read once and kept."""
     kept: torch.dtype | None = None
     """The type in which they are kept or travel, of those that come in a smaller one; None: as `dtype`."""
+    padded: str = ""
+    """How rows that are read anew are padded; "": as they come."""
 
     @property
     def epoch_rows(self) -> int:
@@ -100,10 +102,8 @@ def as_split(data: object, name: str) -> Split:
     """
     if isinstance(data, Split):
         split = _known_dtype(data)
-    elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape") and _are_labels(data[1]):
-        split = _from_pair(data[0], data[1], name)
-    elif isinstance(data, tuple | list) and len(data) == 2 and is_several(data[0]) and _labels_several(*data):
-        split = _from_several(data[0], data[1], name)
+    elif is_pair(data):
+        split = (_from_pair if hasattr(data[0], "shape") else _from_several)(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         split = _from_items(data, name)
     elif isinstance(data, DataLoader):
@@ -128,6 +128,14 @@ def tested_on(data: object, train: Split) -> Split:
     if data is None or (isinstance(data, Split) and not data.count):
         return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: (), source=None)
     return as_split(data, "test")
+
+
+def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is (x, y) of all rows, or of a batch of them."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return False
+    x, y = data
+    return _are_labels(y) if hasattr(x, "shape") else is_several(x) and _labels_several(x, y)
 
 
 def _are_labels(y: object) -> bool:
@@ -222,7 +230,7 @@ def _from_items(items: Any, name: str) -> Split:
             if odd is not None:
                 raise DataError(
                     f"{name} data: row shapes differ: {tuple(first.shape)} in row 0 and {tuple(rows[odd].shape)} in row "
-                    f"{start + odd}. Resize or crop them to one shape (--image-size for --data folder:DIR)."
+                    f"{start + odd}. Resize or crop them to one shape (--image-size for --data folder:DIR). {PADS}"
                 )
             yield torch.stack(rows)
 
@@ -281,6 +289,8 @@ def _digest(row: torch.Tensor, label: Any) -> int:
 def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, Any]:
     try:
         item = items[index]
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{name} data: item {index} cannot be read: {type(error).__name__}: {error}.") from error
     try:

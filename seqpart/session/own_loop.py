@@ -16,11 +16,15 @@ from safetensors.torch import load_file
 from seqpart.data.fed_rows import FedRows
 from seqpart.data.reader import WINDOW
 from seqpart.data.row_file import RowLayout
-from seqpart.data.splits import Split, as_split, first_rows, write_rows
+from seqpart.data.splits import Split, as_split, first_rows, is_pair, write_rows
 from seqpart.errors import DataError, OptionError
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
 from seqpart.interrupts import Interrupts
 from seqpart.kinds import EPOCHS, MOST, values_of
+from seqpart.loaders.given import first_batch, is_loader, kept_rows
+from seqpart.loaders.padded import padded
+from seqpart.loaders.padding import Padding
+from seqpart.loaders.source import parted
 from seqpart.loop.lengths import AT_THE_END
 from seqpart.memory.device import Device
 from seqpart.memory.sampler import Proof
@@ -32,6 +36,7 @@ from seqpart.schedule.steps import Position
 from seqpart.session.observer import Observer
 from seqpart.session.session import Session
 from seqpart.settings import Settings
+from seqpart.tracing.inputs import PADS, described, is_several
 from seqpart.values import flag_of
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
@@ -66,12 +71,14 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
     )  # fmt: skip
 
 
-def as_batch(batch: object, name: str = "the batch") -> Split:
-    """(x, y), or a dict with `labels`, as rows that are checked. Raises DataError."""
-    if isinstance(batch, Mapping):
-        if "labels" not in batch:
-            raise DataError(f"{name}: expected a dict with labels; found {', '.join(map(str, batch))}.")
-        batch = {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+def as_batch(batch: object, name: str = "the batch", padding: Padding | None = None) -> Split:
+    """(x, y), a tuple with its labels last, or a dict with `labels`, as rows that are checked. Raises DataError."""
+    if isinstance(batch, Mapping) or (isinstance(batch, tuple | list) and len(batch) > 2 and is_several(batch)):
+        batch = parted(batch, name)
+    if is_pair(batch):
+        batch = batch if padding is None else padding.of_batch(batch, name)
+    elif padding is not None:
+        batch = padded(batch, name, padding)
     return as_split(tuple(batch) if isinstance(batch, list) else batch, name)
 
 
@@ -85,8 +92,11 @@ class OwnLoop:
     example: as many rows as the largest batch has.
     """
 
-    def __init__(self, device: Device, folder: Path, example: Split, most_updates: int | None) -> None:
-        self._device, self._folder, self._example, self._most = device, folder, example, most_updates
+    def __init__(
+        self, device: Device, folder: Path, example: Split, settings: Settings, padding: Padding | None = None
+    ) -> None:  # fmt: skip
+        self._device, self._folder, self._example, self._most = device, folder, example, settings.max_steps
+        self._settings, self._padding = settings, padding
         self._steps: Generator[None, None, None] | None = None
         self._batch_rows = self.updates = 0
         """updates: those that are done."""
@@ -155,7 +165,7 @@ class OwnLoop:
     def step(self, batch: object) -> float:
         """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
         before the update: the mean over the rows, or over what the loss counted of them."""
-        split = as_batch(batch)
+        split = as_batch(batch, padding=self._padding)
         self._refuse_unlike(split)
         if split.count > self._example.count:
             raise DataError(
@@ -180,14 +190,14 @@ class OwnLoop:
         rows, labels = (self._example.shape, self._example.dtype, self._example.form), self._example.labels
         if (split.shape, split.dtype, split.form) != rows:
             raise DataError(
-                f"{split.name}: expected rows as the example has, of shape {rows[0]}, {rows[1]}; found {split.shape}, "
-                f"{split.dtype}."
+                f"{split.name}: expected rows as the example has, {_kind(self._example)}; found {_kind(split)}."
+                + (f" {PADS}" if split.shape != rows[0] else "")
             )
         kinds = [(tuple(one.shape[1:]), one.is_floating_point()) for one in (labels, split.labels)]
         if kinds[0] != kinds[1] or split.label_form != self._example.label_form:
             raise DataError(
                 f"{split.name}: expected labels as the example has, of shape {kinds[0][0]} a row, {labels.dtype}; found "
-                f"{kinds[1][0]}, {split.labels.dtype}."
+                f"{kinds[1][0]}, {split.labels.dtype}." + (f" {PADS}" if kinds[0][0] != kinds[1][0] else "")
             )
 
     def _begin_batches_of(self, rows: int) -> None:
@@ -207,8 +217,10 @@ class OwnLoop:
                 self._stopping, self._steps = False, None
 
     def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
-        """Loss and accuracy on `data`, as `Trainer.evaluate` has it, of the model as it is now."""
-        split, session = as_split(data, "evaluation"), self._session
+        """Loss and accuracy on `data`, as `Trainer.evaluate` has it, of the model as it is now. Rows are kept: a loader's as it
+        gives them once."""
+        session = self._session
+        split = kept_rows(data, self._settings, "evaluation", self._padding)
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()
@@ -262,15 +274,21 @@ class OwnLoop:
             self._steps = None
 
 
-def largest_batch(example: object, settings: Settings) -> Split:
+def largest_batch(example: object, settings: Settings, padding: Padding | None = None) -> Split:
     """The first rows of the example, as many as a batch may have. Raises DataError where it has fewer."""
-    split, (batch_size,) = as_batch(example, "the example"), values_of(settings.batch_size)
+    (batch_size,), said = values_of(settings.batch_size), "the example"
+    split = first_batch(example, settings, said, padding) if is_loader(example) else as_batch(example, said, padding)
     if split.count < batch_size:
         raise DataError(
             f"the example has {split.count} rows, and a batch may have {batch_size}. Give --batch-size {split.count}, or an "
             "example with more."
         )
     return first_rows(split, batch_size)
+
+
+def _kind(split: Split) -> str:
+    """What a row is."""
+    return described(split.form) if split.form else f"of shape {split.shape}, {split.dtype}"
 
 
 def rows_of_a_window(example: Split) -> Split:
