@@ -299,7 +299,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split = training_rows(data, self.settings, "evaluation", for_data(self._padding, (data,)))
+        split = training_rows(data, self.settings, "evaluation", for_data(self._padding, (data,)), tested=True)
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
     def _evaluated(self, said: str, split: Split, weights: str | Path | None, compute_metrics: ComputeMetrics) -> Evaluation:

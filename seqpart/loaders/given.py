@@ -33,11 +33,13 @@ _COMPARED = 16
 """Items whose labels are compared with what the data set's `targets` say of them."""
 
 
-def training_rows(data: object, settings: Settings, name: str = "training", padding: Padding | None = None) -> Split:
+def training_rows(
+    data: object, settings: Settings, name: str = "training", padding: Padding | None = None, *, tested: bool = False
+) -> Split:  # fmt: skip
     """The training data: a pair, a data set, a stream or a loader. Raises DataError for what cannot be honoured.
 
     Rows are kept once where they are seen to stay the same, and with `cache` "rows" whatever they are; else they are read anew.
-    padding: with a length, see `longest.for_data`.
+    padding: with a length, see `longest.for_data`. tested: they are what an evaluation judges, partition by partition.
     """
     if not is_loader(data):
         data = padded(data, name, padding)
@@ -51,7 +53,7 @@ def training_rows(data: object, settings: Settings, name: str = "training", padd
     if not is_loader(data) and settings.cache != "none" and not getattr(data, "read_anew", False):
         with generators_kept(), suppress(UnstableRows):
             return as_split(data, name)
-    return _read(source_of(data, name, padding), settings)
+    return _read(source_of(data, name, padding), settings, whole=tested)
 
 
 def test_rows(data: object, train: Split, settings: Settings, padding: Padding | None = None) -> Split:
@@ -73,7 +75,8 @@ def test_rows(data: object, train: Split, settings: Settings, padding: Padding |
         raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
     if train.source is None:
         return _kept(_of_source(source, settings, whole=True))
-    return _of_source(source, settings, whole=settings.method == "sil")
+    # Partition by partition only the first one reads rows with their labels.
+    return _of_source(source, settings, whole=settings.method not in ("full", "checkpointed"))
 
 
 def is_loader(data: object) -> bool:
@@ -97,8 +100,8 @@ def first_batch(loader: object, settings: Settings, name: str, padding: Padding 
         return _first(counted(source), source.draws(settings.seed, "train", 0, 0))[0]
 
 
-def _read(source: Source, settings: Settings) -> Split:
-    whole = settings.method == "sil" or settings.cache == "rows"
+def _read(source: Source, settings: Settings, *, whole: bool = False) -> Split:
+    whole = whole or settings.method == "sil" or settings.cache == "rows"
     split = _of_source(source, settings, whole=whole)
     return _kept(split) if settings.cache == "rows" else split
 
