@@ -208,7 +208,7 @@ def test_an_allocation_that_fails_is_planned_for_and_the_bits_stay(tmp_path, mon
         ),
         (lambda: (torch.zeros(8, 12), torch.zeros(8)), "the batch: expected labels as the example has"),
         (lambda: (torch.full((8, 12), float("nan")), data(8)[1]), "NaN or infinity"),
-        (lambda: {"x": torch.zeros(8, 12)}, "the batch: expected a dict with labels; found x"),
+        (lambda: {"x": torch.zeros(8, 12)}, "the batch: expected a dict with `labels`; found x"),
         (lambda: torch.zeros(8, 12), "the batch data: expected item 0 to be a pair"),
     ],
 )
