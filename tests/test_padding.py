@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from seqpart import Padding, Trainer
 from seqpart.errors import DataError, OptionError
 from seqpart.loaders.draws import row_order
+from seqpart.verify.verification import verify
 from tests.resuming import Stopping, interrupt
 
 ROWS, BATCH, TOKENS, LONGEST, LONG = 20, 4, 11, 6, 8
@@ -277,39 +278,11 @@ def test_a_class_of_a_row_stays_what_it_is_and_kept_rows_have_the_same_bits(meth
     assert fit("loader", loader(classified), Padding(LONG)) == fit("pair", (by_hand, labels), None)
 
 
-# --- what is padded, and with what ------------------------------------------------------------------------------------
-
-
-def test_a_batch_is_padded_by_a_call():
-    batch = {
-        "input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3), "pixels": torch.ones(2, 3, 4, 4),
-        "depth": torch.ones(2, 3, 2), "labels": torch.ones(2, 3, dtype=torch.int64), "label": torch.ones(2),
-    }  # fmt: skip
-    found = Padding(5, token=7, values={"depth": 0.5})(batch)
-    assert found["input_ids"].tolist() == [[1, 1, 1, 7, 7]] * 2 and found["attention_mask"].tolist() == [[1, 1, 1, 0, 0]] * 2
-    assert found["labels"].tolist() == [[1, 1, 1, -100, -100]] * 2 and found["depth"][0, 3:].tolist() == [[0.5, 0.5]] * 2
-    assert found["pixels"] is batch["pixels"] and found["label"] is batch["label"]
-    x, y = Padding({0: 4, "labels": 5}, side="left")((batch["input_ids"], batch["labels"]))
-    assert x.tolist() == [[0, 1, 1, 1]] * 2 and y.tolist() == [[-100, -100, 1, 1, 1]] * 2
-
-
-def test_rows_of_an_encoder_and_a_decoder_have_lengths_of_their_own():
-    batch = {name: torch.ones(2, length, dtype=torch.int64) for name, length in (("input_ids", 3), ("labels", 2))}
-    found = Padding({"input_ids": 6, "labels": 4})(batch)
-    assert (found["input_ids"].shape, found["labels"].shape) == ((2, 6), (2, 4))
-
-
-def test_several_labels_are_padded_by_their_names():
-    boxes = {"boxes": torch.ones(2, 3, 4), "classes": torch.ones(2, 3, dtype=torch.int64)}
-    _, found = Padding(5, values={"boxes": 0.0, "classes": -100})((torch.zeros(2, 3, 8, 8), boxes))
-    assert found["boxes"].shape == (2, 5, 4) and found["classes"].tolist() == [[1, 1, 1, -100, -100]] * 2
-
-
-transformers = pytest.importorskip("transformers", reason="collators need the extra hf")
+# --- a tokenizer that says how ------------------------------------------------------------------------------------------
 
 
 class Tokenizer:
-    """What the collators ask of one. It pads from the left, with 9."""
+    """As far as a collator asks one of transformers. It pads from the left, with 9."""
 
     pad_token_id, padding_side, mask_token = 9, "left", None
 
@@ -345,24 +318,6 @@ def nameless(items):
     return {"input_ids": found["input_ids"], "seen": found["attention_mask"], "labels": found["labels"]}
 
 
-REFUSED = {
-    r"padding: expected a length from 1 up, \"longest\".*found length=0": lambda: Padding(0),
-    r"found length='long'": lambda: Padding("long"),
-    "found length=.'labels': -1": lambda: Padding({"labels": -1}),
-    "expected a token, a whole number from 0 up; found token=-100": lambda: Padding(8, token=-100),
-    "side=.left. or .*found 'both'": lambda: Padding(8, side="both"),
-    "expected values=.*found None": lambda: Padding(8, values=None),
-    "padding: expected a seqpart.Padding; found 128": lambda: trainer(None, 128),
-    "which row is the longest is known of whole data": lambda: Padding("longest")(by_name([Texts()[0]])),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_is_no_padding_is_refused_in_words(words):
-    with pytest.raises(OptionError, match=words):
-        REFUSED[words]()
-
-
 DATA = {
     "without padding, by name": (None, by_name, "expected rows of shape.*input_ids.*padding=seqpart.Padding"),
     "without padding, a pair": (None, in_pairs, "expected rows of shape.*padding=seqpart.Padding"),
@@ -370,6 +325,7 @@ DATA = {
         Padding(4), by_name, "training data: input_ids has a row of [56] places, and padding makes 4.*length of [56] or more"
     ),
     "a name that says nothing": (Padding("longest"), nameless, "seen has rows of several lengths.*values=.'seen': 0"),
+    "no such name": (Padding({"input_id": 8}), by_name, "of input_id, and there is only attention_mask, input_ids, labels"),
     "a place": (Padding("longest"), by_place, "input 1 has rows of several lengths.*values=.1: 0"),
 }  # fmt: skip
 
@@ -398,3 +354,8 @@ def test_a_batch_that_cannot_be_padded_is_refused_and_the_session_goes_on(tmp_pa
         other = next(batch for batch in batches if batch["labels"].shape != batches[0]["labels"].shape)
         with pytest.raises(DataError, match=r"expected rows as the example has, input_ids.*padding=seqpart.Padding"):
             session.step(other)
+
+
+def test_padded_rows_are_verified(tmp_path):
+    options = {"mem_limit": "2GB", "batch_size": BATCH, "offload_dir": tmp_path, "padding": Padding("longest")}
+    assert verify(made(), Texts(), steps=1, **options).tensors > 0

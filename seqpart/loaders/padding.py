@@ -69,11 +69,11 @@ class Padding:
 
     def of_batch(self, batch: Any, said: str) -> Any:
         """said: whose batch it is, for errors."""
-        return _changed(batch, lambda key, part: self._filled(key, part, _BATCH, said))
+        return self._padded(batch, _BATCH, said)
 
     def of_item(self, item: Any, said: str) -> Any:
         """Of one row."""
-        return _changed(item, lambda key, part: self._filled(key, part, _ITEM, said))
+        return self._padded(item, _ITEM, said)
 
     def value_of(self, key: Key, dtype: torch.dtype) -> float | None:
         """What fills such a tensor; None where that is not known."""
@@ -90,6 +90,22 @@ class Padding:
         for key in keys:
             if key not in self.values and key not in (*TOKENS, *ZEROS, LABELS, 0):
                 raise _unknown(key, said)
+
+    def _padded(self, found: Any, dim: int, said: str) -> Any:
+        seen: set[Key] = set()
+
+        def change(key: Key, part: Any) -> Any:
+            seen.add(key)
+            return self._filled(key, part, dim, said)
+
+        padded = _changed(found, change)
+        missing = {*self.values, *(self.length if isinstance(self.length, Mapping) else ())} - seen
+        if seen and missing:
+            raise DataError(
+                f"{said}: padding speaks of {', '.join(sorted(map(_named, missing)))}, and there is only "
+                f"{', '.join(sorted(map(_named, seen)))}. Give names that are there."
+            )
+        return padded
 
     def _filled(self, key: Key, part: Any, dim: int, said: str) -> Any:
         if len(shape := _shape(part)) <= dim:

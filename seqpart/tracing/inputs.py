@@ -15,8 +15,8 @@ from seqpart.errors import DataError
 from seqpart.files.direct import round_up
 
 PADS = (
-    'Rows of several lengths are padded by seqpart.Trainer(..., padding=seqpart.Padding("longest")), tensors of names of their '
-    "own with its values={NAME: NUMBER}."
+    'Rows of several lengths are padded by Trainer(..., padding=seqpart.Padding("longest")), tensors of names of their own '
+    "with its values={NAME: NUMBER}; or by a collate_fn that calls a seqpart.Padding(LENGTH)."
 )
 """What to do where rows differ in length."""
 _ALIGNED = 8
