@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from seqpart import Padding, Trainer
-from seqpart.errors import OptionError
+from seqpart.errors import DataError, OptionError
 
 
 def test_a_batch_is_padded_by_a_call():
@@ -53,3 +53,23 @@ REFUSED = {
 def test_what_is_no_padding_is_refused_in_words(words):
     with pytest.raises(OptionError, match=words):
         REFUSED[words]()
+
+
+class Failing:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(5, "found int"), ([], "the set is empty"), (Failing(), "item 0 cannot be read: OSError: gone"), ([3, 4], "pair")],
+    ids=["a number", "none", "failing", "numbers"],
+)
+@pytest.mark.parametrize("length", [8, "longest"])
+def test_what_are_no_rows_is_refused_as_without_padding(data, words, length):
+    trainer = Trainer(nn.Linear(1, 1), mem_limit="2GB", method="full", padding=Padding(length), quiet=True)
+    with pytest.raises(DataError, match=words):
+        trainer.plan(data)

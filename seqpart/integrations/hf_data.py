@@ -195,8 +195,7 @@ def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapp
 
 def padding_of(given: Padding | None, collator: Any, processing_class: Any, config: Any) -> Padding:
     """What was given, and else what the tokenizer and the configuration say of token and side."""
-    given = given or Padding("longest")
     token, side = tokenizer_says(getattr(collator, "tokenizer", None) or processing_class)
     if token is None:
         token = getattr(config, "pad_token_id", None)
-    return replace(given, token=token if given.token is None else given.token, side=given.side or side)
+    return (given or Padding("longest")).or_else(token, side)

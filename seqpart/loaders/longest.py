@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from seqpart.data.splits import Split, is_pair
 from seqpart.loaders.draws import generators_kept
-from seqpart.loaders.given import counted, is_loader, source_of
+from seqpart.loaders.given import counted, source_of
 from seqpart.loaders.padding import Padding, Sizes, sizes_of_batch, sizes_of_item, tokenizer_says
 from seqpart.loaders.source import SourceReader
 
@@ -23,9 +23,7 @@ def for_data(padding: Padding | None, several: Sequence[Any], seed: int = 0) -> 
     several = [data for data in several if data is not None and not isinstance(data, Split)]
     for loader in (data for data in several if isinstance(data, DataLoader)):
         token, side = tokenizer_says(getattr(loader.collate_fn, "tokenizer", None))
-        padding = replace(
-            padding, token=token if padding.token is None else padding.token, side=padding.side or side
-        )  # fmt: skip
+        padding = padding.or_else(token, side)
     if padding.length != "longest" or not several:
         return padding
     with generators_kept():
@@ -48,9 +46,6 @@ def _sizes(data: Any, seed: int) -> Iterator[Sizes]:
     """Of its batches or items, in order."""
     if isinstance(data, Mapping) or is_pair(data):
         yield sizes_of_batch(data)
-        return
-    if not is_loader(data):
-        yield from (sizes_of_item(data[number]) for number in range(len(data)))
         return
     source = counted(source_of(data, "training"))
     reader, draws = SourceReader(source), source.draws(seed, "train", 0, 0)

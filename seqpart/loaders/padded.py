@@ -50,12 +50,17 @@ class _Collated:
 
 
 def padded(data: Any, name: str, padding: Padding | None) -> Any:
-    """A pair, or a data set with [i], with rows of one length. Raises OptionError for rows that have one already."""
+    """A pair, or a data set with [i], with rows of one length; what is neither is left to who refuses it.
+
+    Raises OptionError for rows that have one length already.
+    """
     if padding is None:
         return data
     if isinstance(data, Split):
         raise OptionError(f"padding: the rows of this {name} data have one length. Leave it out.")
-    return padding.of_batch(data, f"{name} data") if is_pair(data) else _Numbered(data, padding, name)
+    if is_pair(data):
+        return padding.of_batch(data, f"{name} data")
+    return _Numbered(data, padding, name) if hasattr(data, "__getitem__") and hasattr(data, "__len__") else data
 
 
 def padded_source(source: Source, padding: Padding | None) -> Source:

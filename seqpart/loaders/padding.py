@@ -1,7 +1,7 @@
 """Rows of several lengths brought to one: which tensors of a batch are padded, to which length, and with what."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -74,6 +74,10 @@ class Padding:
     def of_item(self, item: Any, said: str) -> Any:
         """Of one row."""
         return self._padded(item, _ITEM, said)
+
+    def or_else(self, token: int | None, side: Literal["left", "right"] | None) -> "Padding":
+        """With these where it does not say."""
+        return replace(self, token=token if self.token is None else self.token, side=self.side or side)
 
     def value_of(self, key: Key, dtype: torch.dtype) -> float | None:
         """What fills such a tensor; None where that is not known."""
