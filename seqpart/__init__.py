@@ -37,6 +37,7 @@ if "torch" not in sys.modules:
     _release_when_loaded()  # what a process held while torch was loading counts too
 
 if TYPE_CHECKING:
+    from seqpart.loaders.padding import Padding
     from seqpart.result import Evaluation, Result
     from seqpart.settings import Settings
     from seqpart.trainer import Trainer
@@ -49,6 +50,7 @@ __all__ = [
     "Interrupted",
     "LimitExceeded",
     "OutOfMemory",
+    "Padding",
     "Result",
     "SeqpartError",
     "Settings",
@@ -61,13 +63,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
-    if name in ("Evaluation", "Result", "Settings", "Trainer", "parameters_on_meta"):
+    if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "parameters_on_meta"):
         from seqpart import result, settings, trainer
+        from seqpart.loaders import padding
         from seqpart.weights import empty
 
         globals().update(
-            Evaluation=result.Evaluation, Result=result.Result, Settings=settings.Settings, Trainer=trainer.Trainer,
-            parameters_on_meta=empty.parameters_on_meta,
+            Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=settings.Settings,
+            Trainer=trainer.Trainer, parameters_on_meta=empty.parameters_on_meta,
         )  # fmt: skip
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,8 @@ from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
 from seqpart.kinds import values_of
 from seqpart.loaders.given import test_rows, training_rows, with_loader
+from seqpart.loaders.longest import for_data
+from seqpart.loaders.padding import Padding, as_padding
 from seqpart.loaders.reading import with_fewer_workers
 from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
@@ -37,7 +39,7 @@ from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.losses import LossChoice
-from seqpart.model.optimizers import Build, describe
+from seqpart.model.optimizers import Build, describe, refuse_divided
 from seqpart.options import Options
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
@@ -85,6 +87,7 @@ class Trainer:
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
     optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer.
+    padding: to which length, and with what, rows of several lengths are padded wherever data are given. None: all have one.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
         value.
@@ -94,7 +97,7 @@ class Trainer:
 
     def __init__(
         self, model: object, loss: LossChoice = None, optimizer: str | Build | None = None,
-        *, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
+        *, padding: Padding | None = None, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         refuse_poor_surroundings(torch.get_num_threads() - 1)
         refuse_no_modules(model)
@@ -112,14 +115,11 @@ class Trainer:
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = settings or Settings.of(**given)
-        if self._optimizer is not None and self._optimizer.whole and settings.divides_weights:
-            raise OptionError(
-                f"optimizer {self._optimizer.name} looks at a weight as a whole, and {settings.divides_weights} divides it. "
-                "Take another."
-            )
+        if self._optimizer is not None:
+            refuse_divided(self._optimizer, settings.divides_weights)
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
-        self.model, self._loss, self._quiet = model, loss, quiet
+        self.model, self._loss, self._quiet, self._padding = model, loss, quiet, as_padding(padding)
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
@@ -173,10 +173,11 @@ class Trainer:
         refuse_labels_as_test(train, test)
         with told(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
-            rows = training_rows(train, asked)
+            padding = for_data(self._padding, (train, test))
+            rows = training_rows(train, asked, padding=padding)
             self.settings = with_loader(asked, rows)
             self._asked = self.settings, asked
-            return rows, test_rows(test, rows, self.settings)
+            return rows, test_rows(test, rows, self.settings, padding)
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
@@ -302,7 +303,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split = training_rows(data, self.settings, "evaluation")
+        split = training_rows(data, self.settings, "evaluation", for_data(self._padding, (data,)), tested=True)
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
     def _evaluated(self, said: str, split: Split, weights: str | Path | None, compute_metrics: ComputeMetrics) -> Evaluation:
@@ -336,19 +337,21 @@ class Trainer:
     def session(self, example: object) -> Iterator[OwnLoop]:
         """A loop of your own under the limit: `with trainer.session(example) as session: loss = session.step(batch)`.
 
-        example: (x, y), or a data set, whose rows tell what batches are like; it has at least `batch_size` rows, the most that
-            a batch may have. The method is an exact one, whose step has the bits of one of a plain loop. The plan is made for
-            these steps and for `session.evaluate`. What the loop itself holds counts against the limit, and was planned as far
-            as it was there before. `session.state_dict()` and `session.export(FILE)` give the weights as they are; modules that
-            were given alive have them behind the `with` block. Nothing else is written but to a folder that is removed: such a
-            loop has no checkpoints, since only its owner knows what comes next.
+        example: (x, y), a data set or a loader, whose rows tell what batches are like; it, or a loader's first batch, has at
+            least `batch_size` rows, the most that a batch may have. Of a `padding` "longest" is its longest row.
+
+        The method is an exact one, whose step has the bits of a plain loop's. The plan is for these steps and
+        `session.evaluate`. What the loop itself holds counts against the limit, and was planned as far as it was there before.
+        `session.state_dict()` and `session.export(FILE)` give the weights as they are; modules given alive have them behind
+        the `with` block. Nothing else stays: only the owner of such a loop knows what comes next, so it has no checkpoints.
 
         Raises what `fit` raises; OptionError for settings that only `fit` knows.
         """
         with ExitStack() as stack:
             folder = stack.enter_context(own_folder(self.scratch_parent, "session-"))
             settings, reporter = loop_settings(self.settings, folder), Reporter(quiet=self._quiet)
-            rows = largest_batch(example, settings)
+            padding = for_data(self._padding, (example,))
+            rows = largest_batch(example, settings, padding)
             sampler = self._begun(stack, reporter, shares_random=True)
 
             def prepare(model: object) -> Preparation:
@@ -363,7 +366,7 @@ class Trainer:
                 preparation, prepared = self._fitting(stack, prepare, plan)
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))
-            loop = OwnLoop(self.device, folder, rows, self.settings.max_steps)
+            loop = OwnLoop(self.device, folder, rows, self.settings, padding)
             run = Session(preparation, prepared, silent, sampler, stack, observer=loop.observer)
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqpart import Padding
 from seqpart.errors import DataError, Interrupted
 
 transformers = pytest.importorskip("transformers")
@@ -105,7 +106,7 @@ def test_updates_have_the_rows_that_they_have_in_transformers(tmp_path_factory, 
     )  # fmt: skip
     items = [{"labels": number} for number in range(count)]
     theirs = transformers.Trainer(torch.nn.Linear(1, 1), made, train_dataset=items, data_collator=list)
-    batches = hf_data.Batches(collator=list, name="", size=size, columns=None, token=0, left=False, sizes={})
+    batches = hf_data.Batches(collator=list, name="", size=size, columns=None, padding=Padding({}))
     lengths = lengths_of(made, count)
     loader = hf_data.training_loader(items, batches, made, lengths.rows, lengths.batch)
     expected = theirs.get_train_dataloader()
@@ -134,11 +135,12 @@ def test_a_peft_model_leaves_its_adapter(tmp_path):
 # --- padding ----------------------------------------------------------------------------------------------------------
 
 
-def test_any_collator_is_padded_on_to_the_longest_row(tmp_path):
+@pytest.mark.parametrize(("padding", "length"), [(None, 8), (Padding(8), 8), (Padding(10), 10)], ids=str)
+def test_any_collator_is_padded_on_to_the_longest_row_or_to_a_length_that_is_given(padding, length, tmp_path):
     weights = []
-    for whose, collator in (("theirs", functools.partial(collate, length=8)), ("ours", collate)):
-        model = little_model()
-        trainer = TRAINERS[whose](model, arguments(tmp_path / whose), data_collator=collator, train_dataset=uneven())
+    for whose, collator in (("theirs", functools.partial(collate, length=length)), ("ours", collate)):
+        model, own = little_model(), {"padding": padding} if whose == "ours" else {}
+        trainer = TRAINERS[whose](model, arguments(tmp_path / whose), data_collator=collator, train_dataset=uneven(), **own)
         trainer.train()
         weights.append(model.state_dict())
     same_weights(*weights)

@@ -307,6 +307,22 @@ def test_evaluate_takes_what_fit_takes(tmp_path):
     assert not found.proof.violations
 
 
+@pytest.mark.parametrize("options", [{"method": "full"}, {"method": "streamed", "partitions": 2}], ids=["full", "streamed"])
+def test_a_loader_of_tests_may_have_labels_by_position(options, tmp_path):
+    """Where partitions are tested one after the other only the first batch's labels were there: an IndexError at its end."""
+    x = torch.arange(60).view(20, 3) % 7
+    rows = TensorDataset(x, x.roll(-1, 1))
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    trainer = Trainer(
+        model, mem_limit="2GB", epochs=1, batch_size=BATCH, output_dir=tmp_path / "run", quiet=True, **options
+    )  # fmt: skip
+    result = trainer.fit(DataLoader(rows, batch_size=BATCH), DataLoader(rows, batch_size=6))
+    with torch.no_grad():
+        expected = F.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten()).item()
+    assert result.test_loss == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate(DataLoader(rows, batch_size=6)).loss == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_trainer_takes_another_loader_the_next_time():
     trainer = Trainer(network(), method="full", mem_limit="2GB", epochs=1, seed=SEED, optimizer="sgd", lr=0.1, quiet=True)
     for batch in (8, 12):

@@ -240,5 +240,6 @@ def data_digest(train: Split, test: Split) -> str:
                 (split.count, split.shape, str(split.dtype), tuple(split.labels.shape), *split.form, *split.label_form)
             ).encode()
         )
+        digest.update(split.padded.encode())
         digest.update(split.labels.contiguous().numpy().tobytes())
     return digest.hexdigest()

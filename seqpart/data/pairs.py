@@ -1,12 +1,14 @@
 """x and labels, told apart: of all rows at once, of a batch, or of an item."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
+from seqpart.data.labels import are_several
 from seqpart.errors import DataError
+from seqpart.tracing.inputs import is_several
 
 
 def as_pair(data: object, said: str) -> object:
@@ -36,6 +38,26 @@ def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], A
             f"{', '.join(map(str, found)) or 'an empty one'}. Name them labels, or give a pair (x, labels)."
         )
     return {other: part for other, part in found.items() if other != name}, found[name]
+
+
+def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is (x, y) of all rows, or of a batch of them."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return False
+    x, y = data
+    return _are_labels(y) if hasattr(x, "shape") else is_several(x) and _labels_several(x, y)
+
+
+def _are_labels(y: object) -> bool:
+    """Of all rows, behind an x that is one tensor."""
+    return hasattr(y, "shape") or (are_several(y) and bool(y))
+
+
+def _labels_several(x: object, y: object) -> bool:
+    """The same behind an x of several tensors: two items of a list may look alike, and then items they are."""
+    if hasattr(y, "shape"):
+        return True
+    return isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
 
 
 def kind_of(item: object) -> str:

@@ -16,11 +16,11 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
-from seqpart.data.pairs import as_pair, kind_of, labels_apart
+from seqpart.data.labels import labels_of_items, labels_of_rows, plain
+from seqpart.data.pairs import as_pair, is_pair, kind_of, labels_apart
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
-from seqpart.tracing.inputs import Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
+from seqpart.tracing.inputs import PADS, Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
 
 ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)
@@ -62,6 +62,8 @@ class Split:
     """Reads its rows whenever they are needed, none of which are kept; None: they are read once and kept."""
     kept: torch.dtype | None = None
     """The type in which they are kept or travel, of those that come in a smaller one; None: as `dtype`."""
+    padded: str = ""
+    """How rows that are read anew are padded; "": as they come."""
 
     @property
     def epoch_rows(self) -> int:
@@ -102,10 +104,8 @@ def as_split(data: object, name: str) -> Split:
     data = as_pair(data, f"{name} data")
     if isinstance(data, Split):
         split = _known_dtype(data)
-    elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape") and _are_labels(data[1]):
-        split = _from_pair(data[0], data[1], name)
-    elif isinstance(data, tuple | list) and len(data) == 2 and is_several(data[0]) and _labels_several(*data):
-        split = _from_several(data[0], data[1], name)
+    elif is_pair(data):
+        split = (_from_pair if hasattr(data[0], "shape") else _from_several)(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         split = _from_items(data, name)
     elif isinstance(data, DataLoader):
@@ -130,18 +130,6 @@ def tested_on(data: object, train: Split) -> Split:
     if data is None or (isinstance(data, Split) and not data.count):
         return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: (), source=None)
     return as_split(data, "test")
-
-
-def _are_labels(y: object) -> bool:
-    """Of all rows, behind an x that is one tensor."""
-    return hasattr(y, "shape") or (are_several(y) and bool(y))
-
-
-def _labels_several(x: object, y: object) -> bool:
-    """The same behind an x of several tensors: two items of a list may look alike, and then items they are."""
-    if hasattr(y, "shape"):
-        return True
-    return isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
 
 
 def _known_dtype(split: Split) -> Split:
@@ -224,7 +212,7 @@ def _from_items(items: Any, name: str) -> Split:
             if odd is not None:
                 raise DataError(
                     f"{name} data: row shapes differ: {tuple(first.shape)} in row 0 and {tuple(rows[odd].shape)} in row "
-                    f"{start + odd}. Resize or crop them to one shape{getattr(items, 'resized_by', '')}."
+                    f"{start + odd}. Resize or crop them to one shape{getattr(items, 'resized_by', '')}. {PADS}"
                 )
             yield torch.stack(rows)
 
@@ -288,6 +276,8 @@ def _digest(row: torch.Tensor, label: Any) -> int:
 def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, Any]:
     try:
         item = items[index]
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{name} data: item {index} cannot be read: {type(error).__name__}: {error}.") from error
     try:

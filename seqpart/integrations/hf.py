@@ -32,6 +32,7 @@ from seqpart.integrations.hf_arguments import (
 from seqpart.integrations.hf_callbacks import Relay
 from seqpart.integrations.hf_optimizers import Given, OwnOptimizer
 from seqpart.integrations.hf_predictions import Predictions
+from seqpart.loaders.padding import Padding
 from seqpart.options import Options
 from seqpart.result import Result
 
@@ -42,8 +43,8 @@ class Trainer:
     """Trains a model of transformers, which computes its loss from `labels`, under `mem_limit`.
 
     model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_metrics, callbacks,
-        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers. Batches are padded to one
-        length.
+        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers.
+    padding: a `seqpart.Padding`. None: batches are padded to the longest row of the data, which are read for that.
     options: of `seqpart.Trainer`, where TrainingArguments have no word for them: mem_limit (default: what is free), method
         (default: auto), micro_batch_size, ram_limit, offload_dir, partitions, ema, trace and others.
 
@@ -58,7 +59,7 @@ class Trainer:
         compute_loss_func: Any = None, compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None, optimizers: Given = (None, None),
         optimizer_cls_and_kwargs: OwnOptimizer | None = None, preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-        **options: Unpack[Options],
+        *, padding: Padding | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         refuse_what_is_not_taken(self.args)
@@ -78,6 +79,7 @@ class Trainer:
         self.data_collator = hf_data.collator_of(data_collator, processing_class)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._optimizers, self._own_optimizer, self._options = optimizers, optimizer_cls_and_kwargs, options
+        self._padding = padding
         self._relay = Relay(self.args, self.model, processing_class, callbacks or ())
         self._ours: seqpart.trainer.Trainer | None = None
         self._empty = False
@@ -254,11 +256,10 @@ class Trainer:
         return hf_optimizers.of_arguments(self.args, self.model, updates, self._own_optimizer)
 
     def _batches(self, name: str, size: int) -> hf_data.Batches:
-        token, left = hf_data.padding_of(self.data_collator, self.processing_class, getattr(self.model, "config", None))
+        config = getattr(self.model, "config", None)
+        padding = hf_data.padding_of(self._padding, self.data_collator, self.processing_class, config)
         columns = hf_data.columns_of(self.model) if self.args.remove_unused_columns else None
-        return hf_data.Batches(
-            collator=self.data_collator, name=name, size=size, columns=columns, token=token, left=left, sizes={}
-        )  # fmt: skip
+        return hf_data.Batches(collator=self.data_collator, name=name, size=size, columns=columns, padding=padding)
 
     def _loaders(self, lengths: Lengths) -> tuple[Any, Any]:
         """Of the training rows and, where there are evaluations, of their rows: all padded to one length."""

@@ -11,16 +11,13 @@ from torch.utils.data import DataLoader, Sampler
 
 from seqpart.errors import DataError, OptionError
 from seqpart.loaders.draws import generators_kept
+from seqpart.loaders.longest import spanned
+from seqpart.loaders.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of_batch, tokenizer_says
 
-LABELS = ("labels", "label", "label_ids")
-_PAD: Mapping[str, int] = {
-    "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100, "decoder_attention_mask": 0, "input_ids": 0,
-    "decoder_input_ids": 0,
-}  # fmt: skip
-"""What fills the places behind the end of a row; of tokens the tokenizer or the configuration says."""
-
-Sizes = dict[str, int]
-"""Of each input with a second dimension, the largest that it has."""
+COLUMNS = ("labels", "label", "label_ids")
+"""Of labels."""
+_PADDED = {*TOKENS, *ZEROS, LABELS}
+"""Names of what every model takes padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +31,8 @@ class Batches:
     """Items of a batch of the collator."""
     columns: frozenset[str] | None
     """What is left of an item; None: all of it."""
-    token: int
-    """What fills the places behind the last token."""
-    left: bool
-    """Whether it is filled from the left."""
-    sizes: Sizes
-    """What is padded, to which length."""
+    padding: Padding
+    """What is padded, to which length and with what."""
     like: Mapping[str, torch.Tensor] | None = None
     """A batch with labels of the kind that stand in for those that there are not; None: all have some."""
 
@@ -89,33 +82,20 @@ class Batches:
             return replace(self, like=self.batch([data[0]]))
 
     def _padded(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        lacking = {
-            name: self.sizes[name] - value.shape[1] for name, value in batch.items() if value.ndim > 1 and name in self.sizes
-        }
-        short = {name: by for name, by in lacking.items() if by > 0}
-        self.refuse_unpadded(short, has_mask="attention_mask" in batch)
-        return {name: self._filled(name, value, short.get(name, 0)) for name, value in batch.items()}
+        found: dict[str, torch.Tensor] = self.padding.of_batch(batch, self.name)
+        self.refuse_unpadded(
+            [name for name in batch if found[name].shape != batch[name].shape], has_mask="attention_mask" in batch
+        )
+        return found
 
-    def refuse_unpadded(self, short: Iterable[str], *, has_mask: bool) -> None:
+    def refuse_unpadded(self, short: Iterable[Key], *, has_mask: bool) -> None:
         """short: inputs of which some batches are shorter than others. Raises DataError where they cannot be padded."""
-        odd = sorted(set(short) - set(_PAD))
-        if odd:
-            raise DataError(
-                f"{self.name}: {', '.join(odd)}: batches differ in length, and how to pad is not known. Let the collator pad "
-                "to one length for the whole data set."
-            )
+        self.padding.refuse_unknown(short, self.name)
         if "input_ids" in short and not has_mask:
             raise DataError(
                 f"{self.name}: batches differ in length, and have no attention_mask that tells which tokens only fill them. "
                 "Let the tokenizer return it, or pad all to one length."
             )
-
-    def _filled(self, name: str, value: torch.Tensor, lacking: int) -> torch.Tensor:
-        if not lacking:
-            return value
-        by = self.token if name.endswith("input_ids") else _PAD[name]
-        filling = value.new_full((len(value), lacking, *value.shape[2:]), by)
-        return torch.cat([filling, value] if self.left else [value, filling], 1)
 
 
 def _stand_in(batch: Mapping[str, Any], like: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -130,14 +110,11 @@ def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
 
     It takes a pass over the data, unless a first batch shows that they are no sequences. Raises DataError.
     """
-    largest: Sizes = {}
-    smallest: Sizes = {}
-    for sizes in (sizes for batches, data in several for sizes in _sizes(batches, data)):
-        largest |= {name: max(size, largest.get(name, size)) for name, size in sizes.items()}
-        smallest |= {name: min(size, smallest.get(name, size)) for name, size in sizes.items()}
-    short = [name for name in largest if smallest[name] < largest[name]]
+    if several[0][0].padding.length != "longest":
+        return [batches for batches, _ in several]
+    largest, short = spanned(sizes for batches, data in several for sizes in _sizes(batches, data))
     several[0][0].refuse_unpadded(short, has_mask="attention_mask" in largest)
-    return [replace(batches, sizes=largest) for batches, _ in several]
+    return [replace(batches, padding=replace(batches.padding, length=largest)) for batches, _ in several]
 
 
 def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
@@ -145,9 +122,9 @@ def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
     with generators_kept():
         for at in range(0, len(data), batches.size):
             batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
-            if not any(name in _PAD and name != "labels" for name in batch):
+            if not any(name in _PADDED and name != LABELS for name in batch):
                 return
-            yield {name: value.shape[1] for name, value in batch.items() if value.ndim > 1}
+            yield sizes_of_batch(batch)
 
 
 class Order(Sampler[int]):
@@ -201,7 +178,7 @@ def columns_of(model: nn.Module) -> frozenset[str]:
     """What the model's forward takes by name, and labels."""
     of_peft: Any = getattr(model, "get_base_model", None)
     base = of_peft() if of_peft is not None else model
-    return frozenset(inspect.signature(base.forward).parameters) | set(LABELS)
+    return frozenset(inspect.signature(base.forward).parameters) | set(COLUMNS)
 
 
 def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
@@ -216,10 +193,9 @@ def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapp
     return given  # type: ignore[no-any-return]
 
 
-def padding_of(collator: Any, processing_class: Any, config: Any) -> tuple[int, bool]:
-    """(the token that fills a row, whether it is filled from the left)."""
-    tokenizer = getattr(collator, "tokenizer", None) or processing_class
-    token = getattr(tokenizer, "pad_token_id", None)
+def padding_of(given: Padding | None, collator: Any, processing_class: Any, config: Any) -> Padding:
+    """What was given, and else what the tokenizer and the configuration say of token and side."""
+    token, side = tokenizer_says(getattr(collator, "tokenizer", None) or processing_class)
     if token is None:
         token = getattr(config, "pad_token_id", None)
-    return token or 0, getattr(tokenizer, "padding_side", "right") == "left"
+    return (given or Padding("longest")).or_else(token, side)

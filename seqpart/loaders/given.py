@@ -22,6 +22,8 @@ from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, tes
 from seqpart.errors import DataError, OptionError
 from seqpart.kinds import values_of
 from seqpart.loaders.draws import generators_kept
+from seqpart.loaders.padded import padded, padded_source
+from seqpart.loaders.padding import Padding
 from seqpart.loaders.source import RowTaker, Source, SourceReader, kept_type
 from seqpart.loaders.workers import Job, Part, empty, fill
 from seqpart.settings import Settings
@@ -32,11 +34,16 @@ _COMPARED = 16
 """Items whose labels are compared with what the data set's `targets` say of them."""
 
 
-def training_rows(data: object, settings: Settings, name: str = "training") -> Split:
+def training_rows(
+    data: object, settings: Settings, name: str = "training", padding: Padding | None = None, *, tested: bool = False
+) -> Split:  # fmt: skip
     """The training data: a pair, a data set, a stream or a loader. Raises DataError for what cannot be honoured.
 
     Rows are kept once where they are seen to stay the same, and with `cache` "rows" whatever they are; else they are read anew.
+    padding: with a length, see `longest.for_data`. tested: they are what an evaluation judges, partition by partition.
     """
+    if not is_loader(data):
+        data = padded(data, name, padding)
     if isinstance(data, Split):
         if settings.cache == "none" and data.source is None:
             raise OptionError(
@@ -47,27 +54,30 @@ def training_rows(data: object, settings: Settings, name: str = "training") -> S
     if not is_loader(data) and settings.cache != "none" and not getattr(data, "read_anew", False):
         with generators_kept(), suppress(UnstableRows):
             return as_split(data, name)
-    return _read(data, name, settings)
+    return _read(source_of(data, name, padding), settings, whole=tested)
 
 
-def test_rows(data: object, train: Split, settings: Settings) -> Split:
+def test_rows(data: object, train: Split, settings: Settings, padding: Padding | None = None) -> Split:
     """The test data, read as the training data is: anew where that is not kept. Every pass sees the same draws.
 
     None, and what comes of it here: there are none.
     """
     if data is None or (isinstance(data, Split) and not data.count):
         return tested_on(data, train)
+    if not is_loader(data):
+        data = padded(data, "test", padding)
     if train.source is None and not is_loader(data):
         with generators_kept(), suppress(UnstableRows):
             return as_split(data, "test")
     if isinstance(data, Split) and data.source is not None:
         return data
-    source = _stream_of(data) if isinstance(data, Split) else source_of(data, "test")
+    source = _stream_of(data) if isinstance(data, Split) else source_of(data, "test", padding)
     if source.sampler is not None:
         raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
     if train.source is None:
         return _kept(_of_source(source, settings, whole=True))
-    return _of_source(source, settings, whole=settings.method == "sil")
+    # Partition by partition only the first one reads rows with their labels.
+    return _of_source(source, settings, whole=settings.method not in ("full", "checkpointed"))
 
 
 def is_loader(data: object) -> bool:
@@ -77,17 +87,34 @@ def is_loader(data: object) -> bool:
     return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not isinstance(data, str | Split)
 
 
-def _read(data: object, name: str, settings: Settings) -> Split:
-    whole = settings.method == "sil" or settings.cache == "rows"
-    split = _of_source(source_of(data, name), settings, whole=whole)
+def kept_rows(data: object, settings: Settings, name: str, padding: Padding | None) -> Split:
+    """The same, of which one draw of each is kept."""
+    if is_loader(data):
+        return _read(source_of(data, name, padding), replace(settings, cache="rows"))
+    return as_split(padded(data, name, padding), name)
+
+
+def first_batch(loader: object, settings: Settings, name: str, padding: Padding | None) -> Split:
+    """Of a loader or a stream."""
+    source = source_of(loader, name, padding)
+    with generators_kept():
+        return _first(counted(source), source.draws(settings.seed, "train", 0, 0))[0]
+
+
+def _read(source: Source, settings: Settings, *, whole: bool = False) -> Split:
+    whole = whole or settings.method == "sil" or settings.cache == "rows"
+    split = _of_source(source, settings, whole=whole)
     return _kept(split) if settings.cache == "rows" else split
 
 
 # --- from loaders to sources ------------------------------------------------------------------------------------------
 
 
-def source_of(data: Any, name: str) -> Source:
-    """Of a loader's parts, a stream or a data set. Raises DataError for what cannot be repeated, in words."""
+def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
+    """Of a loader's parts, a stream or a data set. Raises DataError for what cannot be repeated, in words.
+
+    padding: of a loader's batches, or of the items that a stream gives; a data set brings its own.
+    """
     data = as_pair(data, f"{name} data")
     if isinstance(data, DataLoader):
         source = _of_loader(data, name)
@@ -110,7 +137,7 @@ def source_of(data: Any, name: str) -> Source:
         )
     if source.sampler is not None:
         _refuse_unrepeatable(source)
-    return source
+    return padded_source(source, padding) if is_loader(data) else source
 
 
 class _Pair:
@@ -265,7 +292,7 @@ def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Sp
     """
     draws = source.draws(settings.seed, "test" if source.name == "test" else "train", 0, 0)
     with generators_kept():
-        source = _counted(source)
+        source = counted(source)
         like, kept = _first(source, draws)
         classes = not like.labels.is_floating_point() and not _several(like) and like.labels.ndim == 1
         labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
@@ -275,7 +302,7 @@ def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Sp
         for rows, _ in _passed(part, draws):
             yield rows
 
-    return replace(like, count=source.count, labels=labels, open=passes, source=source, kept=kept)
+    return replace(like, count=source.count, labels=labels, open=passes, source=source, kept=kept, padded=source.padded)
 
 
 def _several(split: Split) -> bool:
@@ -283,7 +310,7 @@ def _several(split: Split) -> bool:
     return bool(getattr(split, "label_form", ()))
 
 
-def _counted(source: Source) -> Source:
+def counted(source: Source) -> Source:
     """With its number of rows, for which a stream without len() is read once."""
     if source.count or not source.streams:
         if not source.count:
@@ -294,7 +321,7 @@ def _counted(source: Source) -> Source:
     except Exception as error:
         raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error
     rows = count - count % source.batch if source.rows == _FLOOR else count
-    return _counted(replace(source, count=count, rows=rows)) if count else _counted(replace(source, streams=False))
+    return counted(replace(source, count=count, rows=rows)) if count else counted(replace(source, streams=False))
 
 
 def _first(source: Source, draws: Any) -> tuple[Split, torch.dtype]:

@@ -14,7 +14,7 @@ from seqpart.data.splits import Split, as_split, write_rows
 from seqpart.errors import DataError, SeqpartError
 from seqpart.loaders.draws import Draws, seed_generators, shuffled
 from seqpart.memory.device import Device, keyed_seed
-from seqpart.tracing.inputs import is_several
+from seqpart.tracing.inputs import PADS, described, is_several
 
 PIECE_BYTES, PIECE_ROWS = 1 << 20, 64
 """Of items that are put together at a time, whichever is reached first."""
@@ -49,6 +49,8 @@ class Source:
     """Processes that the loader asks for."""
     begin_worker: Callable[[int], object] | None = None
     """Called in each of them, with its number, before it reads."""
+    padded: str = ""
+    """How its rows are padded, in words that tell one way from another."""
 
     def draws(self, seed: int, split: str, stage: int, epoch: int) -> Draws:
         own = seed if self.seed is None else keyed_seed(seed, "generator", self.seed)
@@ -98,13 +100,13 @@ class SourceReader:
         """
         source = self._source
         if source.collate is not None:
-            items = [self._item(draws, number) for number in numbers]
+            items = [self.item(draws, number) for number in numbers]
             yield self._collated(draws, batch, items)
             return
         piece: list[tuple[Any, Any]] = []
         nbytes = 0
         for number in numbers:
-            piece.append(parted(self._item(draws, number), f"{source.name} data: item {number}"))
+            piece.append(parted(self.item(draws, number), f"{source.name} data: item {number}"))
             nbytes += _nbytes(piece[-1][0])
             if nbytes >= PIECE_BYTES or len(piece) == PIECE_ROWS:
                 yield stacked(piece, source.name)
@@ -112,7 +114,8 @@ class SourceReader:
         if piece:
             yield stacked(piece, source.name)
 
-    def _item(self, draws: Draws, number: int) -> Any:
+    def item(self, draws: Draws, number: int) -> Any:
+        """As the data set gives it. Seeds the process's generators. Raises DataError."""
         try:
             if self._source.streams:
                 return self._next(draws, number)
@@ -152,7 +155,7 @@ class SourceReader:
         try:
             found = self._source.collate(items)
         except Exception as error:
-            if Device().is_out_of_memory(error):
+            if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
             raise DataError(f"{said}: the collate_fn failed: {type(error).__name__}: {error}.") from error
         x, y = (part if is_several(part) or hasattr(part, "shape") else torch.as_tensor(part) for part in parted(found, said))
@@ -180,8 +183,8 @@ def stacked(rows: Sequence[tuple[Any, Any]], name: str) -> tuple[Any, Any]:
         return _together([x for x, _ in rows]), _together([y for _, y in rows])
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise DataError(
-            f"{name} data: rows differ, or are no numbers: {str(error).splitlines()[0]}. Bring them to one shape (crop, resize "
-            "or pad them), as tensors."
+            f"{name} data: rows differ, or are no numbers: {str(error).splitlines()[0]}. Bring them to one shape (crop or "
+            f"resize them), as tensors. {PADS}"
         ) from None
 
 
@@ -222,9 +225,12 @@ class RowTaker:
         split = as_split((x, y), like.name)
         for what, found, expected in (("rows", split.shape, like.shape), ("labels", split.labels.shape[1:], self.label_shape)):
             if tuple(found) != expected:
+                several = what == "rows" and bool(like.form)
+                shapes = [described(one.form) if several else str(tuple(one.shape)) for one in (like, split)]
+                shapes = shapes if what == "rows" else [str(expected), str(tuple(found))]
                 raise DataError(
-                    f"{said}: expected {what} of shape {expected}, as the first ones have; found {tuple(found)}. Bring all to "
-                    "one shape: crop or resize them, or let the collate_fn pad to one length for the whole data set."
+                    f"{said}: expected {what} of shape {shapes[0]}, as the first ones have; found {shapes[1]}. Bring all to "
+                    f"one shape: crop or resize them. {PADS}"
                 )
         if split.form != like.form or split.dtype != like.dtype:
             raise DataError(f"{said}: expected rows of type {like.dtype}, as the first ones have; found {split.dtype}.")

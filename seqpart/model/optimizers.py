@@ -175,6 +175,14 @@ def chosen(name: str, lr: float, weight_decay: float, momentum: float, ema: floa
     return averaging(found, ema)
 
 
+def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:
+    """Raises OptionError for one that looks at a weight as a whole where something divides it. divided_by: in words, or ""."""
+    if optimizer.whole and divided_by:
+        raise OptionError(
+            f"optimizer {optimizer.name} looks at a weight as a whole, and {divided_by} divides it. Take another."
+        )
+
+
 def describe(name: str, build: Build) -> Optimizer:
     """Any optimizer that keeps all it knows in a state that starts at zero: found by trial steps.
 

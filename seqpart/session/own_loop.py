@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart.data.fed_rows import FedRows
-from seqpart.data.pairs import as_pair
+from seqpart.data.pairs import as_pair, is_pair
 from seqpart.data.reader import WINDOW
 from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, as_split, first_rows, said_of_labels, said_of_rows, write_rows
@@ -22,6 +22,10 @@ from seqpart.errors import DataError, OptionError
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
 from seqpart.interrupts import Interrupts
 from seqpart.kinds import EPOCHS, MOST, values_of
+from seqpart.loaders.given import first_batch, is_loader, kept_rows
+from seqpart.loaders.padded import padded
+from seqpart.loaders.padding import Padding
+from seqpart.loaders.source import parted
 from seqpart.loop.lengths import AT_THE_END
 from seqpart.memory.device import Device
 from seqpart.memory.sampler import Proof
@@ -33,7 +37,7 @@ from seqpart.schedule.steps import Position
 from seqpart.session.observer import Observer
 from seqpart.session.session import Session
 from seqpart.settings import Settings
-from seqpart.tracing.inputs import Form, in_order
+from seqpart.tracing.inputs import PADS, Form, in_order, is_several
 from seqpart.values import flag_of
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
@@ -68,11 +72,19 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
     )  # fmt: skip
 
 
-def as_batch(batch: object, name: str = "the batch", form: Form = ()) -> Split:
-    """(x, y), or a dict with `labels`, as rows that are checked. form: of those of the example. Raises DataError."""
+def as_batch(batch: object, name: str = "the batch", padding: Padding | None = None, form: Form = ()) -> Split:
+    """(x, y), a tuple with its labels last, or a dict with `labels`, as rows that are checked. Raises DataError.
+
+    form: of the rows of the example.
+    """
     batch = as_pair(batch, name)
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+    if isinstance(batch, tuple | list) and len(batch) > 2 and is_several(batch):
+        batch = parted(batch, name)
+    if is_pair(batch):
+        batch = batch if padding is None else padding.of_batch(batch, name)
         batch = in_order(batch[0], form), batch[1]
+    elif padding is not None:
+        batch = padded(batch, name, padding)
     return as_split(tuple(batch) if isinstance(batch, list) else batch, name)
 
 
@@ -86,8 +98,11 @@ class OwnLoop:
     example: as many rows as the largest batch has.
     """
 
-    def __init__(self, device: Device, folder: Path, example: Split, most_updates: int | None) -> None:
-        self._device, self._folder, self._example, self._most = device, folder, example, most_updates
+    def __init__(
+        self, device: Device, folder: Path, example: Split, settings: Settings, padding: Padding | None = None
+    ) -> None:  # fmt: skip
+        self._device, self._folder, self._example, self._most = device, folder, example, settings.max_steps
+        self._settings, self._padding = settings, padding
         self._steps: Generator[None, None, None] | None = None
         self._batch_rows = self.updates = 0
         """updates: those that are done."""
@@ -156,7 +171,7 @@ class OwnLoop:
     def step(self, batch: object) -> float:
         """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
         before the update: the mean over the rows, or over what the loss counted of them."""
-        split = as_batch(batch, form=self._example.form)
+        split = as_batch(batch, padding=self._padding, form=self._example.form)
         self._refuse_unlike(split)
         if split.count > self._example.count:
             raise DataError(
@@ -183,12 +198,14 @@ class OwnLoop:
             raise DataError(
                 f"{split.name}: expected rows as the example has, {said_of_rows(example)}; found {said_of_rows(split)}. Give "
                 "them as in the example, or open the session with an example of these."
+                + (f" {PADS}" if split.shape != example.shape else "")
             )
         kinds = [(tuple(one.labels.shape[1:]), one.labels.is_floating_point(), one.label_form) for one in (example, split)]
         if kinds[0] != kinds[1]:
             raise DataError(
                 f"{split.name}: expected labels as the example has, {said_of_labels(example)}; found {said_of_labels(split)}. "
                 "Give them as in the example, or open the session with an example of these."
+                + (f" {PADS}" if kinds[0][0] != kinds[1][0] else "")
             )
 
     def _begin_batches_of(self, rows: int) -> None:
@@ -208,8 +225,10 @@ class OwnLoop:
                 self._stopping, self._steps = False, None
 
     def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
-        """Loss and accuracy on `data`, as `Trainer.evaluate` has it, of the model as it is now."""
-        split, session = as_split(data, "evaluation"), self._session
+        """Loss and accuracy on `data`, as `Trainer.evaluate` has it, of the model as it is now. Rows are kept: a loader's as it
+        gives them once."""
+        session = self._session
+        split = kept_rows(data, self._settings, "evaluation", self._padding)
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()
@@ -263,9 +282,10 @@ class OwnLoop:
             self._steps = None
 
 
-def largest_batch(example: object, settings: Settings) -> Split:
+def largest_batch(example: object, settings: Settings, padding: Padding | None = None) -> Split:
     """The first rows of the example, as many as a batch may have. Raises DataError where it has fewer."""
-    split, (batch_size,) = as_batch(example, "the example"), values_of(settings.batch_size)
+    (batch_size,), said = values_of(settings.batch_size), "the example"
+    split = first_batch(example, settings, said, padding) if is_loader(example) else as_batch(example, said, padding)
     if split.count < batch_size:
         raise DataError(
             f"the example has {split.count} rows, and a batch may have {batch_size}. Give --batch-size {split.count}, or an "

@@ -19,6 +19,11 @@ from seqpart.files.direct import round_up
 
 _NEAR = 0.8
 """From which likeness on a name is taken for a misspelled one: a forward with **kwargs would take it, and leave it unused."""
+PADS = (
+    'Rows of several lengths are padded by Trainer(..., padding=seqpart.Padding("longest")), tensors of names of their own '
+    "with its values={NAME: NUMBER}; or by a collate_fn that calls a seqpart.Padding(LENGTH)."
+)
+"""What to do where rows differ in length."""
 _ALIGNED = 8
 """A tensor begins at a multiple of so many bytes, and so of every element's size."""
 
@@ -84,7 +89,7 @@ def packed(x: object, form: Form, said: str) -> torch.Tensor:
         if tuple(tensor.shape) != (count, *one.shape):
             raise DataError(
                 f"{said}: row shapes differ: {name or 'an input'} has {one.shape}, and {tuple(tensor.shape[1:])} elsewhere. "
-                "Pad or cut them to one shape."
+                f"Cut them to one shape. {PADS}"
             )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise DataError(

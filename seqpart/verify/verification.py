@@ -24,6 +24,9 @@ import xxhash
 
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.files.scratch import own_folder
+from seqpart.loaders.given import is_loader
+from seqpart.loaders.longest import for_data
+from seqpart.loaders.padded import padded
 from seqpart.memory.limit import limit_for
 from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
@@ -96,6 +99,8 @@ def verify(
     """
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, sweep, options)
+    padding = for_data(options.pop("padding", None), (train,))
+    train = train if is_loader(train) else padded(train, "training", padding)
     with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder, ExitStack() as stack:
         options = {**options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
         options = {"method": "streamed", **options} if reuse is None else {**options, "method": _method_for(reuse, options)}
