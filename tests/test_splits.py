@@ -174,7 +174,7 @@ def test_complex_rows_are_refused():
 
 def test_an_item_of_another_shape_is_named():
     items = Items([(torch.zeros(2), 0), (torch.zeros(3), 1)])
-    with pytest.raises(DataError, match=r"row shapes differ: \(2,\) in row 0 and \(3,\) .* crop them to one shape\. Rows of several lengths"):
+    with pytest.raises(DataError, match=r"shapes differ: \(2,\) in row 0 and \(3,\) .* one shape\. Rows of several lengths"):
         written_rows(as_split(items, "training"))
 
 
