@@ -21,6 +21,11 @@ def refuse_no_loss(loss: object) -> None:
         raise OptionError(f"{expected}; found the class {loss.__name__}. Give {loss.__name__}().")
     if loss is not None and not isinstance(loss, str) and not callable(loss):
         raise OptionError(f"{expected}; found {short(loss)}.")
+    if isinstance(loss, nn.Module) and (learn := [name for name, one in loss.named_parameters() if one.requires_grad]):
+        raise OptionError(
+            f"loss: expected one that learns nothing; found {type(loss).__name__} with the parameter {learn[0]}, which no "
+            f"optimizer here would train. Let the model have it, or give the loss behind its requires_grad_(False)."
+        )
 
 
 def refuse_optimizer(optimizer: object) -> None:

@@ -15,12 +15,24 @@ def trainer(model=None, **options):
     return Trainer(nn.Sequential(nn.Linear(4, 3)) if model is None else model, mem_limit="800MB", method="full", **options)
 
 
+class Proxies(nn.Module):
+    """It has a gradient in a plain loop too, and learns where its owner gives it to the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.zeros(3, 3))
+
+    def forward(self, output, labels):
+        return (output - self.centers[labels]).square().mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
         (nn.CrossEntropyLoss, "found the class CrossEntropyLoss. Give CrossEntropyLoss()."),
         (nn.MSELoss, "Give MSELoss()."),
         (3, "a function or an object (output, labels) -> loss; found 3."),
+        (Proxies(), "found Proxies with the parameter centers, which no optimizer here would train"),
         (nn.CrossEntropyLoss()(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)), "found tensor("),
     ],
 )
@@ -28,6 +40,10 @@ def test_a_loss_that_cannot_judge_is_refused_with_what_can(loss, words):
     with pytest.raises(OptionError) as refused:
         trainer(loss=loss)
     assert words in str(refused.value)
+
+
+def test_a_loss_whose_parameters_stay_as_they_are_is_taken():
+    trainer(loss=Proxies().requires_grad_(False))
 
 
 @pytest.mark.parametrize(
