@@ -36,7 +36,7 @@ _DATA = r"(?:imagefolder|folder|idx|npz|text|hf-text):[^\s,;)]*[\w/]"
 _QUOTED = r"""'(?:[^']|'"'"')*'"""
 _FLAG = re.compile(
     r"(?<![\w/=-])--([a-z]+(?:-[a-z]+)*)"
-    rf"(?: (\d+(?:[.,]\d+)*(?:e-?\d+)?(?:[KMGT]i?B|min|s)?|(?:{_WORDS})|{_DATA}|{_QUOTED}|{_PATH})(?![\w-]))?"
+    rf"(?: (\d+(?:[.,]\d+)*(?:e-?\d+)?(?:[KMGT]i?B|min|s)?|(?:{_WORDS})|{_DATA}|{_QUOTED}|{_PATH})(?![\w/-]))?"
 )
 """A flag, and the value behind it where that is a number, a size, a word that some option takes, a path with a slash, or
 quoted as a shell has it."""

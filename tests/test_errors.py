@@ -96,6 +96,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_character
 @example("out")
 @example("my runs/it's, one")
 @example("runs/--resume x")
+@example("0/0")
 def test_a_directory_of_any_name_is_given_to_a_shell_and_to_python_as_it_is(name):
     """`--resume out` was `resume out` in Python, since "out" might have been any word."""
     path = Path(name)

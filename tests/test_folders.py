@@ -63,7 +63,7 @@ def test_a_class_may_hold_directories_of_its_own(tmp_path):
 UNLIKE = {
     "no test split": (
         ["train/cat", "train/dog"],
-        r'train holds classes, and no test, val.*folder:.*/train"? takes every fifth',
+        r'train holds classes, and no test, val.*folder:.*/train"\)? takes every fifth',
     ),
     "an unknown second split": (["train/cat", "train/dog", "extra/cat"], "train holds classes, and no test"),
     "splits without classes": (["train", "val"], "train, val look like splits, and hold no directories"),
