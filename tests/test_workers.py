@@ -129,7 +129,7 @@ REFUSED = {
     ),
     "made 7 rows of 8 items": lambda: DataLoader(Noisy(), batch_size=BATCH, collate_fn=lambda items: mixed(items[1:])),
     "collate_fn failed: TypeError": lambda: DataLoader(Noisy(), batch_size=BATCH, collate_fn=lambda items: items[0]["x"]),
-    "expected a dict with `labels`": lambda: DataLoader(
+    "expected a dict with labels": lambda: DataLoader(
         Noisy(), batch_size=BATCH, collate_fn=lambda items: {"x": torch.stack([x for x, _ in items])}
     ),
     "the set is empty": lambda: Streamed([]),
