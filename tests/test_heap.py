@@ -73,14 +73,47 @@ def test_recovery_has_a_heap_of_its_own(tmp_path):
     assert plan["heap"] and within_the_band(proof), proof
 
 
-def test_an_allocator_in_the_place_of_the_c_librarys_is_refused(tmp_path):
-    """PyTorch's tuning guide preloads jemalloc, to which mallopt says nothing: what it keeps passed the limit."""
+OTHER_ALLOCATOR = r"""
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+static char *next;
+void *aligned_alloc(size_t alignment, size_t n) {
+    if (!next) next = mmap(0, 1L << 36, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t *at = (size_t *)(((size_t)__atomic_fetch_add(&next, n + alignment + 32, __ATOMIC_SEQ_CST) + alignment + 31) & -alignment);
+    at[-1] = n;
+    return at;
+}
+void *malloc(size_t n) { return aligned_alloc(16, n); }
+void *memalign(size_t alignment, size_t n) { return aligned_alloc(alignment, n); }
+int posix_memalign(void **at, size_t alignment, size_t n) { *at = aligned_alloc(alignment, n); return 0; }
+void *calloc(size_t count, size_t n) { return malloc(count * n); }
+void free(void *at) {}
+void *realloc(void *at, size_t n) {
+    size_t had = at ? ((size_t *)at)[-1] : 0;
+    return memcpy(malloc(n), at, had < n ? had : n);
+}
+"""
+COUNTING = "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
+
+
+def preloaded(source, tmp_path):
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("there is no C compiler")
-    source, library = tmp_path / "other.c", tmp_path / "libother.so"
-    source.write_text(
-        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
-    )
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-    done = run(tmp_path, "--mem-limit", "2GB", "--dry-run", LD_PRELOAD=str(library))
+    (tmp_path / "preloaded.c").write_text(source)
+    library = tmp_path / "libpreloaded.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "preloaded.c"], check=True)
+    return library, run(tmp_path, "--mem-limit", "2GB", "--dry-run", LD_PRELOAD=str(library))
+
+
+def test_an_allocator_in_the_place_of_the_c_librarys_is_refused(tmp_path):
+    """PyTorch's tuning guide preloads jemalloc, to which mallopt says nothing: what it keeps passed the limit."""
+    library, done = preloaded(OTHER_ALLOCATOR, tmp_path)
     assert done.code == 2 and f"found that of {library}" in done.err and "env -u LD_PRELOAD" in done.err
+
+
+def test_a_library_that_passes_allocations_on_to_the_c_librarys_allocator_is_none(tmp_path):
+    """Profilers of memory do so, and our own campaign of faults: it could not be started."""
+    _, done = preloaded(COUNTING, tmp_path)
+    assert done.code == 0, done.err

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 from seqpart.errors import OptionError
 
@@ -35,6 +34,7 @@ _FOR_ONE, _FOR_SEVERAL, _STREAMED = 2, 3, 5
 _LEAST_FOR_ONE = 1.5
 _PIECE = 64 << 10
 _PROBE = 4 << 20
+_PROBED = 1 << 20
 COMPUTING_SHARE = 0.7
 """Of the seconds that computing takes where memory is returned, where no run has told (costs/trials.py)."""
 
@@ -68,20 +68,35 @@ class _Symbol(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Allocated(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks mapped usmblks fsmblks in_use free keepcost".split()
+    )
+
+
 @cache
 def other_allocator() -> str | None:
-    """The file of a library whose malloc is used in the place of glibc's, as LD_PRELOAD does it; None where none is."""
+    """The file of a library that allocates in the place of glibc, as LD_PRELOAD does it; None where none does.
 
-    def file_of(library: ctypes.CDLL) -> str:
-        found = _Symbol()
-        assert _libc is not None
-        address = ctypes.cast(library.malloc, ctypes.c_void_p)
-        return os.fsdecode(found.file or b"") if _libc.dladdr(address, ctypes.byref(found)) else ""
-
-    if _libc is None or not hasattr(_libc, "dladdr"):
+    A library that counts allocations and passes them on to glibc, as profilers of memory do, is none.
+    """
+    if _libc is None or not hasattr(_libc, "mallinfo2"):
         return None
-    ours, used = file_of(_libc), file_of(ctypes.CDLL(None))
-    return used if ours and used and Path(used).resolve() != Path(ours).resolve() else None
+    _libc.mallinfo2.restype = _Allocated
+    used = ctypes.CDLL(None)
+    used.malloc.restype, used.malloc.argtypes, used.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    before = _libc.mallinfo2()
+    pointer = used.malloc(_PROBED)
+    after = _libc.mallinfo2()
+    used.free(pointer)
+    if after.in_use + after.mapped >= before.in_use + before.mapped + _PROBED:
+        return None
+    found = _Symbol()
+    _libc.dladdr(ctypes.cast(used.malloc, ctypes.c_void_p), ctypes.byref(found))
+    return os.fsdecode(found.file or b"a library that is not named")
 
 
 class Heap:
