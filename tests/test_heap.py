@@ -81,7 +81,8 @@ OTHER_ALLOCATOR = r"""
 static char *next;
 void *aligned_alloc(size_t alignment, size_t n) {
     if (!next) next = mmap(0, 1L << 36, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    size_t *at = (size_t *)(((size_t)__atomic_fetch_add(&next, n + alignment + 32, __ATOMIC_SEQ_CST) + alignment + 31) & -alignment);
+    size_t begin = (size_t)__atomic_fetch_add(&next, n + alignment + 32, __ATOMIC_SEQ_CST);
+    size_t *at = (size_t *)((begin + alignment + 31) & -alignment);
     at[-1] = n;
     return at;
 }

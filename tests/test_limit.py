@@ -129,6 +129,17 @@ def test_memory_that_is_reserved_for_generated_code_is_granted_on_top_of_the_lim
     assert resource.getrlimit(resource.RLIMIT_DATA) == before, "also where somebody asks behind the end"
 
 
+def test_what_kernels_will_reserve_and_not_use_is_granted_on_top():
+    """Two thirds of an LSTM's workspace are: graphs that waited met the kernel's limit 20 MB under the predicted peak."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with enforced(Device(), held_now() + (256 << 20)), pytest.raises(OSError, match="Cannot allocate memory"):
+        mmap.mmap(-1, 512 << 20, flags=flags)
+    with enforced(Device(), held_now() + (256 << 20), untouched=512 << 20):
+        mmap.mmap(-1, 512 << 20, flags=flags).close()
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            mmap.mmap(-1, 1 << 30, flags=flags)
+
+
 def test_at_rest_all_that_is_reserved_and_not_used_is_granted_on_top():
     """A heap that was kept could not shrink, because its last bytes were in use: the run that went on without it had 260 MB
     less than its plan, and ended."""

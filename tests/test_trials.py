@@ -18,8 +18,9 @@ from seqpart import DoesNotFit, Trainer
 from seqpart.costs import trials
 from seqpart.costs.hardware import Speeds
 from seqpart.memory.device import Device
+from seqpart.memory.usage import read_process
 from seqpart.zoo.models import mlp
-from tests import machine
+from tests import kinds, machine
 
 RUN = """
 import json, sys, torch
@@ -48,6 +49,19 @@ def test_the_peak_of_an_lstm_is_predicted_although_its_gates_are_inside_one_oper
     predicted, peak, violations = json.loads(done.stdout.splitlines()[-1])
     # Beside other work a trial's own peak varies by 2 % of the process: the table of architectures holds the 5 %.
     assert violations == 0 and 0.99 <= predicted / peak <= 1.07, (predicted, peak)
+
+
+def test_what_an_lstm_reserves_and_does_not_touch_is_known_and_where_it_is_tight_few_rows_are_tried():
+    """Tried with all rows it met the limit, and oneDNN makes no kernel any more where memory for one was refused."""
+    rows = torch.randn(64, 768), torch.arange(64) % 10
+    seen = {}
+    for limit in ("4GB", read_process().held + (64 << 20)):
+        trainer = Trainer(kinds.lstm(), None, "sgd", mem_limit=limit, method="streamed", batch_size=64, quiet=True)
+        with closing(trainer.prepare(rows, rows)) as preparation:
+            plan = preparation.planned().plan
+            assert not preparation.trials.untold, preparation.trials.untold
+            seen[limit] = plan.untouched(preparation.costs_at(plan.micro_batch), 64)
+    assert all(untouched > 8 << 20 for untouched in seen.values()), seen
 
 
 def test_what_a_block_takes_while_it_is_tried_is_part_of_the_predicted_peak(monkeypatch):

@@ -50,6 +50,8 @@ class BlockCost:
     """The same without the output, unless autograd saved that too."""
     saved_sizes: tuple[int, ...]
     """Each storage among `saved`. See [Note: the heap] in costs/partition.py."""
+    untouched: int = 0
+    """Bytes that are reserved behind a real run beside `saved`, and never held: of an LSTM's workspace it is two thirds."""
     backward_peak: int
     """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
     accumulate_peak: int
@@ -122,10 +124,9 @@ def measure_chain(
 
     entering = [ROWS, *(chain[first].takes[0] for first in _begins(chain)[1:])]
     values = {number: value(number, -1, (batch, *input_shape), dtype) for number in entering}
-    known: dict[tuple[object, ...], BlockCost] = {}
+    known: dict[tuple[object, ...], BlockCost] = {}  # one factory builds the same structure every time
     for block in chain:
         taken = [values[number] for number in block.takes]
-        # One factory builds the same structure every time.
         key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
         if key not in known:
             logging.getLogger("seqpart.planning").debug("block %d of %d is measured", block.number + 1, len(chain))
@@ -136,8 +137,7 @@ def measure_chain(
         given = [value(n, block.number, one.shape, one.dtype) for n, one in zip(block.gives, cost.gives, strict=True)]
         values.update({one.number: one for one in given})
         costs.append(replace(
-            cost, takes=tuple(taken), gives=tuple(given),
-            writes=frozenset(numbers[number] for number in cost.writes),
+            cost, takes=tuple(taken), gives=tuple(given), writes=frozenset(numbers[number] for number in cost.writes),
             passes=tuple((numbers[ours], numbers[theirs]) for ours, theirs in cost.passes),
         ))  # fmt: skip
     return tuple(_lending(chain, costs))

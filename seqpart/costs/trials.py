@@ -23,6 +23,7 @@ from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.memory.heap import page_faults, seconds_per_fault
+from seqpart.memory.limit import Grant
 from seqpart.memory.usage import HighWater
 from seqpart.model.blocks import Block, run_fake, with_tensors
 from seqpart.model.inspection import Kind, structure_of
@@ -36,6 +37,8 @@ class Excess:
 
     forward: int = 0
     saved: int = 0
+    untouched: int = 0
+    """Beside what was saved: reserved, and not held."""
     backward: int = 0
     inference: int = 0
     forward_seconds: float = 0.0
@@ -46,22 +49,26 @@ class Excess:
         """share: of the rows that were run, those that `cost` is for."""
         return replace(
             cost, forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
-            saved_alone=cost.saved_alone + self.saved, backward_peak=cost.backward_peak + self.backward,
-            accumulate_peak=cost.accumulate_peak + self.backward, inference_peak=cost.inference_peak + self.inference,
-            forward_seconds=self.forward_seconds * share, backward_seconds=self.backward_seconds * share,
-            kept_seconds=self.kept_seconds * share,
+            saved_alone=cost.saved_alone + self.saved, untouched=int(self.untouched * share),
+            backward_peak=cost.backward_peak + self.backward, accumulate_peak=cost.accumulate_peak + self.backward,
+            inference_peak=cost.inference_peak + self.inference, forward_seconds=self.forward_seconds * share,
+            backward_seconds=self.backward_seconds * share, kept_seconds=self.kept_seconds * share,
         )  # fmt: skip
 
     def times(self, factor: int) -> "Excess":
         return Excess(
-            forward=factor * self.forward, saved=factor * self.saved, backward=factor * self.backward,
-            inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
+            forward=factor * self.forward, saved=factor * self.saved, untouched=factor * self.untouched,
+            backward=factor * self.backward, inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
             backward_seconds=factor * self.backward_seconds, kept_seconds=factor * self.kept_seconds,
         )  # fmt: skip
 
 
 _SHORT = 0.05
 """Seconds of a run that is timed twice."""
+_HEAP_GROWS = 256 << 10
+"""Bytes of which the C library's heap may reserve more at once than is asked for, which is no kernel's doing."""
+_FEW = 2
+"""Rows of a trial that tells how many more there may be: one would be too few for BatchNorm."""
 _LEAST_SHARE = 0.2
 """Of the seconds of a run, where nearly all of it seems to be page faults: both are measured, and vary."""
 CostsAt = Callable[[int], Sequence[BlockCost]]
@@ -82,6 +89,8 @@ class Trials:
         """Most bytes that were held during any trial: too short, perhaps, for a sampler."""
         self.beyond = self._begun = 0
         """The same beyond what was held before that trial: a block that is tried adds up gradients, and training need not."""
+        self.grant: Grant = lambda *, at_rest=False: False
+        """Called behind each trial: what it left behind in generated code is reserved and not held."""
         self.untold: list[str] = []
         """Blocks that could not be run alone, in words: what was counted stands."""
 
@@ -117,7 +126,8 @@ class Trials:
         for number in range(max(first, self.first), last) if self._meter.works else ():
             known = self._found.setdefault(self._kind(number, costs[number]), {})
             if rows not in known and _alone(costs[number]) <= available:
-                known[rows], fresh = self._measured(number, rows), True
+                known[rows], fresh = self._measured(number, rows, available), True
+                self.grant()
         return fresh
 
     def last_rows(self, micro_batches: Collection[int], batches: Collection[int]) -> set[int]:
@@ -139,9 +149,11 @@ class Trials:
             self._structures[block.same_as] = _structure(block)
         return self._structures[block.same_as], *((value.shape[1:], value.dtype) for value in cost.takes)
 
-    def _measured(self, number: int, rows: int) -> Excess:
+    def _measured(self, number: int, rows: int, available: int) -> Excess:
         """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
         block, fewer = self._chain[number], rows
+        if rows > _FEW and _has_workspace(block):
+            fewer = self._rows_within(number, rows, available)
         _LOGGER.debug("block %d of %d is run, %d rows", number + 1, len(self._chain), rows)
         while True:
             try:
@@ -155,6 +167,19 @@ class Trials:
                 self.untold.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
                 return Excess()
 
+    def _rows_within(self, number: int, rows: int, available: int) -> int:
+        """`rows`, halved until they fit as a run with a few says.
+
+        oneDNN makes no kernel any more in a thread in which memory for one was refused, so that is not to happen in a trial.
+        """
+        few = self._measured(number, _FEW, available)
+        alone, least = (_alone(self._costs_at(count)[number]) for count in (rows, _FEW))
+        hidden = few.saved + few.untouched + max(few.forward, few.backward)
+        fewer = rows
+        while fewer > _FEW and least + (alone - least) * fewer // rows + hidden * fewer // _FEW > available:
+            fewer = -(-fewer // 2)
+        return fewer
+
     def _once(self, number: int, rows: int) -> Excess:
         """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
         Then one without a graph."""
@@ -165,7 +190,7 @@ class Trials:
             module.train()
             self._train(module, tensors, xs)
             faults = page_faults()
-            forward, saved, backward, *seconds = self._train(module, tensors, xs)
+            forward, saved, reserved, backward, *seconds = self._train(module, tensors, xs)
             faults = page_faults() - faults
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
                 *_, again_forward, again_backward = self._train(module, tensors, xs)
@@ -178,9 +203,11 @@ class Trials:
         kept_seconds = 0.0
         if self._device.keeps_heap:
             kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
+        untouched = reserved - max(saved, cost.saved)
         return Excess(
             forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
-            backward=max(0, backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
+            untouched=untouched if untouched > _HEAP_GROWS else 0, backward=max(0, backward - cost.accumulate_peak),
+            inference=max(0, inference - cost.inference_peak),
             forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
 
@@ -197,16 +224,17 @@ class Trials:
 
     def _train(
         self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
-    ) -> tuple[int, int, int, float, float]:
-        """(peak of forward, bytes saved, peak of backward), as costs/blocks.py watches them; the seconds of both."""
+    ) -> tuple[int, int, int, int, float, float]:
+        """(peak of forward, bytes saved, the same with what is reserved, peak of backward), as costs/blocks.py watches them;
+        the seconds of both."""
         entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
-        held, began = self._meter.restart(), self._now()
+        reserved, held, began = self._meter.reserved(), self._meter.restart(), self._now()
         ys = self._forward(module, tensors, entering)
         forward_seconds = self._now() - began
-        forward, saved = self._most() - held, self._meter.now() - held
+        forward, saved, reserved = self._most() - held, self._meter.now() - held, self._meter.reserved() - reserved
         roots = [y for y in ys if y.requires_grad]
         if not roots:
-            return forward, saved, 0, forward_seconds, 0.0
+            return forward, saved, reserved, 0, forward_seconds, 0.0
         edges, gradients = [get_gradient_edge(y) for y in roots], [torch.ones_like(y) for y in roots]
         del ys, roots
         held, began = self._meter.restart(), self._now()
@@ -215,7 +243,7 @@ class Trials:
         backward = self._most() - held
         for x in xs:
             x.grad = None
-        return forward, saved, backward, forward_seconds, backward_seconds
+        return forward, saved, reserved, backward, forward_seconds, backward_seconds
 
     def _now(self) -> float:
         self._device.wait(self._device.mark())
@@ -237,6 +265,12 @@ def _alone(cost: BlockCost) -> int:
     """Bytes of a trial, as far as they are counted."""
     working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.accumulate_peak))
     return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
+
+
+def _has_workspace(block: Block) -> bool:
+    """Whether it is recurrent: of what oneDNN keeps for its backward, 16 times what is counted, fake tensors show nothing."""
+    module, _ = block.fake(FakeMode())
+    return any(isinstance(one, nn.RNNBase) for one in module.modules())
 
 
 def _structure(block: Block) -> Kind:

@@ -73,7 +73,7 @@ class _Allocated(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks mapped usmblks fsmblks in_use free keepcost".split()
+        for name in ["arena", "ordblks", "smblks", "hblks", "mapped", "usmblks", "fsmblks", "in_use", "free", "keepcost"]
     )
 
 

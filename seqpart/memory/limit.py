@@ -124,14 +124,14 @@ class Grant(Protocol):
 
 
 @contextmanager
-def enforced(device: Device, limit: int, *, beside: int = 0) -> Iterator[Grant]:
+def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0) -> Iterator[Grant]:
     """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
 
     CPU: RLIMIT_DATA counts what is reserved, so the difference to what is used now (library data, thread stacks:
     a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields what grants on top
     what has been reserved since and is not used, and says whether that was anything: what is reserved for generated code, and
     `at_rest`, when nothing is loaded, all else too, as a heap that cannot shrink because its last bytes are in use.
-    beside: bytes of the limit that other processes of the run have.
+    beside: bytes of the limit that other processes of the run have. untouched: bytes that kernels will reserve and not use.
     """
     if not device.shares_memory:
         with _capped_allocator(device, limit):
@@ -141,7 +141,7 @@ def enforced(device: Device, limit: int, *, beside: int = 0) -> Iterator[Grant]:
     if now.held + beside >= limit:
         raise too_small(limit, now.held + beside)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    unused, code, granted, over = now.data - now.anon, generated_code(), 0, False
+    unused, code, granted, over = now.data - now.anon + untouched, generated_code(), 0, False
 
     def set_limit() -> None:
         ours = limit - beside + unused + granted
@@ -156,7 +156,7 @@ def enforced(device: Device, limit: int, *, beside: int = 0) -> Iterator[Grant]:
         more = (generated_code() - code) * 15 // 16
         if at_rest:
             now = read_process()
-            more = max(more, now.data - now.anon - unused)
+            more = max(more, now.data - now.anon + untouched - unused)
         grown, granted = more > granted, max(granted, more)
         if grown:
             set_limit()

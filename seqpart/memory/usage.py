@@ -214,6 +214,10 @@ class HighWater:
             return self._device.allocated()
         return read_process().held
 
+    def reserved(self) -> int:
+        """Bytes held or reserved now: what a kernel asked for and does not touch is not held, and charged by RLIMIT_DATA."""
+        return self.now() if self._device is not None else read_process().data
+
     def restart(self) -> int:
         """Bytes held now, from which on `peak` counts."""
         if self._device is not None:

@@ -129,7 +129,7 @@ class Inputs:
         alive, beside = self.live_modules.alive(self.device.kind), self.reading.held
         with ExitStack() as stack:
             if any_plan_fits(self.device, self.limit + alive, beside=beside):
-                stack.enter_context(enforced(self.device, self.limit + alive, beside=beside))
+                self.trials.grant = stack.enter_context(enforced(self.device, self.limit + alive, beside=beside))
             try:
                 yield
             except Exception as error:

@@ -4,9 +4,11 @@ A plan is a frozen value of ints. It can be printed, saved as JSON, compared and
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
+from seqpart.costs.blocks import BlockCost
 from seqpart.errors import OptionError
 from seqpart.files.text import parsed
 from seqpart.methods.method import Method
@@ -128,6 +130,14 @@ class Plan:
     @property
     def micro_batch(self) -> int:
         return max(part.micro_batch for part in self.partitions)
+
+    def untouched(self, costs: Sequence[BlockCost], batch: int) -> int:
+        """Bytes that graphs of batches of `batch` rows reserve on the device at most and do not hold. costs: of all blocks."""
+        found = 0
+        for part in self.partitions:
+            micro_batches = -(-batch // self.micro_batch) if part.graph == KEPT else 1
+            found += micro_batches * sum(cost.untouched for cost in costs[part.first : part.last])
+        return found
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"

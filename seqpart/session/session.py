@@ -105,9 +105,10 @@ class Session:
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled. rows: also with those of the data."""
-        reading = self._preparation.reading
+        reading, plan = self._preparation.reading, self.prepared.plan
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
-        with enforced(self._device, self.prepared.plan.limit, beside=beside) as self._grant:
+        untouched = plan.untouched(self.prepared.costs, self._preparation.full_batch)
+        with enforced(self._device, plan.limit, beside=beside, untouched=untouched) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
             self._state = "failed"  # until it is done
             yield
@@ -285,7 +286,6 @@ class Session:
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
         if self._grant() and (planned := replanning.planned_or_none(self._preparation, self.prepared, request)) is not None:
-            # It was charged to the limit before, although nobody uses it.
             self._go_on(failure, planned, " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
             self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
