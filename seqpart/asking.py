@@ -16,12 +16,12 @@ from seqpart.errors import DataError, OptionError, SeqpartError
 
 _ONE_HOT = "calls F.one_hot without num_classes, which looks for the largest label"
 _NUMBER = "reads a number out of a tensor (item(), float(), tolist(), numpy())"
-_BRANCH = "branches on a value (a tensor in an `if`)"
+_BRANCH = "branches on a value (a tensor in an `if` or an `assert`)"
 _SHAPE = "makes a shape of values (a mask as an index, nonzero, unique)"
 _CURES = {
     _ONE_HOT: "Give F.one_hot(labels, num_classes=K), with the number of classes as K.",
     _NUMBER: "Let it stay a tensor: detach() in the place of item().",
-    _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`.",
+    _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`; a loss that is not finite ends a run anyway.",
     _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
 }
 _CALLS = {

@@ -86,6 +86,7 @@ OPTIONS = {
     "--resume nowhere": "--resume: nowhere does not exist. Give the directory of a run",
     "--mem-limit 2XB": "--mem-limit: expected a size such as 2GB, 1.5GiB, 0.8 (a share) or auto; found '2XB'",
     "--mem-limit -1": "--mem-limit: expected a size such as 2GB; found '-1'",
+    "--mem-limit 2": "--mem-limit: expected a size such as 2GB; '2' is 2 bytes, less than any process has.",
     "--mem-limit 0": "--mem-limit: expected a size above zero; found '0'",
     "--mem-limit nan": "--mem-limit: expected a size; found 'nan'",
     "--mem-limit 1.5": "--mem-limit: a number with a point is a share; up to 1.0; found 1.5",

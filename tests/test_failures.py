@@ -257,6 +257,18 @@ def test_test_rows_that_the_model_does_not_take_do_not_cost_what_was_trained(opt
     assert all(torch.equal(expected.state_dict()[name], tensor) for name, tensor in found.state_dict().items())
 
 
+def test_a_label_that_is_no_class_is_told_in_a_loop_of_ones_own():
+    """Where rows are known beforehand it is refused before training; here it was an IndexError of torch."""
+    x, y = torch.randn(16, 8), torch.arange(16) % CLASSES
+    trainer = Trainer(nn.Linear(8, CLASSES), None, "sgd", mem_limit="2GB", method="full", batch_size=8, quiet=True)
+    with (
+        pytest.raises(DataError, match=f"no class: Target {CLASSES} is out of bounds"),
+        trainer.session((x[:8], y[:8])) as session,
+    ):
+        session.step((x[:8], y[:8]))
+        session.step((x[8:], y[8:] + 1))
+
+
 def test_modules_given_alive_have_their_weights_back_after_an_error(tmp_path):
     model = nn.Sequential(nn.Linear(8, 16), Picky(ZeroDivisionError("in the block"), call=2), nn.Linear(16, CLASSES))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

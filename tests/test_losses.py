@@ -9,7 +9,16 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.costs.blocks import measure_loss
-from seqpart.model.losses import IGNORED, cross_entropy_in_chunks, loss_named, regression, scores_of, token_cross_entropy
+from seqpart.errors import DataError
+from seqpart.model.losses import (
+    IGNORED,
+    cross_entropy_in_chunks,
+    loss_named,
+    refuse_unlike,
+    regression,
+    scores_of,
+    token_cross_entropy,
+)
 from tests.given import classified
 
 sizes = st.integers(1, 4)
@@ -82,6 +91,24 @@ def test_the_kind_of_the_labels_chooses_the_loss(labels, classes, loss):
 def test_a_regression_is_the_mean_squared_error_of_one_output_per_row(shape):
     output, labels = torch.randn(4), torch.randn(4)
     assert torch.equal(regression(output.view(shape), labels), F.mse_loss(output, labels))
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (torch.arange(8) % 7, r"outputs of shape \(5,\), and the labels have 7 classes. Let the last block have 7 outputs"),
+        (torch.rand(8), r"labels are torch.float32 of shape \(\). Give classes as integers \(labels.long\(\)\), or the prob"),
+        (torch.zeros(8, 1).long(), r"labels have the shape \(rows, 1\). Give labels.squeeze\(1\)"),
+    ],
+    ids=["more classes", "floats", "a column"],
+)
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)])
+def test_labels_that_cross_entropy_cannot_take_are_told_before_training(loss, labels, words):
+    """With nn.CrossEntropyLoss() a label beyond the outputs was an IndexError in the middle of training."""
+    classes = 0 if labels.is_floating_point() else int(labels.max()) + 1
+    with pytest.raises(DataError, match=words):
+        refuse_unlike(loss, (5,), classes, labels)
+    refuse_unlike(loss, (5,), 0, torch.rand(8, 5))
 
 
 @given(sizes, st.lists(sizes, max_size=2), sizes)

@@ -217,7 +217,7 @@ miscounted.counts = len
 )
 def test_what_a_loss_says_of_itself_is_checked(loss, words):
     with pytest.raises(OptionError, match=words):
-        reduction_of(loss, (4,), torch.float32, LABELS, LABELS)
+        reduction_of(loss, (4,), torch.float32, LABELS, LABELS, batch=8)
 
 
 def test_a_loss_that_draws_random_numbers_is_taken_at_its_word():
@@ -231,7 +231,36 @@ def test_a_loss_that_draws_random_numbers_is_taken_at_its_word():
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="none"), lambda o, y: o])
 def test_a_loss_of_several_numbers_is_refused(loss):
     with pytest.raises(DataError, match=r"returned shape.*expected one number.*\(sum, count\)"):
-        reduction_of(loss, (4,), torch.float32, LABELS, LABELS)
+        reduction_of(loss, (4,), torch.float32, LABELS, LABELS, batch=8)
+
+
+def hardest(output, labels):
+    return F.cross_entropy(output, labels, reduction="none").topk(BATCH).values.mean()
+
+
+def of_whole_batches(output, labels):
+    return F.cross_entropy(output.view(BATCH, 4), labels)
+
+
+def noisy(output, labels):
+    return F.cross_entropy(output + torch.randn_like(output), labels)
+
+
+@pytest.mark.parametrize("loss", [hardest, of_whole_batches, noisy])
+def test_a_loss_that_cannot_be_tried_judges_batches_that_are_not_divided(loss):
+    """They failed on the six rows of a trial, also where the batch stayed whole."""
+    assert reduction_of(loss, (4,), torch.float32, LABELS, LABELS).kind is Kind.WHOLE
+    with pytest.raises((DataError, OptionError), match="tried"):
+        reduction_of(loss, (4,), torch.float32, LABELS, LABELS, batch=BATCH)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.L1Loss()])
+def test_labels_that_lack_a_dimension_of_the_outputs_are_refused_with_what_gives_it(loss):
+    """torch compares each output with the labels of all rows, and says so in a warning at most: six of them were seen."""
+    labels = torch.rand(ROWS)
+    with pytest.raises((DataError, OptionError), match=r"each with those of all rows\. Give .* labels\.view\(-1, 1\)\.$"):
+        reduction_of(loss, (1,), torch.float32, labels, labels, batch=8)
 
 
 def test_sil_wants_a_class_in_every_label(tmp_path):

@@ -46,16 +46,27 @@ def one_tensor():
         (X[:, :2], r"found a Tensor alone, of shape \(24, 2\)"),
         (X.numpy(), r"found a ndarray alone"),
         ({"x": X, "y": Y}, r"expected a dict with labels .*; found x, y. Name them labels, or give a pair"),
-        ({"train": (X, Y), "test": (X, Y)}, "expected a dict with labels .*; found train, test"),
+        ({"train": (X, Y), "test": (X, Y)}, r"found several data sets: train, test. Give one of them, as data\['train'\]"),
+        ([{"x": X[0], "text": "one", "labels": 0}] * 8, "item 0: expected numbers; text is the text 'one'. Turn texts into"),
         ("rows.npz", "found the text 'rows.npz'"),
+        ((X.tolist(), Y.tolist()), r"found two lists, of 24 and 24. Give \(torch.tensor\(x\), torch.tensor\(y\)\)"),
         ((X, Y, X), r"item 0: expected a pair \(x, label\), .*or a dict with labels; found a Tensor of shape \(24, 4\)"),
     ],
-    ids=["tensor", "two columns", "array", "dict", "dict of sets", "text", "three"],
+    ids=["tensor", "two columns", "array", "dict", "dict of sets", "texts", "text", "lists", "three"],
 )
 @pytest.mark.parametrize("cache", ["auto", "none"])
 def test_what_is_no_rows_with_labels_is_refused_with_what_is(rows, words, cache):
     with pytest.raises(DataError, match=words):
         trainer(one_tensor, cache=cache).plan(rows)
+
+
+def test_a_table_of_pandas_is_refused_and_its_columns_are_taken(recwarn):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    table = pandas.DataFrame({name: X[:, number].numpy() for number, name in enumerate("abcd")} | {"y": Y.numpy()})
+    with pytest.raises(DataError, match=r"found a table of pandas. Give \(table\[\[NAME, ...\]\].to_numpy\(\), table\[NAME\]"):
+        trainer(one_tensor).plan(table)
+    trainer(one_tensor).plan((table[["a", "b", "c", "d"]].to_numpy(), table["y"]))
+    assert not recwarn.list
 
 
 def test_rows_and_labels_as_two_arguments_are_told_to_be_one():

@@ -6,6 +6,7 @@ bytes, as inputs are.
     dict or tuple   of such tensors, for a loss of the user's own: boxes and their classes, two targets
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -69,7 +70,9 @@ def as_labels(labels: Any, name: str) -> torch.Tensor:
     if isinstance(labels, Sequence):
         labels = [plain(label) for label in labels]
     try:
-        tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written to
+            tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} labels: expected numbers of one shape for each row: {str(error).splitlines()[0]}") from None
     if tensor.is_complex():

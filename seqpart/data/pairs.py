@@ -21,9 +21,21 @@ def as_pair(data: object, said: str) -> object:
             f"{said}: expected a pair (x, y) of rows and labels; found a {type(data).__name__} alone, of shape "
             f"{tuple(data.shape)}. Give (x, y), or (x, x) where rows are to come out as they went in."
         )
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, list) for part in data) and len(data[0]) > 2:
+        raise DataError(
+            f"{said}: expected a pair (x, y) of tensors or arrays; found two lists, of {len(data[0])} and {len(data[1])}. Give "
+            "(torch.tensor(x), torch.tensor(y))."
+        )
     if isinstance(data, str):
         raise DataError(f"{said}: expected a pair (x, y) of tensors or arrays, or a data set; found the text {data[:60]!r}.")
+    if hasattr(data, "columns") and hasattr(data, "iloc"):
+        raise DataError(
+            f"{said}: expected a pair (x, y) of tensors or arrays, or a data set; found a table of pandas. Give "
+            "(table[[NAME, ...]].to_numpy(), table[NAME].to_numpy())."
+        )
     if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
+        if "train" in data and not {"label", "labels"} & set(data):
+            raise DataError(f"{said}: found several data sets: {', '.join(data)}. Give one of them, as data['train'].")
         x, y = labels_apart(data, said)
         return x, y if hasattr(y, "shape") or isinstance(y, Mapping) else np.asarray(y)
     return data

@@ -8,6 +8,7 @@ allocation that fails inside the limit ends it too, with everything at home as a
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -340,6 +341,11 @@ class Executor:
 
 def _explained(error: Exception) -> Exception:
     """In words, where the message does not say what is wrong with the rows."""
+    if isinstance(error, IndexError) and re.match(r"Target -?\d+ is out of bounds", str(error)):
+        return DataError(
+            f"the loss found a label that is no class: {error} The classes of K outputs are 0 to K - 1. Give such labels, or "
+            "let the last block have more outputs."
+        )
     if not isinstance(error, IndexError) or "index out of range in self" not in str(error):
         return error
     return DataError(

@@ -14,7 +14,7 @@ from seqpart.data.splits import Split, as_split, write_rows
 from seqpart.errors import DataError, SeqpartError
 from seqpart.loaders.draws import Draws, seed_generators, shuffled
 from seqpart.memory.device import Device, keyed_seed
-from seqpart.tracing.inputs import PADS, described, is_several
+from seqpart.tracing.inputs import PADS, described, is_several, refuse_text
 
 PIECE_BYTES, PIECE_ROWS = 1 << 20, 64
 """Of items that are put together at a time, whichever is reached first."""
@@ -179,6 +179,8 @@ def parted(found: Any, said: str) -> tuple[Any, Any]:
 
 def stacked(rows: Sequence[tuple[Any, Any]], name: str) -> tuple[Any, Any]:
     """(x, labels) of several rows, as tensors whose first dimension is theirs. Raises DataError where they differ in shape."""
+    for key, part in rows[0][0].items() if isinstance(rows[0][0], Mapping) else ():
+        refuse_text(part, f"{name} data: item 0", key)
     try:
         return _together([x for x, _ in rows]), _together([y for _, y in rows])
     except (TypeError, ValueError, RuntimeError, KeyError) as error:

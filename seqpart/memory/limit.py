@@ -38,6 +38,8 @@ def limit_of(asked: str | int | float, device: Device) -> int:
     """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
     total = device.total_memory()
     limit = parse_size(asked, total=total, free=device.free_memory(), name="--mem-limit")
+    if limit < 1 << 20:
+        raise OptionError(f"--mem-limit: expected a size such as 2GB; {asked!r} is {limit} bytes, less than any process has.")
     if limit > total:
         raise OptionError(
             f"--mem-limit: {format_size(limit)} were asked for, and the device has {format_size(total)}. Give less, or auto."

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from seqpart.errors import DataError
 
@@ -146,26 +147,37 @@ OF_CLASSES: tuple[LossFunction, ...] = (F.cross_entropy, token_cross_entropy, pa
 """Those of ours that take one score for each class."""
 
 
-def refuse_few_outputs(loss: LossFunction, shape: tuple[int, ...], classes: int, positions: tuple[int, ...] = ()) -> None:
-    """Raises DataError where a loss of ours cannot judge outputs of that shape, of one row, by labels of shape `positions`."""
-    if loss in OF_NUMBERS and _without_ones(shape) != _without_ones(positions):
+def refuse_unlike(loss: LossFunction, shape: tuple[int, ...], classes: int, labels: torch.Tensor) -> None:
+    """Raises DataError where a loss of ours, or torch's cross-entropy, cannot judge outputs of that shape, of one row, by
+    `labels`, which have so many classes."""
+    positions, of_classes = tuple(labels.shape[1:]), loss in OF_CLASSES or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if of_classes and labels.is_floating_point() and positions != shape:
+        raise DataError(
+            f"the loss judges scores of classes, and a row's labels are {labels.dtype} of shape {positions}. Give classes as "
+            f"integers (labels.long()), or the probabilities of all, of shape {shape}."
+        )
+    if of_classes and positions == (1,) and len(shape) == 1:
+        raise DataError("the loss judges one class a row, and labels have the shape (rows, 1). Give labels.squeeze(1).")
+    if loss in OF_NUMBERS and without_ones(shape) != without_ones(positions):
         needed = f"outputs of the shape {positions} of a row's labels" if positions else "one output per row"
         kind = "a regression needs" if loss is regression else "--loss bce needs"
-        raise DataError(f"{kind} {needed}; the network ends with shape {shape}.")
+        hint = " Classes are integers: labels.long()." if loss is regression and not positions else ""
+        raise DataError(f"{kind} {needed}; the network ends with shape {shape}.{hint}")
     if loss in OF_CLASSES[1:] and len(positions) > 1 and shape[1:] == positions == shape[:-1]:
         raise DataError(
             f"the network ends with outputs of shape {shape} for labels of shape {positions}, of which the first or the last "
             "dimension may be the classes. Give a function (output, labels) -> loss, such as torch's cross_entropy."
         )
     found = shape[0] if shape and classes_first(shape, positions) else (shape or (0,))[-1]
-    if loss in OF_CLASSES and found < classes:
+    if of_classes and found < classes:
         raise DataError(
             f"the network ends with outputs of shape {shape}, and the labels have {classes} classes. "
             f"Let the last block have {classes} outputs."
         )
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions that are more than 1: what two shapes of as many numbers, in one order, have in common."""
     return tuple(size for size in shape if size != 1)
 
 

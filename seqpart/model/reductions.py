@@ -13,6 +13,7 @@ import copy
 import enum
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -23,7 +24,15 @@ from torch import nn
 
 from seqpart.asking import judging
 from seqpart.errors import DataError, OptionError
-from seqpart.model.losses import IGNORED, OF_NUMBERS, LossFunction, label_dtype, partially_separable, token_cross_entropy
+from seqpart.model.losses import (
+    IGNORED,
+    OF_NUMBERS,
+    LossFunction,
+    label_dtype,
+    partially_separable,
+    token_cross_entropy,
+    without_ones,
+)
 
 Counts = Callable[[torch.Tensor], Any]
 """labels (rows, ...) -> what a mean over them is divided by: a number, or a tensor of one."""
@@ -103,15 +112,17 @@ def _number(count: Any) -> float:
 
 
 def reduction_of(
-    loss: LossFunction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor, tested: torch.Tensor
-) -> Reduction:
+    loss: LossFunction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor, tested: torch.Tensor, *,
+    batch: int | None = None,
+) -> Reduction:  # fmt: skip
     """Of `loss` behind outputs (rows, *shape) with these training and test labels.
 
-    Raises OptionError where that cannot be found, DataError where the loss fails.
+    batch: rows of those that may be divided; None: none is, and then any loss will do. Raises OptionError where it cannot be
+    found, DataError where the loss fails.
     """
     known = said(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
-        return tried(loss, known, shape, dtype, labels)
+        return _tried(loss, known, shape, dtype, labels, batch)
     alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None
     if alike and not (holds(labels, known.ignored) or holds(tested, known.ignored)):
         return Reduction(ignored=known.ignored)  # the bits of a plain loop
@@ -189,6 +200,43 @@ _LOOKED_AT = 1 << 22
 _CLOSE = 1e-4
 
 
+def _tried(
+    loss: LossFunction, known: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor,
+    batch: int | None,
+) -> Reduction:  # fmt: skip
+    try:
+        found = tried(loss, known, shape, dtype, labels)
+    except (DataError, _CannotBeTried) as error:
+        if batch is None:
+            return Reduction(Kind.WHOLE)
+        if isinstance(error, _CannotBeTried):
+            raise
+        cure = _one_shape(shape, labels) or (
+            f"It was tried with a few rows: one that takes whole batches alone goes with --micro-batch-size {batch}."
+        )
+        raise DataError(f"{error} {cure}") from error
+    if found.kind is Kind.WHOLE and batch is not None:
+        cure = _one_shape(shape, labels) or (
+            f"{_CURE} Or give --micro-batch-size {batch}: a batch that is not divided may have any loss."
+        )
+        raise OptionError(
+            f"loss {name_of(loss)}: the loss of a batch is neither the mean of its parts' by their rows nor their sum (a mask, "
+            f"ignored labels, weights, or rows that are compared with each other?). {cure}"
+        )
+    return found
+
+
+def _one_shape(shape: tuple[int, ...], labels: torch.Tensor) -> str:
+    """The cure where outputs and labels of a row differ by dimensions of 1, so that torch compares each with all; else ""."""
+    positions = tuple(labels.shape[1:])
+    if positions == shape or without_ones(positions) != without_ones(shape):
+        return ""
+    return (
+        f"A row has outputs of shape {shape} and labels of shape {positions}: torch compares each with those of all "
+        f"rows. Give labels of the same shape: labels.view{(-1, *shape)}."
+    )
+
+
 def tried(
     loss: LossFunction, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
 ) -> Reduction:
@@ -199,9 +247,14 @@ def tried(
     """
     own = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
     trial = _Trial(own, reduction, shape, dtype if dtype == torch.float64 else torch.float32, labels)
-    with torch.random.fork_rng(devices=[]), judging(name_of(loss), shape, "", values=True):
+    with torch.random.fork_rng(devices=[]), judging(name_of(loss), shape, "", values=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's losses: shapes that differ
         torch.manual_seed(0)
         return trial.result()
+
+
+class _CannotBeTried(OptionError):
+    """Nothing is known of a loss; where no batch is divided, nothing need be."""
 
 
 class _Trial:
@@ -228,7 +281,7 @@ class _Trial:
     def result(self) -> Reduction:
         if self._too_large:
             if self._said is None:
-                raise OptionError(f"loss {name_of(self._loss)}: its outputs are too large for a trial. {_CURE}")
+                raise _CannotBeTried(f"loss {name_of(self._loss)}: its outputs are too large for a trial. {_CURE}")
             return self._said
         change = self._outputs()
         kinds, pairs = set(Kind) - {Kind.WHOLE}, False
@@ -240,7 +293,7 @@ class _Trial:
             kinds &= self._fitting(whole, parts, at / len(labels))
         if not kinds and self._is_random():
             if self._said is None:
-                raise OptionError(f"loss {name_of(self._loss)}: it draws random numbers, so it cannot be tried. {_CURE}")
+                raise _CannotBeTried(f"loss {name_of(self._loss)}: it draws random numbers, so it cannot be tried. {_CURE}")
             return self._said
         if self._said is not None and Kind.COUNTED not in kinds:
             raise OptionError(
@@ -305,8 +358,8 @@ class _Trial:
             except Exception as error:
                 problem = problem or str(error)
         if problem:
-            raise DataError(f"the loss cannot judge outputs of shape {self._shape}: {problem}")
-        raise OptionError(f"loss {name_of(self._loss)}: it is not finite for random outputs, so it cannot be tried. {_CURE}")
+            raise DataError(f"the loss cannot judge outputs of shape {self._shape}: {problem.rstrip('.')}.")
+        raise _CannotBeTried(f"loss {name_of(self._loss)}: it is not finite for random outputs, so it cannot be tried. {_CURE}")
 
     def _batches(self) -> Iterator[torch.Tensor]:
         """Labels of small batches: real rows, and real rows behind rows of one label each, for each that occurs."""
@@ -335,17 +388,9 @@ def _near(one: float, other: float, scale: float) -> bool:
 
 _CURE = (
     "What its mean is divided by must be known, or training would depend on the memory limit: let it return (sum, count), give "
-    "it an attribute `counts`, a function from labels to what their mean is divided by, or take one of torch's own."
+    "it an attribute `counts`, a function from labels to what their mean is divided by, or take one of torch's "
+    "own (nn.CrossEntropyLoss(weight=w), or functools.partial(F.cross_entropy, weight=w) in the place of a lambda)."
 )
-
-
-def refuse_division(loss: LossFunction, batch: int) -> OptionError:
-    """The error for a loss of kind WHOLE whose batch is to be divided."""
-    return OptionError(
-        f"loss {name_of(loss)}: the loss of a batch is neither the mean of its parts' by their rows nor their sum (a mask, "
-        f"ignored labels, weights, or rows that are compared with each other?). {_CURE} Or give --micro-batch-size {batch}: a "
-        "batch that is not divided may have any loss."
-    )
 
 
 def name_of(loss: object) -> str:

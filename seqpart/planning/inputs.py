@@ -33,9 +33,9 @@ from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.losses import LossFunction, LossSource, refuse_few_outputs
+from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import Optimizer, averaging, chosen
-from seqpart.model.reductions import Kind, Reduction, Verdict, ignored_label, name_of, reduction_of, refuse_division
+from seqpart.model.reductions import Reduction, Verdict, ignored_label, name_of, reduction_of
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.rates.scheduler import refuse_unfit
 from seqpart.settings import Settings
@@ -191,11 +191,12 @@ class Inputs:
     def _found_reduction(self) -> Reduction:
         """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
         last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
-        found = reduction_of(self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels)
         sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
-        if found.kind is Kind.WHOLE and {min(size, self.train.count) for size in sizes} != {batch}:
-            raise refuse_division(self._final_loss, self.full_batch)
-        return found
+        divides = {min(size, self.train.count) for size in sizes} != {batch}
+        return reduction_of(
+            self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels,
+            batch=self.full_batch if divides else None,
+        )  # fmt: skip
 
     def _refuse_giants(self) -> None:
         """What no limit on this machine helps: said before a loss is measured, which takes longer the wider a block is."""
@@ -373,7 +374,7 @@ class Inputs:
                 return 0, 0  # no loss ever stands there, and none may suit that shape
             return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
 
-        refuse_few_outputs(self._final_loss, lasts[0].output_shape, self.classes, tuple(self.train.labels.shape[1:]))
+        refuse_unlike(self._final_loss, lasts[0].output_shape, self.classes, self.train.labels)
         return cost
 
     def _measure_loss(

@@ -58,7 +58,7 @@ def form_of(x: object, said: str, *, whole: bool) -> Form:
     """Of the x of a row, or of all rows (`whole`), whose first dimension is theirs. Raises DataError, naming `said`."""
     found, offset = [], 0
     for name, tensor in _named(x):
-        own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, said)
+        own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, said, name)
         if whole and not own.ndim:
             raise DataError(f"{said}: {name or 'an input'} has no rows.")
         shape = tuple(own.shape[1:] if whole else own.shape)
@@ -85,7 +85,7 @@ def packed(x: object, form: Form, said: str) -> torch.Tensor:
     count = len(parts[0][1])
     rows = torch.zeros((count, nbytes_of(form)), dtype=torch.uint8)
     for (name, found), one in zip(parts, form, strict=True):
-        tensor = _tensor(found, said).to(one.dtype)
+        tensor = _tensor(found, said, one.name).to(one.dtype)
         if tuple(tensor.shape) != (count, *one.shape):
             raise DataError(
                 f"{said}: row shapes differ: {name or 'an input'} has {one.shape}, and {tuple(tensor.shape[1:])} elsewhere. "
@@ -166,12 +166,23 @@ def described(form: Form) -> str:
     return ", ".join(said) or "one tensor"
 
 
-def _tensor(part: Any, said: str) -> torch.Tensor:
+def refuse_text(part: object, said: str, name: str | None) -> None:
+    """Raises DataError for a text, and for several of them, in the place of the numbers of an input of that name."""
+    if isinstance(part, str) or (isinstance(part, list | tuple) and part and isinstance(part[0], str)):
+        raise DataError(
+            f"{said}: expected numbers; {name or 'an input'} is the text {str(part)[:40]!r}. Turn texts into numbers, "
+            "as a tokenizer does, and leave out what the model does not take."
+        )
+
+
+def _tensor(part: Any, said: str, name: str | None) -> torch.Tensor:
     """Floats as float32, other numbers as they are."""
+    refuse_text(part, said, name)
     try:
         tensor = torch.as_tensor(np.array(part) if isinstance(part, np.ndarray) else part).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{said}: expected numbers of one shape: {str(error).splitlines()[0]}") from None
+        of = f" in {name}" if name else ""
+        raise DataError(f"{said}: expected numbers of one shape{of}: {str(error).splitlines()[0]}") from None
     if tensor.is_complex():
         raise DataError(f"{said}: expected real numbers; found {tensor.dtype}.")
     return tensor.float() if tensor.is_floating_point() else tensor
