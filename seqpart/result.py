@@ -18,8 +18,8 @@ from seqpart.weights.pretrained import write_pretrained
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a run left. `accuracy` is None for a regression, and `test_loss` too where there was no test set. A loss that sums is
-    given as its mean over the rows."""
+    """What a run left. `accuracy` is None for a regression, and `test_loss` too where there was no test set. A loss that sums
+    is given as its mean over the rows."""
 
     weights: Path
     """A safetensors file with the model's own parameter names."""

@@ -16,9 +16,9 @@ class Shaped(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, inputs, width):
+    def __init__(self, inputs, width, **more):
         super().__init__()
-        self.lstm = nn.LSTM(inputs, width, batch_first=True)
+        self.lstm = nn.LSTM(inputs, width, batch_first=True, **more)
 
     def forward(self, x):
         return self.lstm(x)[0]
@@ -70,6 +70,11 @@ def conv_alive():
 
 def lstm_alive():
     return alive(lstm())
+
+
+def deep_lstm():
+    first = lambda: nn.Sequential(Shaped(24, 32), Recurrent(32, 128, num_layers=2, bidirectional=True))  # noqa: E731
+    return [first, lambda: Recurrent(256, 192), lambda: nn.Sequential(Mean(), nn.Linear(192, 10))]
 
 
 def transformer_alive():

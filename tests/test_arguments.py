@@ -12,7 +12,7 @@ from seqpart.errors import ModelError, OptionError
 
 
 def trainer(model=None, **options):
-    return Trainer(nn.Sequential(nn.Linear(4, 3)) if model is None else model, mem_limit="800MB", method="full", **options)
+    return Trainer(nn.Sequential(nn.Linear(4, 3)) if model is None else model, mem_limit="2GB", method="full", **options)
 
 
 class Proxies(nn.Module):

@@ -45,7 +45,7 @@ def masked(output, labels):
 def trainer(loss, **options):
     torch.manual_seed(0)
     return Trainer(
-        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5)), mem_limit="800MB", method="full", batch_size=8, quiet=True, loss=loss,
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5)), mem_limit="2GB", method="full", batch_size=8, quiet=True, loss=loss,
         **options,
     )  # fmt: skip
 

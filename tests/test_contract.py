@@ -121,7 +121,8 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_a_run_at_it_succeeds(f
 @pytest.mark.parametrize(
     ("model", "method"),
     [
-        ("lstm_alive", "streamed"), ("conv_alive", "full"), ("transformer", "sil"), ("mlp_alive", "auto"), ("lstm", "full"),
+        ("lstm_alive", "streamed"), ("deep_lstm", "streamed"),
+        ("conv_alive", "full"), ("transformer", "sil"), ("mlp_alive", "auto"), ("lstm", "full"),
     ],
 )  # fmt: skip
 def test_whatever_the_model_and_the_method_a_run_at_the_limit_that_a_refusal_named_ends_well(model, method, tmp_path):

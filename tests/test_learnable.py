@@ -26,7 +26,7 @@ def blocks():
 
 
 def trainer(model, **options):
-    return Trainer(model, mem_limit="800MB", batch_size=8, quiet=True, **{"method": "auto", **options})
+    return Trainer(model, mem_limit="2GB", batch_size=8, quiet=True, **{"method": "auto", **options})
 
 
 @pytest.mark.parametrize("options", [{"method": "full"}, {}, {"method": "sil", "partitions": 2}], ids=str)

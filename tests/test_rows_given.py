@@ -32,7 +32,7 @@ class Lenient(Two):
 def trainer(model=Two, folder=None, **options):
     torch.manual_seed(0)
     more = {} if folder is None else {"output_dir": folder, "epochs": 1}
-    return Trainer(model(), mem_limit="800MB", method="full", batch_size=8, quiet=True, **options, **more)
+    return Trainer(model(), mem_limit="2GB", method="full", batch_size=8, quiet=True, **options, **more)
 
 
 def one_tensor():

@@ -37,7 +37,7 @@ class Uneven:
 def trainer(folder, **options):
     torch.manual_seed(0)
     return Trainer(
-        nn.Sequential(nn.Linear(4, 3)), mem_limit="800MB", method="full", batch_size=4, epochs=1, quiet=True,
+        nn.Sequential(nn.Linear(4, 3)), mem_limit="2GB", method="full", batch_size=4, epochs=1, quiet=True,
         output_dir=folder, **options,
     )  # fmt: skip
 

@@ -51,7 +51,8 @@ class BlockCost:
     saved_sizes: tuple[int, ...]
     """Each storage among `saved`. See [Note: the heap] in costs/partition.py."""
     untouched: int = 0
-    """Bytes that are reserved behind a real run beside `saved`, and never held: of an LSTM's workspace it is two thirds."""
+    untouched_peak: int = 0
+    """Bytes that are reserved and not held, beside `saved` (two thirds of an LSTM's workspace), and while it runs."""
     backward_peak: int
     """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
     accumulate_peak: int
@@ -275,10 +276,7 @@ def _held(module: nn.Module) -> int:
 def cast(autocast: torch.dtype | None) -> Iterator[None]:
     """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
     those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
-    if autocast is None:
-        yield
-        return
-    with torch.autocast("cpu", dtype=autocast):
+    with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
         yield
 
 

@@ -9,6 +9,7 @@ In this process and not in a child: a child would hold the imported libraries, 3
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,15 +17,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode, real_module
+from seqpart.errors import ModelError
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.memory.heap import page_faults, seconds_per_fault
 from seqpart.memory.limit import Grant
-from seqpart.memory.usage import HighWater
+from seqpart.memory.usage import HighWater, Reservations
 from seqpart.model.blocks import Block, run_fake, with_tensors
 from seqpart.model.inspection import Kind, structure_of
 
@@ -37,8 +39,11 @@ class Excess:
 
     forward: int = 0
     saved: int = 0
+    hidden: tuple[int, ...] = ()
+    """Storages that autograd saved and fake tensors do not show."""
     untouched: int = 0
-    """Beside what was saved: reserved, and not held."""
+    untouched_peak: int = 0
+    """Reserved and not held: of them, and while the block runs."""
     backward: int = 0
     inference: int = 0
     forward_seconds: float = 0.0
@@ -48,8 +53,10 @@ class Excess:
     def on(self, cost: BlockCost, share: float) -> BlockCost:
         """share: of the rows that were run, those that `cost` is for."""
         return replace(
-            cost, forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
-            saved_alone=cost.saved_alone + self.saved, untouched=int(self.untouched * share),
+            cost, saved_sizes=(*cost.saved_sizes, *(int(size * share) for size in self.hidden)),
+            forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
+            saved_alone=cost.saved_alone + self.saved,
+            untouched=int(self.untouched * share), untouched_peak=int(self.untouched_peak * share),
             backward_peak=cost.backward_peak + self.backward, accumulate_peak=cost.accumulate_peak + self.backward,
             inference_peak=cost.inference_peak + self.inference, forward_seconds=self.forward_seconds * share,
             backward_seconds=self.backward_seconds * share, kept_seconds=self.kept_seconds * share,
@@ -57,16 +64,17 @@ class Excess:
 
     def times(self, factor: int) -> "Excess":
         return Excess(
-            forward=factor * self.forward, saved=factor * self.saved, untouched=factor * self.untouched,
-            backward=factor * self.backward, inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
+            forward=factor * self.forward, saved=factor * self.saved, hidden=self.hidden * factor,
+            untouched=factor * self.untouched, untouched_peak=factor * self.untouched_peak, backward=factor * self.backward,
+            inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
             backward_seconds=factor * self.backward_seconds, kept_seconds=factor * self.kept_seconds,
         )  # fmt: skip
 
 
 _SHORT = 0.05
 """Seconds of a run that is timed twice."""
-_HEAP_GROWS = 256 << 10
-"""Bytes of which the C library's heap may reserve more at once than is asked for, which is no kernel's doing."""
+_NO_KERNEL = "could not create a primitive descriptor"
+"""oneDNN's words for what it cannot do at all, as an LSTM of bfloat16 on a processor without instructions for that."""
 _FEW = 2
 """Rows of a trial that tells how many more there may be: one would be too few for BatchNorm."""
 _LEAST_SHARE = 0.2
@@ -80,7 +88,7 @@ class Trials:
 
     def __init__(self, chain: Sequence[Block], costs_at: CostsAt, device: Device, autocast: torch.dtype | None) -> None:
         self._chain, self._costs_at, self._device, self._autocast = chain, costs_at, device, autocast
-        self._meter = HighWater(device)
+        self._meter, self._reservations = HighWater(device), Reservations()
         self._found: dict[Kind, dict[int, Excess]] = {}
         self._structures: dict[object, Kind] = {}
         self.first = 0
@@ -164,6 +172,9 @@ class Trials:
                     fewer = -(-fewer // 2)
                     continue
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
+                if _NO_KERNEL in reason:
+                    cure = f" under autocast of {self._autocast}: give --dtype fp32" if self._autocast else ""
+                    raise ModelError(f"{block} cannot be run on this processor{cure}. torch says: {reason}") from error
                 self.untold.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
                 return Excess()
 
@@ -189,12 +200,14 @@ class Trials:
         with with_tensors(module, tensors):
             module.train()
             self._train(module, tensors, xs)
+            hidden = self._hidden(cost, module, tensors, xs) if _has_workspace(self._chain[number]) else ()
             faults = page_faults()
-            forward, saved, reserved, backward, *seconds = self._train(module, tensors, xs)
+            seen = self._train(module, tensors, xs)
             faults = page_faults() - faults
+            seconds = seen.forward_seconds, seen.backward_seconds
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
-                *_, again_forward, again_backward = self._train(module, tensors, xs)
-                seconds = [min(seconds[0], again_forward), min(seconds[1], again_backward)]
+                again = self._train(module, tensors, xs)
+                seconds = min(seconds[0], again.forward_seconds), min(seconds[1], again.backward_seconds)
             module.eval()
             with torch.no_grad():
                 held = self._meter.restart()
@@ -203,13 +216,30 @@ class Trials:
         kept_seconds = 0.0
         if self._device.keeps_heap:
             kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
-        untouched = reserved - max(saved, cost.saved)
+        saved = max(0, seen.saved - cost.saved)
         return Excess(
-            forward=max(0, forward - cost.forward_peak), saved=max(0, saved - cost.saved),
-            untouched=untouched if untouched > _HEAP_GROWS else 0, backward=max(0, backward - cost.accumulate_peak),
-            inference=max(0, inference - cost.inference_peak),
+            forward=max(0, seen.forward - cost.forward_peak), saved=saved, hidden=hidden,
+            untouched=max(0, sum(hidden) - saved), untouched_peak=seen.untouched_peak if hidden else 0,
+            backward=max(0, seen.backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
             forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
+
+    def _hidden(
+        self, cost: BlockCost, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
+    ) -> tuple[int, ...]:
+        """Storages that autograd saves, beside those that were counted."""
+        found: dict[int, int] = {}
+
+        def noted(tensor: torch.Tensor) -> torch.Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor.detach()  # itself it would hold its own graph, in a cycle
+
+        with saved_tensors_hooks(noted, lambda tensor: tensor):
+            graph = self._forward(module, tensors, xs)
+        for tensor in (*xs, *tensors.values()):
+            found.pop(tensor.untyped_storage().data_ptr(), None)
+        del graph
+        return tuple((Counter(found.values()) - Counter(cost.saved_sizes)).elements())
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
         """Random ones; tokens are zeros, which every vocabulary has."""
@@ -222,19 +252,17 @@ class Trials:
             found.append(x)
         return found
 
-    def _train(
-        self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
-    ) -> tuple[int, int, int, int, float, float]:
-        """(peak of forward, bytes saved, the same with what is reserved, peak of backward), as costs/blocks.py watches them;
-        the seconds of both."""
+    def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> Excess:
+        """What it took in all, as costs/blocks.py watches it, and the seconds."""
         entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
-        reserved, held, began = self._meter.reserved(), self._meter.restart(), self._now()
+        self._reservations.restart()
+        held, began = self._meter.restart(), self._now()
         ys = self._forward(module, tensors, entering)
         forward_seconds = self._now() - began
-        forward, saved, reserved = self._most() - held, self._meter.now() - held, self._meter.reserved() - reserved
+        forward, saved = self._most() - held, self._meter.now() - held
         roots = [y for y in ys if y.requires_grad]
         if not roots:
-            return forward, saved, reserved, 0, forward_seconds, 0.0
+            return Excess(forward=forward, saved=saved, forward_seconds=forward_seconds)
         edges, gradients = [get_gradient_edge(y) for y in roots], [torch.ones_like(y) for y in roots]
         del ys, roots
         held, began = self._meter.restart(), self._now()
@@ -243,7 +271,12 @@ class Trials:
         backward = self._most() - held
         for x in xs:
             x.grad = None
-        return forward, saved, reserved, backward, forward_seconds, backward_seconds
+        untouched = max(0, self._reservations.most() - max(forward, saved + backward))
+        self._reservations.end()
+        return Excess(
+            forward=forward, saved=saved, untouched_peak=untouched, backward=backward,
+            forward_seconds=forward_seconds, backward_seconds=backward_seconds,
+        )  # fmt: skip
 
     def _now(self) -> float:
         self._device.wait(self._device.mark())

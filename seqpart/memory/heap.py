@@ -34,7 +34,8 @@ _FOR_ONE, _FOR_SEVERAL, _STREAMED = 2, 3, 5
 _LEAST_FOR_ONE = 1.5
 _PIECE = 64 << 10
 _PROBE = 4 << 20
-_PROBED = 1 << 20
+_PROBED, _PROBES = 64 << 20, 3
+"""Bytes that are asked for to see who gives them, and not touched."""
 COMPUTING_SHARE = 0.7
 """Of the seconds that computing takes where memory is returned, where no run has told (costs/trials.py)."""
 
@@ -88,12 +89,14 @@ def other_allocator() -> str | None:
     _libc.mallinfo2.restype = _Allocated
     used = ctypes.CDLL(None)
     used.malloc.restype, used.malloc.argtypes, used.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    before = _libc.mallinfo2()
-    pointer = used.malloc(_PROBED)
-    after = _libc.mallinfo2()
-    used.free(pointer)
-    if after.in_use + after.mapped >= before.in_use + before.mapped + _PROBED:
-        return None
+    for _ in range(_PROBES):
+        before = _libc.mallinfo2()
+        pointer = used.malloc(_PROBED)
+        after = _libc.mallinfo2()
+        used.free(pointer)
+        # Half of it, and more than once: meanwhile another thread may free some.
+        if pointer is None or after.in_use + after.mapped > before.in_use + before.mapped + _PROBED // 2:
+            return None
     found = _Symbol()
     _libc.dladdr(ctypes.cast(used.malloc, ctypes.c_void_p), ctypes.byref(found))
     return os.fsdecode(found.file or b"a library that is not named")

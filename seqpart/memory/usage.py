@@ -7,6 +7,7 @@ A look every 10 ms misses what is shorter. VmHWM misses nothing: what it rose by
 pages of the two, which hardly change while a network is trained. Children have no such mark that we may set back.
 """
 
+import mmap
 import os
 import weakref
 from collections.abc import Iterator
@@ -175,7 +176,8 @@ def _has_children() -> bool:
 
 def _field(text: bytes, name: bytes) -> int:
     at = text.find(name)
-    return int(text[at + len(name) : text.index(b"k", at)]) * 1024 if at >= 0 else 0
+    begin = at + len(name)
+    return int(text[begin : text.index(b"k", begin)]) * 1024 if at >= 0 else 0
 
 
 def set_mark_back() -> bool:
@@ -186,6 +188,41 @@ def set_mark_back() -> bool:
     except OSError:
         return False
     return True
+
+
+class Reservations:
+    """The most that is reserved between two looks, exactly: kernels do not touch all that they ask for.
+
+    The kernel's mark of that, VmPeak, cannot be set back. So a mapping without any access, which no limit charges, first makes
+    what is reserved as large as the mark: from there on it rises with every reservation.
+    """
+
+    def __init__(self) -> None:
+        self._filler: mmap.mmap | None = None
+        self._from = 0
+
+    def restart(self) -> None:
+        """From now on `most` counts."""
+        self.end()
+        size, most = _sizes()
+        if most > size:
+            self._filler = mmap.mmap(-1, most - size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+        self._from = _sizes()[0]
+
+    def most(self) -> int:
+        """Bytes beyond what was reserved at `restart`."""
+        return _sizes()[1] - self._from
+
+    def end(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
+            self._filler = None
+
+
+def _sizes() -> tuple[int, int]:
+    with open("/proc/self/status", "rb") as status:
+        text = status.read()
+    return _field(text, b"VmSize:"), _field(text, b"VmPeak:")
 
 
 def highest() -> int:
@@ -213,10 +250,6 @@ class HighWater:
         if self._device is not None:
             return self._device.allocated()
         return read_process().held
-
-    def reserved(self) -> int:
-        """Bytes held or reserved now: what a kernel asked for and does not touch is not held, and charged by RLIMIT_DATA."""
-        return self.now() if self._device is not None else read_process().data
 
     def restart(self) -> int:
         """Bytes held now, from which on `peak` counts."""

@@ -1,11 +1,12 @@
 """Ranges of one file that wait for their turn: read and written by a thread of its own, through a few buffers."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from seqpart.files.direct import DirectFile, bytes_of, round_up
+from seqpart.files.movers import movers
 from seqpart.files.owned import remove
 from seqpart.memory.device import Device
 
@@ -25,8 +26,7 @@ class BufferedFile(Generic[K]):
         self._work: list[Future[object] | None] = [None] * count
         self._recent = list(range(count))
         """Buffers, the longest unused first."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._pool.submit(int).result()
+        self._pool = movers(1, name)
 
     def number_of(self, key: K) -> int | None:
         """The buffer that holds `key`."""

@@ -13,7 +13,7 @@ old (benchmarks/LOG.md).
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from seqpart.files.direct import PAGE, bytes_of, sync
+from seqpart.files.movers import movers
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
 from seqpart.memory.device import DOWN, UP, Device, Event
@@ -57,12 +58,7 @@ class Store:
         """How many marks there were, and how many before the last put into host memory."""
         self._puts: list[Future[Event]] = []
         self._count = threading.Lock()
-        # Started now, so that the threads' stacks are part of the runtime and not of somebody's partition.
-        self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="seqpart-io")
-        ready = threading.Barrier(IO_THREADS + 1)
-        for _ in range(IO_THREADS):
-            self._pool.submit(ready.wait)
-        ready.wait()
+        self._pool = movers(IO_THREADS, "seqpart-io")
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -192,11 +192,9 @@ class Inputs:
         """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
         last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
         sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
-        divides = {min(size, self.train.count) for size in sizes} != {batch}
-        return reduction_of(
-            self._final_loss, last.output_shape, last.output_dtype, self.train.labels, self.test.labels,
-            batch=self.full_batch if divides else None,
-        )  # fmt: skip
+        divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
+        shape, dtype, labels = last.output_shape, last.output_dtype, self.train.labels
+        return reduction_of(self._final_loss, shape, dtype, labels, self.test.labels, batch=divided)
 
     def _refuse_giants(self) -> None:
         """What no limit on this machine helps: said before a loss is measured, which takes longer the wider a block is."""

@@ -132,8 +132,11 @@ class Plan:
         return max(part.micro_batch for part in self.partitions)
 
     def untouched(self, costs: Sequence[BlockCost], batch: int) -> int:
-        """Bytes that graphs of batches of `batch` rows reserve on the device at most and do not hold. costs: of all blocks."""
-        found = 0
+        """Bytes that graphs of batches of `batch` rows, and a block at work, reserve on the device at most and do not hold.
+
+        costs: of all blocks.
+        """
+        found = max(cost.untouched_peak for cost in costs)
         for part in self.partitions:
             micro_batches = -(-batch // self.micro_batch) if part.graph == KEPT else 1
             found += micro_batches * sum(cost.untouched for cost in costs[part.first : part.last])
