@@ -75,11 +75,26 @@ def pytest_report_header():
     return f"torch {versions['torch']}, {torch.get_num_threads()} threads, GPU: {versions['gpu']}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Each process must find the same tests: an address in the name of one, as a function's is, ended the whole run."""
+    _leave_out_cases(items)
     wrong = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if wrong:
         raise pytest.UsageError(f"{wrong[0]} has an address in its name: give ids=[...].")
+
+
+def _leave_out_cases(items):
+    """Of the cases of a test marked few(n), n from the first to the last stay as they are, and the others are marked slow."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("few") is not None:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("few").args
+        stay = {n * len(found) // count for n in range(min(count, len(found)))}
+        for number in set(range(len(found))) - stay:
+            found[number].add_marker(pytest.mark.slow)
 
 
 def pytest_sessionfinish():

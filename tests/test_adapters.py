@@ -196,6 +196,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(2)
 def test_a_lora_has_the_bits_of_a_plain_loop_and_its_base_those_it_had(name, tmp_path):
     build = functools.partial(adapted, **MODELS[name])
     expected, model = plain(build()).state_dict(), build()
@@ -219,6 +220,7 @@ def test_under_autocast_too(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(2)
 def test_the_adapter_alone_is_what_pefts_own_save_writes_and_loads_onto_the_base(name, tmp_path):
     model = adapted(**MODELS[name])
     result = trained(tmp_path / "run", model)
@@ -246,6 +248,7 @@ def on_meta(model):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (number not in (0, 2))) for number, name in enumerate(MODELS)]
 )
+@pytest.mark.few(1)
 def test_an_adapter_learns_to_the_same_bits_on_a_base_that_comes_from_its_files_and_never_exists_whole(name, tmp_path, capsys):
     """Names in a peft model are others than in the files of its base: nothing but a base in memory could be adapted."""
     expected, model = adapted(**MODELS[name]), on_meta(adapted(**MODELS[name]))
@@ -269,6 +272,7 @@ def test_a_base_that_lacks_tensors_is_refused_and_the_adapter_is_not_among_them(
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 64])
+@pytest.mark.few(1)
 def test_all_linear_layers_are_planned_at_every_cut(micro_batch_size, tmp_path):
     """What a graph holds beyond its boundaries was less than nothing where frozen layers come first, and planning failed."""
     trainer = Trainer(
@@ -314,6 +318,7 @@ PAGE = (Path(__file__).parent.parent / "docs/adapters.md").read_text()
 
 
 @pytest.mark.parametrize("number", range(PAGE.count("```python")))
+@pytest.mark.few(1)
 def test_the_page_about_adapters_runs_as_printed(number, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     snippet = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number]

@@ -81,6 +81,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [chain, tied])
+@pytest.mark.few(4)
 def test_the_average_is_that_of_torchs_averaged_model_parameter_by_parameter(build, way, tmp_path):
     if build is tied and way == "one partition of sil":
         pytest.skip("sil takes no shared parameters")

@@ -112,6 +112,7 @@ def test_training_ends_behind_so_many_evaluations_without_a_better_one(values, p
 
 
 @pytest.mark.parametrize("how", [FULL, How(slots=2)], ids=str)
+@pytest.mark.few(1)
 def test_a_run_that_is_stopped_anywhere_decides_as_one_that_was_not(how, monkeypatch, tmp_path):
     """By the loss, which the row order and dropout decide: with this rate it rises again after a few updates."""
     options = {"eval_every": 1, "early_stopping": 3, "keep_best": True, "lr": 0.7, "save_every": 1}

@@ -44,6 +44,7 @@ def fit(tmp_path, callbacks=(), model=None, rows=None, **options):
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.few(2)
 def test_a_run_that_is_listened_to_has_the_bits_of_one_that_is_not(how, monkeypatch, tmp_path):
     options = {"recovery_epochs": 1} if how.method == "sil" else {}
     arm = Arm(monkeypatch, tmp_path, how, fresh(statistics), numbers((12,)), epochs=2, clip_grad_norm=0.5, **CUT, **options)
@@ -104,6 +105,7 @@ def stop_at(update, kind=StepEvent):
 @pytest.mark.parametrize(
     ("options", "kind", "update"), [({}, StepEvent, 3), ({}, EpochEvent, 4), ({"test_every": 1}, EvalEvent, 4)], ids=str
 )
+@pytest.mark.few(1)
 def test_a_callback_ends_training_and_the_run_is_that_of_so_many_updates(options, kind, update, tmp_path):
     ended_early = fit(tmp_path / "early", [stop_at(update, kind)], **options)
     whole = fit(tmp_path / "whole", epochs=3, max_steps=update)
@@ -222,6 +224,7 @@ def test_a_function_is_averaged_by_rows_and_evaluate_takes_metrics_too(tmp_path)
     ],
     ids=["a number", "numbers", "no dict", "a text", "a list"],
 )
+@pytest.mark.few(2)
 def test_what_is_no_metric_is_refused_in_words(metric, words, tmp_path):
     with pytest.raises(OptionError, match=words):
         fit(tmp_path, compute_metrics=metric, epochs=1)

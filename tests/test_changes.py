@@ -117,6 +117,7 @@ LONGER = {
 
 
 @pytest.mark.parametrize("name", only_quick(EPOCHS, EPOCHS.keys() - LONGER))
+@pytest.mark.few(2)
 def test_a_run_that_goes_on_with_other_epochs_ends_as_one_that_had_them_from_the_start(name, arms):
     how, options, (phase, update), other, as_if = EPOCHS[name]
     arm = arms(how, **options)

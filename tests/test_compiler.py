@@ -110,6 +110,7 @@ def said(cwd, code):
     ],
     ids=["sil", "streamed", "full", "sequences", "others", "ist"],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_no_run_loads_the_compiler(tmp_path, runs):
     at_end, _ = said(tmp_path, "\n".join(f"fitted({run})" for run in runs))
     assert at_end == "[]"
@@ -118,6 +119,7 @@ def test_no_run_loads_the_compiler(tmp_path, runs):
 @pytest.mark.parametrize(
     "run", ["mlp(Checkpointed)", "mlp(Compiled)", "mlp(), optimizer=lambda parameters: Breaking(parameters, lr=0.1)"]
 )
+@pytest.mark.few(1)
 def test_what_needs_the_compiler_has_it_before_the_plan_is_made_and_keeps_its_limit(tmp_path, run):
     at_end, at_measurement = said(tmp_path, f'fitted({run}, method="streamed", partitions=3)')
     assert "torch._dynamo" in at_end

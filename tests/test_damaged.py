@@ -75,6 +75,7 @@ def refused(arm, path, damage, chance):
     return refusal.value.with_flags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", only_quick(["streamed", "sil"], ["streamed"]))
 def test_each_damaged_file_is_named_and_the_checkpoint_before_goes_on_to_the_same_bits(way, arms):
     """A file that both checkpoints need is lost, unless the data give it again, and that is said."""
@@ -103,6 +104,7 @@ def made_a_directory(path, chance):
 
 
 @pytest.mark.parametrize("damage", [first_bytes, made_a_directory])
+@pytest.mark.few(1)
 def test_damage_of_any_kind_advises_no_checkpoint_that_needs_the_same_file(damage, arms):
     """A home whose first 8 bytes were damaged was not recognized in the message, and advised to take the one before."""
     arm, chance = arms(**WAYS["sil"]), random.Random(SEED)
@@ -161,6 +163,7 @@ def fill(monkeypatch, name, call):
 
 @pytest.mark.parametrize(("failing", "call"), in_turn(["pwritev", "fsync", "replace", "write"], [1, 4]))
 @pytest.mark.parametrize("way", only_quick(["in host memory", "sil"], ["in host memory"]))
+@pytest.mark.few(2)
 def test_a_disk_that_is_full_ends_the_run_with_a_clear_error_and_the_checkpoint_goes_on(way, failing, call, arms, monkeypatch):
     """With homes in host memory nothing is written but by saves."""
     arm = arms(**WAYS[way], epochs=1)

@@ -57,6 +57,7 @@ def test_before_any_fit_the_model_is_judged_as_it_came(kind, tmp_path):
     in_turn(["factories", "modules"], [{}, {"partitions": 3}, {"method": "sil", "partitions": 3}, {"method": "full"}]),
     ids=str,
 )
+@pytest.mark.few(2)
 def test_after_a_fit_the_trained_weights_are_judged(kind, options, tmp_path):
     run = trainer(tmp_path, None if kind == "factories" else alive(), **options)
     result = run.fit(data(), ROWS)

@@ -297,11 +297,7 @@ def fresh(model):
 
 QUICK = [
     "mlp, adam, clipped, bf16",
-    "dropout, sgd",
     "statistics, sgd, clipped",
-    "frozen middle, adam, clipped",
-    "attention, adamw, bf16",
-    "gpt, sgd, bf16",
     "tied, adam, clipped",
 ]
 

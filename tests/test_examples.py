@@ -97,6 +97,7 @@ def test_handwriting_is_learned_in_partitions_with_settings_of_their_own_and_rec
     assert min(accuracies.values()) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [(), pytest.param(("--method", "sil", "--partitions", 2, "--recovery-epochs", 1), marks=pytest.mark.slow)],
@@ -126,6 +127,7 @@ def test_a_loop_of_ones_own_learns_digits_and_writes_its_best_weights(tmp_path):
     assert load_file(tmp_path / "runs/own-loop.safetensors")["0.weight"].shape == (256, 64)
 
 
+@pytest.mark.slow
 def test_a_unet_finds_shapes(tmp_path):
     out = run("train_unet.py", tmp_path, "--epochs", 5, threads=1)
     assert said(out, "mean IoU") > 0.6, "one class everywhere is at most 0.3"

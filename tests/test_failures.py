@@ -63,6 +63,7 @@ def events(tmp_path, name="run"):
 
 
 @pytest.mark.parametrize("call", [1, 3, 5])
+@pytest.mark.few(1)
 def test_a_failed_allocation_halves_the_micro_batch_and_goes_on_from_the_last_finished_update(call, tmp_path):
     result = fit(tmp_path, network(lambda: Picky(RuntimeError(REFUSAL), rows=16, call=call)))
     assert result.final_micro_batch == 16
@@ -109,6 +110,7 @@ def test_no_update_is_lost_or_done_twice_when_an_allocation_fails(tmp_path):
 @pytest.mark.parametrize(
     ("save_every", "call", "trained_with_half"), [("never", 12, 9), ("4", 12, 5), ("4", 4, 9), ("never", 11, 4)]
 )
+@pytest.mark.few(1)
 def test_where_partitions_stay_a_failed_update_goes_back(save_every, call, trained_with_half, tmp_path):
     """Partitions that stay are updated at once, so an update that fails later on cannot be taken back alone: the run goes
     back to its beginning, or to the last checkpoint. Compared with a plain loop whose micro-batch changes there."""
@@ -208,6 +210,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.few(2)
 def test_a_run_that_an_error_of_a_block_ended_goes_on_to_the_bits_of_one_without(options, tmp_path):
     """What had been trained since the last checkpoint was lost: ten minutes, or all."""
     whole = fit(tmp_path, network(lambda: Picky(None, call=10**9)), "whole", **options)
@@ -238,6 +241,7 @@ class Tokens(nn.Module):
 
 @pytest.mark.parametrize("save_every", ["never", "10min"])
 @pytest.mark.parametrize("options", WAYS[1:4], ids=str)
+@pytest.mark.few(3)
 def test_test_rows_that_the_model_does_not_take_do_not_cost_what_was_trained(options, save_every, tmp_path):
     """Twenty epochs were trained, a token of the test rows was in no vocabulary, and the model had its first weights."""
     rows, expected, found = (torch.arange(96 * 4).view(96, 4) % 50, torch.arange(96) % 3), Tokens(), Tokens()

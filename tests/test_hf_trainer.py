@@ -66,6 +66,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.few(2)
 def test_options_do_what_they_do_in_transformers(options, tmp_path):
     (theirs, expected), (ours, found) = (trained(tmp_path, whose, **options) for whose in TRAINERS)
     same_weights(found, expected)
@@ -136,6 +137,7 @@ def test_a_peft_model_leaves_its_adapter(tmp_path):
 
 
 @pytest.mark.parametrize(("padding", "length"), [(None, 8), (Padding(8), 8), (Padding(10), 10)], ids=str)
+@pytest.mark.few(1)
 def test_any_collator_is_padded_on_to_the_longest_row_or_to_a_length_that_is_given(padding, length, tmp_path):
     weights = []
     for whose, collator in (("theirs", functools.partial(collate, length=length)), ("ours", collate)):

@@ -50,6 +50,7 @@ def here(tmp_path):
     return laid_out(tmp_path, MODEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only_quick(CASES, ["residual blocks dealt out"]))
 def test_a_run_killed_as_it_cuts_trains_and_puts_back_ends_with_the_bits_of_one_that_nobody_killed(name, processes, here):
     arguments, chance, history = [*COMMON, *CASES[name]], random.Random(name), []

@@ -69,6 +69,7 @@ def run(folder, name, **options):
 
 @machine
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(1)
 def test_one_subnet_of_it_is_full_training_to_the_bit(name, tmp_path):
     expected = run(tmp_path / "full", name, method="full")
     assert run(tmp_path / "ist", name, subnets=1).weights.read_bytes() == expected.weights.read_bytes()
@@ -76,6 +77,7 @@ def test_one_subnet_of_it_is_full_training_to_the_bit(name, tmp_path):
 
 @machine
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(1)
 def test_subnets_that_learn_nothing_leave_every_weight_as_it_was(name, tmp_path):
     """Cut, loaded, dropped and put back, round after round."""
     found = load_file(run(tmp_path / "ist", name, subnets=3, local_steps=1, optimizer="sgd", lr=0.0).weights)
@@ -88,6 +90,7 @@ def test_subnets_that_learn_nothing_leave_every_weight_as_it_was(name, tmp_path)
 
 @machine
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(1)
 def test_it_learns_and_its_plan_has_room_for_one_subnet_at_a_time(name, tmp_path):
     result = run(tmp_path / "ist", name, subnets=2, local_steps=1, epochs=8)
     losses = result.train_losses

@@ -90,6 +90,7 @@ def test_the_claims_are_judged_by_the_differences_over_seeds():
     assert found["Moments kept", "CIFAR-10, 3 hidden layers, N = 2"] == "better (+1.00 ± 0.00 points)"
 
 
+@pytest.mark.slow
 def test_tables_and_pictures_are_put_between_the_marks_of_the_document(tmp_path: Path):
     path = tmp_path / "found.md"
     path.write_text(f"before\n{ist_figures.BEGIN}\nold\n{ist_figures.END}\nbehind\n")

@@ -155,6 +155,7 @@ def with_statistics(whole, rows):
 @machine
 @pytest.mark.parametrize("options", [{}, {"subnet_moments": "zero"}, {"partitions": 3}], ids=str)
 @pytest.mark.parametrize("subnets", [2, 3])
+@pytest.mark.few(2)
 def test_a_run_is_a_plain_loop_over_shallower_networks_parameter_by_parameter(subnets, options, tmp_path):
     found = fitted(
         tmp_path / "ist", stages(), subnets=subnets, local_steps=LOCAL, micro_batch_size=BATCH, **options
@@ -204,6 +205,7 @@ LIBRARIES = {"torchvision": torchvision_net, "timm": timm_net}
 
 @machine
 @pytest.mark.parametrize("model", [stages, Whole, pytest.param(timm_net, marks=pytest.mark.slow)])
+@pytest.mark.few(1)
 def test_one_subnet_is_full_training_to_the_bit(model, tmp_path):
     expected = fitted(tmp_path / "full", model(), method="full")
     found = fitted(tmp_path / "ist", model(), subnets=1, local_steps=LOCAL)
@@ -212,6 +214,7 @@ def test_one_subnet_is_full_training_to_the_bit(model, tmp_path):
 
 @machine
 @pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.few(1)
 def test_subnets_that_learn_nothing_leave_every_weight_as_it_was_and_have_part_of_the_section(name, tmp_path):
     result = fitted(tmp_path / "ist", LIBRARIES[name](), subnets=2, local_steps=1, optimizer="sgd", lr=0.0, epochs=1)
     found, before = load_file(result.weights), LIBRARIES[name]().state_dict()

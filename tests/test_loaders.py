@@ -127,6 +127,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("way", "method"), in_turn([*WAYS], ["full", "streamed"]))
+@pytest.mark.few(2)
 def test_any_number_of_workers_gives_the_same_bits(way, method, tmp_path):
     options = {"method": method, "partitions": 2 if method == "streamed" else 1, "batch_size": BATCH, "micro_batch_size": 3}
     runs = [bits(trained(tmp_path, WAYS[way](), name=f"{n}", workers=n, **options)) for n in (0, 1, 3)]
@@ -211,6 +212,7 @@ def test_a_pair_can_be_read_anew_without_a_copy(tmp_path):
 
 
 @pytest.mark.parametrize("views", [2, 3])
+@pytest.mark.few(1)
 def test_later_partitions_of_sil_take_cached_views_in_turn(views, tmp_path):
     sil = {"method": "sil", "partitions": 2, "batch_size": BATCH, "epochs": 4}
     one = trained(tmp_path, Noisy(), name="one", **sil)

@@ -50,6 +50,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(1)
 def test_a_killed_run_goes_on_in_the_middle_of_an_epoch_with_any_number_of_workers(case, processes, tmp_path):
     data, options = CASES[case]
     for name in ("whole", "killed"):

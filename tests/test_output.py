@@ -41,6 +41,7 @@ def through_shell(folder, line, **named):
         ("$TRAIN <&- >&- 2>&-", ""),
     ],
 )
+@pytest.mark.few(1)
 def test_a_closed_or_full_output_ends_the_output_and_not_the_training(line, err, tmp_path):
     done = through_shell(tmp_path, line)
     assert (done.returncode, done.stderr) == (0, err)

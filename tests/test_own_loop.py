@@ -62,6 +62,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.few(2)
 def test_the_steps_of_a_loop_have_the_bits_of_a_plain_one(options, tmp_path):
     batches = [batch for _ in range(3) for batch in loader()]
     with trainer(tmp_path, **options).session(data()) as session:
@@ -143,6 +144,14 @@ class Named(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
 
 
+def test_x_and_y_as_two_arguments_are_told_to_be_one(tmp_path):
+    x, y = data()
+    with trainer(tmp_path).session((x[:32], y[:32])) as session:
+        with pytest.raises(DataError, match=r"Give x and y as one: step\(\(x, y\)\)"):
+            session.step(x[:32], y[:32])
+        session.step((x[:32], y[:32]))
+
+
 def test_batches_may_be_dicts_with_labels(tmp_path):
     torch.manual_seed(3)
     rows = {
@@ -219,6 +228,7 @@ def test_a_batch_that_cannot_be_taken_is_refused_in_words(batch, words, tmp_path
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.few(2)
 def test_a_batch_that_cannot_be_taken_leaves_the_session_as_it_was_before_it(options, tmp_path):
     """It ended the session, and with it all that had been trained."""
     batches, size = list(loader()), options.get("micro_batch_size", 32)
@@ -228,10 +238,10 @@ def test_a_batch_that_cannot_be_taken_leaves_the_session_as_it_was_before_it(opt
         for batch in batches:
             with pytest.raises(DataError, match="NaN"):
                 session.step((torch.full_like(x, float("nan")), y))
-            with pytest.raises(IndexError, match="out of bounds"):
+            with pytest.raises(DataError, match="out of bounds"):
                 session.step((x, y + 100))
             losses.append(session.step(batch))
-            with pytest.raises(IndexError, match="out of bounds"):
+            with pytest.raises(DataError, match="out of bounds"):
                 session.evaluate((x, y + 100))
         weights = session.state_dict()
     expected = plainly(batches, micro_batch=size)
@@ -287,6 +297,7 @@ def signalled(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("options", WAYS[:3], ids=str)
+@pytest.mark.few(3)
 def test_a_signal_waits_for_the_end_of_the_step_and_leaves_the_session_as_it_is(number, options, tmp_path, signalled):
     """It ended the step half-way, and the session with it: everything that the loop had trained was lost."""
     batches = list(loader())

@@ -137,6 +137,7 @@ BY_PLACE = {1: 0}
 @pytest.mark.parametrize("method", ["full", "streamed"])
 @pytest.mark.parametrize("collate", [by_name, in_pairs, by_place])
 @pytest.mark.parametrize(("length", "makes"), [(LONG, LONG), ("longest", LONGEST)])
+@pytest.mark.few(5)
 def test_any_loader_trains_to_the_bits_of_a_plain_loop_padded_to_that_length(length, makes, collate, method, tmp_path):
     values = BY_PLACE if collate is by_place else {}
     options = {"partitions": 2} if method == "streamed" else {}

@@ -40,7 +40,7 @@ REFUSED = {
     "expected a token, a whole number from 0 up; found token=-100": lambda: Padding(8, token=-100),
     "side=.left. or .*found 'both'": lambda: Padding(8, side="both"),
     "expected values=.*found None": lambda: Padding(8, values=None),
-    "padding: expected a seqpart.Padding; found 128": lambda: Trainer(
+    "padding: expected a seqpart.Padding; found 128. Give Padding.128.": lambda: Trainer(
         nn.Linear(1, 1), mem_limit="2GB", method="full", padding=128
     ),
     "which row is the longest is known of whole data": lambda: Padding("longest")(

@@ -78,6 +78,7 @@ def order(rows, epoch, *, seed=5):
 @pytest.mark.parametrize("model", [convolutional, dense])
 @pytest.mark.parametrize("micro", [12, 5])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.few(3)
 def test_training_in_pairs_is_that_of_the_whole_network_but_for_rounding(model, micro, optimizer, tmp_path):
     """In float64, where what the order of additions rounds off is 1e-13 of a weight, and adam divides by gradients of 1e-8."""
     data = images(dtype=torch.float64)
@@ -251,6 +252,7 @@ def test_the_peak_is_predicted_as_that_of_other_methods_is(tmp_path):
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_bits(tmp_path):
     data, options = images(), {"micro_batch_size": 6, "optimizer": "adam", "save_every": 1}
     reporter = Stopping()

@@ -96,6 +96,7 @@ def here(tmp_path):
     return laid_out(tmp_path, MODEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--dtype", "bf16", "--micro-batch-size", "5", "--lr-schedule", "cosine"]], ids=str)
 def test_a_run_that_is_killed_goes_on_to_the_bits_of_one_that_nobody_killed(options, processes, here):
     arguments = [*COMMON, *options]

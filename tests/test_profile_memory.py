@@ -164,6 +164,7 @@ def parts_are_shown(document, *methods):
     return steps
 
 
+@pytest.mark.slow
 def test_subnets_and_pairs_of_scores_are_shown_beside_the_other_methods(simulated):
     assert parts_are_shown(simulated, "streamed", "sil", "ist", "psl")
 

@@ -105,6 +105,7 @@ def load_state(model):
 
 @pytest.mark.parametrize("method", ["streamed", "checkpointed", "full", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(10)
 def test_a_network_around_quantized_layers_has_the_bits_of_a_plain_loop(kind, method, tmp_path):
     expected, model = looped(network(kind)).state_dict(), network(kind)
     result = fitted(tmp_path / "run", model, method=method)
@@ -119,6 +120,7 @@ def test_a_network_around_quantized_layers_has_the_bits_of_a_plain_loop(kind, me
     assert f"12,288 of the frozen weights in {bits}, in 2 layers" in result.plan.reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", only_quick(["4 bits", "8 bits"], ["4 bits"]))
 def test_wherever_weights_and_graphs_wait_the_bits_are_those_of_full_training(kind, monkeypatch, tmp_path):
     """A graph that is kept finds packed weights again where the next visit of its partition has them."""
@@ -240,6 +242,7 @@ def test_a_limit_in_which_the_base_in_floats_does_not_fit_whole_is_enough_in_4_b
     assert not status and "violations 0" in (here / "said").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_a_quantized_model_goes_on_to_the_bits_of_one_that_nobody_killed(processes, tmp_path):
     here = laid_out(tmp_path, PROGRAM)
     arguments = [*COMMON, "--method", "streamed", "--partitions", "0,2,4", "--optimizer", "adam"]

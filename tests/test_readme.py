@@ -18,6 +18,7 @@ import pytest
 
 from seqpart.train import main
 from tests import test_recipes
+from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SMALL, call, end, refused, start
 
 ROOT = Path(__file__).parent.parent
@@ -150,7 +151,11 @@ def run_snippet(text, folder):
         assert re.search(r"^\d\.\d+ runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", SNIPPETS)
+FIRST = [name for name in SNIPPETS if name.startswith(("README", "your_model"))]
+"""What a new user runs."""
+
+
+@pytest.mark.parametrize("name", only_quick(SNIPPETS, FIRST))
 def test_a_snippet_runs_with_a_smaller_network(name, tmp_path):
     """One raised NameError: nothing had imported nn, and the data came from nowhere."""
     text = SNIPPETS[name]

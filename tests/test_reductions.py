@@ -107,6 +107,7 @@ def rows_of(split):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(4)
 def test_an_update_is_that_of_the_whole_batch_however_it_is_divided(name, tmp_path):
     """It was a mean of the micro-batches' means: what was learned depended on their size, and with that on the limit."""
     model, loss, data, same = CASES[name]

@@ -154,6 +154,7 @@ def named_in(ran):
 
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("method", GROWING)
+@pytest.mark.few(1)
 def test_the_limit_that_is_named_is_enough_for_a_model_that_grows_with_it(method, capsys):
     """The command's own has twice the state of the limit. 330 MB were named for a subnet of the model at 319 MB, 342 at 330."""
     asked = ["--method", *method.split(), "--dry-run", "--mem-limit"]
@@ -187,6 +188,7 @@ def test_a_saved_plan_is_of_one_depth(capsys, tmp_path):
     assert refusal.code == 2 and "that plan is for another model" in refusal.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("method", ["psl", *slowly("streamed", "ist --subnets 2")])
 def test_the_limit_that_is_named_is_enough_for_a_model_of_its_own_size(method, capsys, tmp_path):

@@ -95,6 +95,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("name", only_quick(CASES, QUICK))
+@pytest.mark.few(2)
 def test_a_run_stopped_anywhere_and_often_ends_with_the_bits_of_one_that_was_left_alone(name, arms):
     """Mid-update, mid-epoch, mid-partition; signals save where they come, kills fall back to the last save."""
     model, shape, how, options = CASES[name]
@@ -305,6 +306,7 @@ def test_an_update_that_memory_ends_half_way_is_taken_back_from_the_disk_and_mad
 
 @pytest.mark.parametrize("stays", [0.34, -0.34, 1], ids=["the first stays", "the last stays", "all stay"])
 @pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.few(2)
 def test_partitions_that_stay_are_what_they_were_when_memory_ends_an_update_half_way(arms, monkeypatch, stays, tier):
     """All are taken back from their homes, which those that stay have written at the last checkpoint."""
     options = {"ram_limit": "50MB"} if tier == "host" else {}

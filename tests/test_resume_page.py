@@ -70,6 +70,7 @@ def test_the_script_that_is_ended_again_and_again_ends_with_the_bits_of_one_that
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.few(1)
 def test_where_nobody_catches_it_the_last_line_says_the_directory_and_the_argument(number, tmp_path, capsys, monkeypatch):
     """The last of twelve frames was ours, and the last line named a flag."""
     code, errors = ended_by(number, tmp_path, UNCAUGHT)

@@ -162,6 +162,7 @@ def seconds_at(chain, speeds, method, micro_batch, shares):
     chain=st.lists(blocks, min_size=3, max_size=9), speeds=speeds, shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     micro_batch=st.sampled_from([8, 16]),
 )  # fmt: skip
+@pytest.mark.few(1)
 def test_more_memory_never_makes_a_slower_plan(chain, speeds, shares, micro_batch, method):
     before, after = seconds_at(chain, speeds, method, micro_batch, sorted(shares))
     assert after <= SLOWER * before

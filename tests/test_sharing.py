@@ -263,6 +263,7 @@ def three_uses():
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("partitions", [(0, 1, 2, 4, 5), (0, 2), (0, 1)], ids=str)
+@pytest.mark.few(5)
 def test_a_weight_of_three_blocks_learns_from_all_of_them_in_the_order_of_whole_training(how, partitions, trained):
     """More than two were refused: T5 uses one embedding three times."""
     arms = trained(three_uses, tokens(), partitions=partitions)
@@ -321,6 +322,7 @@ MISALIGNED = {
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("name", MISALIGNED)
+@pytest.mark.few(5)
 def test_a_boundary_that_begins_off_a_cache_line_comes_back_lying_as_it_did(name, how, trained):
     """Matrix kernels round differently by where their input begins; on disk it came back at the start of new memory."""
     model, shape = MISALIGNED[name]

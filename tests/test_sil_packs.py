@@ -65,6 +65,7 @@ def loss_of(model, x, y):
 
 @models
 @pytest.mark.parametrize("micro_batch", [8, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.few(3)
 def test_the_last_partition_is_given_what_the_whole_model_computes(name, micro_batch, tmp_path):
     """Its test rows went through three partitions and two boundaries, and the loss is that of the model in one go."""
     model, result = trained(name, tmp_path / "run", micro_batch_size=micro_batch)
@@ -99,6 +100,7 @@ def test_the_last_partition_learns_as_in_a_plain_loop_behind_frozen_layers(name,
 
 
 @pytest.mark.parametrize("name", only_quick(KINDS, ["unet", "decoder"]))
+@pytest.mark.few(1)
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, monkeypatch, tmp_path):
     """Also while rows of several values are written, between their boundary and the next, and in recovery."""
     arm = Arm(

@@ -252,6 +252,7 @@ def fit(request, tmp_path_factory):
     return found
 
 
+@pytest.mark.few(8)
 def test_the_run_does_the_steps_and_moves_the_bytes_that_were_predicted(fit):
     predicted_steps = fit.predicted_steps()
     assert [seen.done.step for seen in fit.steps] == [predicted.step for predicted in predicted_steps]
@@ -261,6 +262,7 @@ def test_the_run_does_the_steps_and_moves_the_bytes_that_were_predicted(fit):
         )
 
 
+@pytest.mark.few(10)
 def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(fit):
     # Not planned one by one: labels, the optimizer's scalars and the sums of losses, a page each at most, and the page
     # before a slot's buffer.

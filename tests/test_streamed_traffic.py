@@ -83,6 +83,7 @@ def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=frozenset(), 
 @pytest.mark.parametrize(
     ("micro_batches", "optimizer"), [(1, "adam"), (2, "adam"), (4, "adam"), (8, "adam"), (2, "sgd"), (4, "momentum")]
 )
+@pytest.mark.few(5)
 def test_weights_come_at_most_twice_and_go_home_once(micro_batches, slots, optimizer, tmp_path, monkeypatch):
     counted = moves(tmp_path, monkeypatch, micro_batches=micro_batches, slots=slots, optimizer=optimizer)
     for p, (weights, state) in enumerate(zip(WEIGHTS, STATE[optimizer], strict=True)):

@@ -157,6 +157,7 @@ def test_what_a_tile_could_not_do_as_well_stays_whole():
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["traced", "list"])
+@pytest.mark.few(1)
 def test_a_model_in_tiles_has_the_bits_of_a_plain_loop_over_the_same_tiles(tied, kind, tmp_path):
     model, x = made(tied=tied), data()
     if kind == "list":
@@ -191,6 +192,7 @@ def test_an_evaluation_takes_the_tiles_and_the_trained_weights(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.few(1)
 def test_weights_of_files_go_to_tiles_of_a_model_without_memory(tied, tmp_path):
     whole, x = made(tied=tied), data()
     tensors = values(whole)
@@ -333,6 +335,7 @@ def full(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.few(8)
 def test_every_way_gives_the_bits_of_whole_training_over_the_same_tiles(how, full, monkeypatch, tmp_path):
     """More pieces enter the last partition than boundaries on the disk have buffers."""
     x, y = data()
@@ -341,6 +344,7 @@ def test_every_way_gives_the_bits_of_whole_training_over_the_same_tiles(how, ful
     assert first_difference(arms.run(how), full) is None
 
 
+@pytest.mark.slow
 def test_scores_are_gone_when_the_head_learns_as_the_plan_has_it(tmp_path):
     """The executor held the output while its gradient and that of the head's weight were there: 122 MB beyond a plan."""
     vocabulary = 16_000

@@ -113,6 +113,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_planned(tm
         verify(model(), classified(8, (8,)), mem_limit="1GB", trace="t.json")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_may_be_traced_and_need_not(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = [*SMALL, "--method", "full", "--epochs", "3000", "--output-dir", "out", "--trace", "trace.json"]

@@ -144,7 +144,8 @@ def as_padding(given: object) -> Padding | None:
     """What a Trainer was given. Raises OptionError for what is none."""
     if given is None or isinstance(given, Padding):
         return given
-    raise OptionError(f"padding: expected a seqpart.Padding; found {short(given)}. Give Padding(LENGTH).")
+    cure = f"Padding({given!r})" if isinstance(given, int) or given == "longest" else "Padding(LENGTH)"
+    raise OptionError(f"padding: expected a seqpart.Padding; found {short(given)}. Give {cure}.")
 
 
 def sizes_of_batch(batch: Any) -> Sizes:

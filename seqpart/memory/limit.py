@@ -38,7 +38,7 @@ def limit_of(asked: str | int | float, device: Device) -> int:
     """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
     total = device.total_memory()
     limit = parse_size(asked, total=total, free=device.free_memory(), name="--mem-limit")
-    if limit < 1 << 20:
+    if limit < 1 << 16:
         raise OptionError(f"--mem-limit: expected a size such as 2GB; {asked!r} is {limit} bytes, less than any process has.")
     if limit > total:
         raise OptionError(

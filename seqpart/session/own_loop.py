@@ -168,9 +168,11 @@ class OwnLoop:
         self._session.failed_at, self._steps, self._rows.fed = None, None, self.updates
         return True
 
-    def step(self, batch: object) -> float:
+    def step(self, batch: object, *others: object) -> float:
         """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
-        before the update: the mean over the rows, or over what the loss counted of them."""
+        before the update: the mean over the rows, or over what the loss counted of them. Nothing goes beside it."""
+        if others:
+            raise DataError("step: expected one batch; found several arguments. Give x and y as one: step((x, y)).")
         split = as_batch(batch, padding=self._padding, form=self._example.form)
         self._refuse_unlike(split)
         if split.count > self._example.count:
