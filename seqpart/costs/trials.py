@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.errors import ModelError
+from seqpart.files.direct import round_up
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
 from seqpart.memory.heap import page_faults, seconds_per_fault
@@ -231,7 +232,8 @@ class Trials:
         found: dict[int, int] = {}
 
         def noted(tensor: torch.Tensor) -> torch.Tensor:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = round_up(storage.nbytes(), self._device.granule)
             return tensor.detach()  # itself it would hold its own graph, in a cycle
 
         with saved_tensors_hooks(noted, lambda tensor: tensor):

@@ -10,13 +10,15 @@ charges them."""
 
 def movers(count: int, name: str) -> ThreadPoolExecutor:
     """`count` threads of that name, started now, so that their stacks are nobody's partition."""
-    before = threading.stack_size(_STACK)
+    before, ready = threading.stack_size(_STACK), threading.Barrier(count + 1)
     try:
         pool = ThreadPoolExecutor(count, thread_name_prefix=name)
-        ready = threading.Barrier(count + 1)
         for _ in range(count):
             pool.submit(ready.wait)
         ready.wait()
+    except BaseException:
+        ready.abort()
+        raise
     finally:
         threading.stack_size(before)
     return pool

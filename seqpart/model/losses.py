@@ -145,12 +145,15 @@ def partially_separable(output: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 OF_CLASSES: tuple[LossFunction, ...] = (F.cross_entropy, token_cross_entropy, partially_separable)
 """Those of ours that take one score for each class."""
+OF_MODULES = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward
+"""What torch's own modules do, and those that are made of them and change nothing there."""
 
 
 def refuse_unlike(loss: LossFunction, shape: tuple[int, ...], classes: int, labels: torch.Tensor) -> None:
     """Raises DataError where a loss of ours, or torch's cross-entropy, cannot judge outputs of that shape, of one row, by
     `labels`, which have so many classes."""
-    positions, of_classes = tuple(labels.shape[1:]), loss in OF_CLASSES or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    positions = tuple(labels.shape[1:])
+    of_classes = loss in OF_CLASSES or getattr(type(loss), "forward", None) in OF_MODULES
     if of_classes and labels.is_floating_point() and positions != shape:
         raise DataError(
             f"the loss judges scores of classes, and a row's labels are {labels.dtype} of shape {positions}. Give classes as "

@@ -26,6 +26,7 @@ from seqpart.asking import judging
 from seqpart.errors import DataError, OptionError
 from seqpart.model.losses import (
     IGNORED,
+    OF_MODULES,
     OF_NUMBERS,
     LossFunction,
     label_dtype,
@@ -172,8 +173,11 @@ def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     if loss in (token_cross_entropy, partially_separable):
         return None, IGNORED, "mean"
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        own = type(loss).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-        return None if own or loss.reduction == "none" else (loss.weight, loss.ignore_index, loss.reduction)
+        return (
+            None
+            if type(loss).forward not in OF_MODULES or loss.reduction == "none"
+            else (loss.weight, loss.ignore_index, loss.reduction)
+        )
     partial = isinstance(loss, functools.partial)
     function, keywords = (loss.func, loss.keywords) if partial else (loss, {})
     if function not in (F.cross_entropy, F.nll_loss) or (partial and loss.args):
