@@ -1,5 +1,4 @@
-"""Quantized layers of bitsandbytes under the limit: they travel packed, never learn, and what is around them has a plain loop's
-bits."""
+"""Quantized layers of bitsandbytes travel packed and never learn; what is around them has a plain loop's bits."""
 
 import functools
 import signal
@@ -68,12 +67,10 @@ def rows():
 
 
 def fitted(folder, model, **options):
-    options = {"method": "streamed", "partitions": 3, **options}
-    if options["method"] != "streamed":
-        options.pop("partitions")
+    cuts = {"partitions": 3} if options.setdefault("method", "streamed") == "streamed" else {}
     trainer = Trainer(
         model, mem_limit="2GB", batch_size=BATCH, micro_batch_size=BATCH, epochs=EPOCHS, lr=1e-2, shuffle=False, quiet=True,
-        output_dir=folder, **options,
+        output_dir=folder, **cuts | options,
     )  # fmt: skip
     return trainer.fit(rows(), rows())
 

@@ -173,11 +173,8 @@ def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     if loss in (token_cross_entropy, partially_separable):
         return None, IGNORED, "mean"
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return (
-            None
-            if type(loss).forward not in OF_MODULES or loss.reduction == "none"
-            else (loss.weight, loss.ignore_index, loss.reduction)
-        )
+        told = type(loss).forward in OF_MODULES and loss.reduction != "none"
+        return (loss.weight, loss.ignore_index, loss.reduction) if told else None
     partial = isinstance(loss, functools.partial)
     function, keywords = (loss.func, loss.keywords) if partial else (loss, {})
     if function not in (F.cross_entropy, F.nll_loss) or (partial and loss.args):
