@@ -9,7 +9,6 @@ In this process and not in a child: a child would hold the imported libraries, 3
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode, real_module
+from seqpart.costs.partition import LINE
 from seqpart.errors import ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.compiler import back_propagate
@@ -40,8 +40,8 @@ class Excess:
 
     forward: int = 0
     saved: int = 0
-    hidden: tuple[int, ...] = ()
-    """Storages that autograd saved and fake tensors do not show."""
+    hidden: int = 0
+    """Of storages that autograd saved, beyond those that fake tensors show."""
     untouched: int = 0
     untouched_peak: int = 0
     """Reserved and not held: of them, and while the block runs."""
@@ -54,7 +54,7 @@ class Excess:
     def on(self, cost: BlockCost, share: float) -> BlockCost:
         """share: of the rows that were run, those that `cost` is for."""
         return replace(
-            cost, saved_sizes=(*cost.saved_sizes, *(int(size * share) for size in self.hidden)),
+            cost, saved_sizes=(*cost.saved_sizes, int(self.hidden * share)) if self.hidden else cost.saved_sizes,
             forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
             saved_alone=cost.saved_alone + self.saved,
             untouched=int(self.untouched * share), untouched_peak=int(self.untouched_peak * share),
@@ -65,7 +65,7 @@ class Excess:
 
     def times(self, factor: int) -> "Excess":
         return Excess(
-            forward=factor * self.forward, saved=factor * self.saved, hidden=self.hidden * factor,
+            forward=factor * self.forward, saved=factor * self.saved, hidden=factor * self.hidden,
             untouched=factor * self.untouched, untouched_peak=factor * self.untouched_peak, backward=factor * self.backward,
             inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
             backward_seconds=factor * self.backward_seconds, kept_seconds=factor * self.kept_seconds,
@@ -161,7 +161,7 @@ class Trials:
     def _measured(self, number: int, rows: int, available: int) -> Excess:
         """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
         block, fewer = self._chain[number], rows
-        if rows > _FEW and _has_workspace(block):
+        if rows > _FEW and _has(block, nn.LSTM):
             fewer = self._rows_within(number, rows, available)
         _LOGGER.debug("block %d of %d is run, %d rows", number + 1, len(self._chain), rows)
         while True:
@@ -201,7 +201,7 @@ class Trials:
         with with_tensors(module, tensors):
             module.train()
             self._train(module, tensors, xs)
-            hidden = self._hidden(cost, module, tensors, xs) if _has_workspace(self._chain[number]) else ()
+            kept = self._kept(module, tensors, xs) if _has(self._chain[number], nn.RNNBase) else 0
             faults = page_faults()
             seen = self._train(module, tensors, xs)
             faults = page_faults() - faults
@@ -217,23 +217,24 @@ class Trials:
         kept_seconds = 0.0
         if self._device.keeps_heap:
             kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
-        saved = max(0, seen.saved - cost.saved)
+        # oneDNN's workspace of an LSTM is 16 times what fake tensors show of it, and two thirds of that are never touched.
+        reserves = _has(self._chain[number], nn.LSTM)
         return Excess(
-            forward=max(0, seen.forward - cost.forward_peak), saved=saved, hidden=hidden,
-            untouched=max(0, sum(hidden) - saved), untouched_peak=seen.untouched_peak if hidden else 0,
+            forward=max(0, seen.forward - cost.forward_peak), saved=max(0, seen.saved - cost.saved),
+            hidden=max(0, kept - sum(round_up(size, LINE) for size in cost.saved_sizes)),
+            untouched=max(0, kept - max(seen.saved, cost.saved)) if reserves else 0,
+            untouched_peak=seen.untouched_peak if reserves else 0,
             backward=max(0, seen.backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
             forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
 
-    def _hidden(
-        self, cost: BlockCost, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
-    ) -> tuple[int, ...]:
-        """Storages that autograd saves, beside those that were counted."""
+    def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> int:
+        """Bytes of the storages that autograd saves, with their place in a range (execution/graph_offload.py)."""
         found: dict[int, int] = {}
 
         def noted(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = round_up(storage.nbytes(), self._device.granule)
+            found[storage.data_ptr()] = round_up(storage.nbytes(), LINE)
             return tensor.detach()  # itself it would hold its own graph, in a cycle
 
         with saved_tensors_hooks(noted, lambda tensor: tensor):
@@ -241,7 +242,7 @@ class Trials:
         for tensor in (*xs, *tensors.values()):
             found.pop(tensor.untyped_storage().data_ptr(), None)
         del graph
-        return tuple((Counter(found.values()) - Counter(cost.saved_sizes)).elements())
+        return sum(found.values())
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
         """Random ones; tokens are zeros, which every vocabulary has."""
@@ -302,10 +303,9 @@ def _alone(cost: BlockCost) -> int:
     return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
 
 
-def _has_workspace(block: Block) -> bool:
-    """Whether it is recurrent: of what oneDNN keeps for its backward, 16 times what is counted, fake tensors show nothing."""
+def _has(block: Block, kind: type[nn.Module]) -> bool:
     module, _ = block.fake(FakeMode())
-    return any(isinstance(one, nn.RNNBase) for one in module.modules())
+    return any(isinstance(one, kind) for one in module.modules())
 
 
 def _structure(block: Block) -> Kind:
