@@ -93,16 +93,14 @@ class Prepared:
 
 
 _UNMEASURED = 16 << 20
-"""Bytes that a limit is named larger by where blocks could not be run under the one that was given. An LSTM's library and its
-workspaces took 10 MB more than was counted."""
+"""Bytes that a limit is named larger by where blocks could not be run: an LSTM's library took 10 MB more than was counted."""
 
 
 class Preparation(Inputs):
     """Makes the plan, and makes it again when a failed allocation asks for one that needs less."""
 
     def problem(self, request: PlanRequest) -> Problem:
-        count, asked = self.settings.partition_choice()
-        batch = self.full_batch
+        (count, asked), batch = self.settings.partition_choice(), self.full_batch
         costs = self.costs_at(batch)
         heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
         return Problem(
@@ -120,7 +118,9 @@ class Preparation(Inputs):
             cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
-            live_bytes=self.live_bytes, may_keep_heap=self.device.keeps_heap and request.may_keep_heap,
+            live_bytes=self.live_bytes,
+            # A kept heap is touched as a whole: what an LSTM reserves and does not touch made it larger than planned.
+            may_keep_heap=self.device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
         )  # fmt: skip
 
     def planned(self, request: PlanRequest | None = None) -> Prepared:
