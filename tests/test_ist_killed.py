@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from tests.choice import only_quick
 from tests.test_killed import ended, laid_out, to_go_on, whole_run
 
 MODEL = """
@@ -51,7 +50,7 @@ def here(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only_quick(CASES, ["residual blocks dealt out"]))
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_as_it_cuts_trains_and_puts_back_ends_with_the_bits_of_one_that_nobody_killed(name, processes, here):
     arguments, chance, history = [*COMMON, *CASES[name]], random.Random(name), []
     whole, counts, _ = whole_run(processes, here, arguments)

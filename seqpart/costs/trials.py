@@ -161,7 +161,7 @@ class Trials:
     def _measured(self, number: int, rows: int, available: int) -> Excess:
         """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
         block, fewer = self._chain[number], rows
-        if rows > _FEW and _has(block, nn.LSTM):
+        if rows > _FEW and _has(block.fake(FakeMode())[0], nn.LSTM):
             fewer = self._rows_within(number, rows, available)
         _LOGGER.debug("block %d of %d is run, %d rows", number + 1, len(self._chain), rows)
         while True:
@@ -201,7 +201,7 @@ class Trials:
         with with_tensors(module, tensors):
             module.train()
             self._train(module, tensors, xs)
-            kept = self._kept(module, tensors, xs) if _has(self._chain[number], nn.RNNBase) else 0
+            kept = self._kept(module, tensors, xs) if _has(module, nn.RNNBase) else 0
             faults = page_faults()
             seen = self._train(module, tensors, xs)
             faults = page_faults() - faults
@@ -218,7 +218,7 @@ class Trials:
         if self._device.keeps_heap:
             kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
         # oneDNN's workspace of an LSTM is 16 times what fake tensors show of it, and two thirds of that are never touched.
-        reserves = _has(self._chain[number], nn.LSTM)
+        reserves = _has(module, nn.LSTM)
         return Excess(
             forward=max(0, seen.forward - cost.forward_peak), saved=max(0, seen.saved - cost.saved),
             hidden=max(0, kept - sum(round_up(size, LINE) for size in cost.saved_sizes)),
@@ -303,8 +303,7 @@ def _alone(cost: BlockCost) -> int:
     return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
 
 
-def _has(block: Block, kind: type[nn.Module]) -> bool:
-    module, _ = block.fake(FakeMode())
+def _has(module: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(one, kind) for one in module.modules())
 
 

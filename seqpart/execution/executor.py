@@ -341,12 +341,14 @@ class Executor:
 
 def _explained(error: Exception) -> Exception:
     """In words, where the message does not say what is wrong with the rows."""
-    if isinstance(error, IndexError) and re.match(r"Target -?\d+ is out of bounds", str(error)):
+    if not isinstance(error, IndexError):
+        return error
+    if re.match(r"Target -?\d+ is out of bounds", str(error)):
         return DataError(
             f"the loss found a label that is no class: {error} The classes of K outputs are 0 to K - 1. Give such labels, or "
             "let the last block have more outputs."
         )
-    if not isinstance(error, IndexError) or "index out of range in self" not in str(error):
+    if "index out of range in self" not in str(error):
         return error
     return DataError(
         "a row has a number that an nn.Embedding of the model has no vector for: a token that is not in its vocabulary, or a "

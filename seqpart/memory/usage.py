@@ -45,8 +45,7 @@ class Reading:
 def read_process(pid: int | str = "self") -> Reading:
     """The kernel's figures for one process; zeros when it is gone."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            text = status.read()
+        text = _status(pid)
     except (FileNotFoundError, ProcessLookupError):
         return Reading()
     return Reading(*(_field(text, name) for name in _STATUS_FIELDS))
@@ -174,6 +173,11 @@ def _has_children() -> bool:
     return True
 
 
+def _status(pid: int | str = "self") -> bytes:
+    with open(f"/proc/{pid}/status", "rb") as status:
+        return status.read()
+
+
 def _field(text: bytes, name: bytes) -> int:
     at = text.find(name)
     begin = at + len(name)
@@ -220,15 +224,13 @@ class Reservations:
 
 
 def _sizes() -> tuple[int, int]:
-    with open("/proc/self/status", "rb") as status:
-        text = status.read()
+    text = _status()
     return _field(text, b"VmSize:"), _field(text, b"VmPeak:")
 
 
 def highest() -> int:
     """Most bytes that this process held since the kernel's mark was set back, or since it began."""
-    with open("/proc/self/status", "rb") as status:
-        text = status.read()
+    text = _status()
     # The mark counts file pages too, which grow only where code runs for the first time.
     held = _field(text, b"RssAnon:") + _field(text, b"RssShmem:")
     return max(held, _field(text, b"VmHWM:") - _field(text, b"RssFile:"))
