@@ -93,6 +93,9 @@ class SeqpartError(Exception):
     def __str__(self) -> str:
         return in_arguments(self.with_flags)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     @property
     def with_flags(self) -> str:
         """The message as the command prints it. Take this one where a message becomes part of another."""

@@ -146,6 +146,7 @@ class Trainer:
 
         dry: no file of any name is made for that, not for a moment.
         """
+        gc.collect()
         with self.device.at_work(), ExitStack() as stack:
             prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
@@ -386,8 +387,7 @@ class Trainer:
 
     def _begun(self, stack: ExitStack, reporter: Reporter, *, shares_random: bool = False) -> Sampler:
         """What watches the memory of a run, which `stack` ends. shares_random: the caller draws random numbers meanwhile."""
-        if self._sampler is None:
-            gc.collect()  # a model that the program has let go of, in a cycle, would count
+        gc.collect()  # a model that the program has let go of, in a cycle, would count
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
         stack.enter_context(like_ctrl_c())

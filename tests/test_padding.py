@@ -300,7 +300,9 @@ def test_a_collator_says_by_its_tokenizer_with_which_token_and_on_which_side(tmp
 
         def __call__(self, items):
             found = self.tokenizer.pad(items)
-            return found | {"labels": found["input_ids"].masked_fill(found["attention_mask"] == 0, -100)}
+            # Without the mask the model sees what rows are padded with, and on which side.
+            ids = found["input_ids"]
+            return {"input_ids": ids, "labels": ids.masked_fill(found["attention_mask"] == 0, -100)}
 
     found = trainer(tmp_path / "run", Padding(LONG), epochs=1).fit(loader(Modelling()))
     plain = [Padding(LONG, token=9, side="left")(batch) for batch in loader(Modelling())]
