@@ -212,7 +212,7 @@ def run_arm(name: str, *options: object, folder: Path) -> dict[str, Any]:
     # PyTorch's own settings for the plain loop; those of seqpart, which imports torch too late here, for the others.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     if name != "plain":
-        environment["GOMP_SPINCOUNT"] = "1000"
+        environment |= {"GOMP_SPINCOUNT": "1000", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
     with tempfile.TemporaryDirectory(dir=folder) as place:
         return children.printed(
             "benchmarks.streamed_arm", name, *options, "--folder", place, name=name, environment=environment

@@ -8,6 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+if __name__ == "__main__" and not {"-h", "--help"}.intersection(sys.argv):
+    from seqpart.memory.heap import restarted
+
+    restarted()  # before torch is loaded
+
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
 from seqpart.cli.job import DIGITS, Job, opened, saved_plan

@@ -36,9 +36,14 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind():
-    """What the tests of a module leave in this process would count against the limits of the next: 240 MB of one did."""
+    """What the tests of a module leave in this process would count against the limits of the next: 240 MB of one did.
+
+    What stays is frozen: each collection looked through all tests and what they import, for 0.4 s, two fifths of the time.
+    """
     yield
+    gc.unfreeze()
     gc.collect()
+    gc.freeze()
     Device().release_cached()
 
 
@@ -85,8 +90,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Each collection of garbage looked through all tests and their imports, for 0.4 s: two fifths of the time."""
-    gc.collect()
     gc.freeze()
 
 

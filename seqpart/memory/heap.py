@@ -5,19 +5,23 @@
     kept       tensors lie on the C library's heap, which never shrinks: it is made as large as the plan says and touched
                before training begins, so that what the plan predicts is there from the first step on.
 
-[Note: a kept heap] Best fit leaves holes, of which nobody knows beforehand how many: 1.3 to 1.7 times what is alive at once
-was seen where a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in
-each update, and 7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. See
-benchmarks/LOG.md. So the heap is made larger than that from the beginning, where the limit has room for it: then the
-prediction holds whatever the holes are. For one partition a heap of 1.5 times what is alive is tried too, and of all the room
-that the limit has. Should it grow beyond that until memory runs out, the run goes on without it. Tensors aligned for huge pages
-would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in seqpart/__init__.py.
+[Note: a kept heap] Tensors are aligned: glibc cuts a piece of less than 100 bytes off the front and the back of each. It puts
+these pieces into a cache of small pieces (tcache), from where small objects take them, and then a tensor that dies leaves a
+hole which is those bytes too small for the next one of its size. So a heap grew to 1.3 to 1.7 times what is alive at once where
+a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in each update, and
+7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. Without that cache, as the
+command starts itself (`restarted`), 1.0 to 1.4 times were seen, and 1.9 where 31 MB were alive. See benchmarks/LOG.md.
+The heap is made larger than that from the beginning, where the limit has room for it: then the prediction holds whatever the
+holes are. A smaller one is tried too, and of all the room that the limit has. Should it grow beyond that until memory runs
+out, the run goes on without it. Tensors aligned for huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in
+seqpart/__init__.py.
 """
 
 import ctypes
 import mmap
 import os
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,13 +29,18 @@ from functools import cache
 
 from seqpart.errors import OptionError
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = 1, -1, -3, -4, -8
 _MMAP_THRESHOLD = 65536
 RETURNED_FROM = _MMAP_THRESHOLD - 112
 """Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
 _MOST_MAPPINGS = 1 << 30
-_FOR_ONE, _FOR_SEVERAL, _STREAMED = 2, 3, 5
-_LEAST_FOR_ONE = 1.5
+_FOR_ONE, _FOR_SEVERAL, _STREAMED, _LEAST_FOR_ONE = 2, 3, 5, 1.5
+_LEAST_WITHOUT_CACHE, _MORE = 1.4, 16 << 20
+"""Without the cache: the least for one partition, and the most bytes beside 1.5 times what is alive."""
+_TUNABLES, _NO_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
+_PROGRAMS = ("seqpart", "seqpart.train")
+_CACHED, _IN_CACHE = 1000, 16
+"""Bytes of a piece that glibc's cache takes, of which it holds up to 7 of one size."""
 _PIECE = 64 << 10
 _PROBE = 4 << 20
 _PROBED, _PROBES = 64 << 20, 3
@@ -45,12 +54,28 @@ def heap_for(alive: int, *, several: bool, streamed: bool = False) -> int:
 
     streamed: they come and go in each update, or may.
     """
+    if pieces_join():
+        return alive * 3 // 2 + min(alive // 2, _MORE)
     return alive * (_STREAMED if streamed else _FOR_SEVERAL if several else _FOR_ONE)
 
 
 def least_heap_for(alive: int, *, several: bool, streamed: bool = False) -> int:
     """The same where the limit has no room for so much."""
-    return heap_for(alive, several=several, streamed=streamed) if several or streamed else int(alive * _LEAST_FOR_ONE)
+    if several or streamed:
+        return heap_for(alive, several=several, streamed=streamed)
+    return int(alive * (_LEAST_WITHOUT_CACHE if pieces_join() else _LEAST_FOR_ONE))
+
+
+def restarted() -> None:
+    """Start this program anew without glibc's cache of small pieces, which is read when a process begins: before torch loads.
+
+    Does nothing where it began so, where the user has set it, without glibc, and within another program (a notebook's %run).
+    """
+    tunables, words = os.environ.get(_TUNABLES, ""), {word.rpartition("/")[2] for word in sys.orig_argv}
+    if _NO_CACHE in tunables or words.isdisjoint(_PROGRAMS) or not hasattr(_libc, "gnu_get_libc_version"):
+        return
+    os.environ[_TUNABLES] = ":".join(filter(None, (tunables, f"{_NO_CACHE}=0")))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -102,6 +127,20 @@ def other_allocator() -> str | None:
     return os.fsdecode(found.file or b"a library that is not named")
 
 
+@cache
+def pieces_join() -> bool:
+    """Whether small pieces that are free join the free memory beside them, and are not cached for small objects."""
+    if _libc is None or not hasattr(_libc, "mallinfo2"):
+        return False
+    _libc.mallinfo2.restype = _Allocated
+    _libc.malloc.restype, _libc.malloc.argtypes, _libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    pieces = [_libc.malloc(_CACHED) for _ in range(_IN_CACHE)]  # what was in the cache is not any more
+    before = _libc.mallinfo2().in_use
+    for piece in pieces:
+        _libc.free(piece)
+    return bool(_libc.mallinfo2().in_use < before - (_IN_CACHE - 1) * _CACHED)
+
+
 class Heap:
     """The C library's heap, of which a process has one. Without glibc nothing is done: the meter still holds the limit."""
 
@@ -124,6 +163,8 @@ class Heap:
             _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
             _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
             _libc.mallopt(_M_ARENA_MAX, 1)
+            if pieces_join():
+                _libc.mallopt(_M_MXFAST, 0)  # another cache
 
     def trim(self) -> None:
         """Give free memory back to the system, unless it is kept."""
