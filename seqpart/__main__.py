@@ -3,7 +3,6 @@
 import sys
 
 from seqpart.errors import BadInput
-from seqpart.memory.heap import restarted
 
 COMMANDS = {
     "train": "train a model under a memory limit: seqpart train --mem-limit 2GB",
@@ -12,15 +11,17 @@ COMMANDS = {
     "report": "the directory of a run as one HTML page: seqpart report DIR",
     "doctor": "what this machine offers: device, limits, tiers, disk speed, versions",
 }
-TRAIN = ("train", "plan", "verify")
-"""Those that allocate what a run does."""
+PLANNING = ("train", "plan", "verify")
+"""Those that make a plan, which depends on the heap."""
 
 
 def console() -> None:
     """`seqpart train`, `plan` (a dry run), `verify`, `report` or `doctor`. Leaves with the exit code."""
     command, *arguments = sys.argv[1:] or [""]
     if command in COMMANDS:
-        if command in TRAIN and not {"-h", "--help"}.intersection(arguments):
+        if command in PLANNING:
+            from seqpart.memory.heap import restarted
+
             restarted()
         from seqpart.train import run_command
 

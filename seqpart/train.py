@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-if __name__ == "__main__" and not {"-h", "--help"}.intersection(sys.argv):
+if __name__ == "__main__":
     from seqpart.memory.heap import restarted
 
     restarted()  # before torch is loaded

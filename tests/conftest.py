@@ -19,11 +19,7 @@ import torch  # isort: skip
 settings.register_profile("seqpart", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("seqpart")
 
-# Every run collects garbage before it looks at its own memory: half of so short a run, with all that torch brings.
-importlib.import_module("torch._dynamo")
-gc.collect()
-gc.freeze()
-
+importlib.import_module("torch._dynamo")  # before what is there is frozen
 
 # A shell starts what runs in the background without SIGINT, and every run that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,6 +86,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    gc.collect()
     gc.freeze()
 
 

@@ -3,7 +3,6 @@
 These call the command's own `main` in this process; they end before anything is trained.
 """
 
-import gc
 import gzip
 import json
 import subprocess
@@ -21,14 +20,6 @@ YAML = {
     "alias": "a: &a 3\nb: *a\n", "tag": "lr: !!python/object/apply:os.getcwd []\n", "nothing": "lr:\n",
     "nested": "lr: [[1, 2]]\n", "table": "lr: {first: 1}\n", "bf16": "bf16: 3\n",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_objects_to_collect():
-    """Every plan collects garbage before it measures the runtime: 0.3 s each with all that the test session holds."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

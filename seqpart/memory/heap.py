@@ -69,23 +69,14 @@ def least_heap_for(alive: int, *, several: bool, streamed: bool = False) -> int:
 def restarted() -> None:
     """Start this program anew without glibc's cache of small pieces, which is read when a process begins: before torch loads.
 
-    Does nothing where it began so, where the user has set it, without glibc, and within another program (a notebook's %run).
+    Does nothing where it began so, where the user has set it, without glibc, within another program (a notebook's %run), and
+    where help is asked for.
     """
     tunables, words = os.environ.get(_TUNABLES, ""), {word.rpartition("/")[2] for word in sys.orig_argv}
-    if _NO_CACHE in tunables or words.isdisjoint(_PROGRAMS) or not hasattr(_libc, "gnu_get_libc_version"):
+    if _libc is None or _NO_CACHE in tunables or words.isdisjoint(_PROGRAMS) or not words.isdisjoint(("-h", "--help")):
         return
     os.environ[_TUNABLES] = ":".join(filter(None, (tunables, f"{_NO_CACHE}=0")))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _glibc() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libc.so.6")
-    except OSError:
-        return None
-
-
-_libc = _glibc()
 
 
 class _Symbol(ctypes.Structure):
@@ -103,6 +94,25 @@ class _Allocated(ctypes.Structure):
     )
 
 
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    return library
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = _declared(ctypes.CDLL("libc.so.6"))
+    except OSError:
+        return None
+    if hasattr(libc, "mallinfo2"):
+        libc.mallinfo2.restype = _Allocated
+    return libc
+
+
+_libc = _glibc()
+
+
 @cache
 def other_allocator() -> str | None:
     """The file of a library that allocates in the place of glibc, as LD_PRELOAD does it; None where none does.
@@ -111,9 +121,7 @@ def other_allocator() -> str | None:
     """
     if _libc is None or not hasattr(_libc, "mallinfo2"):
         return None
-    _libc.mallinfo2.restype = _Allocated
-    used = ctypes.CDLL(None)
-    used.malloc.restype, used.malloc.argtypes, used.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    used = _declared(ctypes.CDLL(None))
     for _ in range(_PROBES):
         before = _libc.mallinfo2()
         pointer = used.malloc(_PROBED)
@@ -132,8 +140,6 @@ def pieces_join() -> bool:
     """Whether small pieces that are free join the free memory beside them, and are not cached for small objects."""
     if _libc is None or not hasattr(_libc, "mallinfo2"):
         return False
-    _libc.mallinfo2.restype = _Allocated
-    _libc.malloc.restype, _libc.malloc.argtypes, _libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     pieces = [_libc.malloc(_CACHED) for _ in range(_IN_CACHE)]  # what was in the cache is not any more
     before = _libc.mallinfo2().in_use
     for piece in pieces:
@@ -209,8 +215,6 @@ def _touch(libc: ctypes.CDLL, nbytes: int) -> None:
 
     Raises MemoryError where the limit has no room for it.
     """
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
     pieces = (ctypes.c_void_p * (nbytes // _PIECE))()
     try:
         for number in range(len(pieces)):
