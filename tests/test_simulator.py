@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.costs.clock import Clock
+from seqpart.costs.clock import Clock, Disk
 from seqpart.costs.hardware import Speeds
 from seqpart.costs.simulator import Resources, Simulator, simulate
 from seqpart.methods.exact import whole_network
@@ -91,3 +91,28 @@ def test_backward_does_not_wait_for_optimizer_state_and_the_update_does():
     assert clock.take(Step(Verb.LOAD, 0, more=True), 3.0, 0.0, 0.0, 1, first=1 / 3) == 3.0
     assert clock.take(Step(Verb.BACKWARD, 0, 0), 0.5, 0.0, 0.0, 1) == 1.5
     assert clock.take(Step(Verb.UPDATE, 0), 0.25, 0.0, 0.0, 1) == 3.25
+
+
+def test_reads_and_writes_share_the_disk_and_links_go_both_ways_at_once():
+    """The disk was priced as if it did both side by side."""
+    for at_host, ends in (frozenset(), 4.0), (frozenset({0, 1}), 3.0):
+        clock = Clock(2, frozenset(), at_host=at_host)
+        clock.take(Step(Verb.LOAD, 0), 1.0, 0.0, 0.0, 1)
+        clock.take(Step(Verb.FORWARD, 0, 0), 0.5, 0.0, 0.0, 1)  # from 1.0 to 1.5
+        clock.take(Step(Verb.DROP, 0), 1.0, 0.0, 0.0, 1)  # from 1.5
+        assert clock.take(Step(Verb.LOAD, 1), 2.0, 0.0, 0.0, 1) == ends  # from 1.0, and a second later
+
+
+@given(asked=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)), max_size=12))
+def test_the_disk_never_does_two_things_at_a_time_and_never_rests_while_somebody_waits(asked):
+    disk, ends = Disk(), []
+    for begins, seconds in asked:
+        ends.append(disk.serve(begins, seconds))
+        assert ends[-1] >= begins + seconds - 1e-9
+    if asked:
+        first, work = min(begins for begins, _ in asked), sum(seconds for _, seconds in asked)
+        assert max(ends) <= max(begins for begins, _ in asked) + work + 1e-9
+        assert max(ends) >= first + max((seconds for _, seconds in asked), default=0) - 1e-9
+    for begins, _ in asked:  # all that may begin there goes on without a gap
+        later = sum(seconds for other, seconds in asked if other >= begins)
+        assert max(ends) >= begins + later - 1e-9

@@ -113,7 +113,10 @@ class Simulator:
         self.progress = Progress(phases, start)
         self._first = 1.0
         """Of a load, the share that the computation waits for: weights, and not what the optimizer step needs."""
-        self._clock = Clock(resources.slots, resources.stays)
+        self._clock = Clock(
+            resources.slots, resources.stays, at_host=resources.at_host, graphs_at_host=resources.graphs_at_host,
+            boundaries_on_disk="disk" in resources.tiers,
+        )  # fmt: skip
         self._do = {
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
