@@ -11,6 +11,7 @@ from seqpart.__main__ import console
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.execution.compute import Compute
 from seqpart.memory.device import Device
+from seqpart.memory.usage import MemoryUsage
 from seqpart.verify.digests import Digests, Key
 from tests import forced
 from tests.given import write_own
@@ -229,8 +230,8 @@ def test_what_cannot_be_verified_is_refused_in_words(options, words):
 
 
 def test_a_machine_that_cannot_hold_full_training_is_told_so_before_anything_is_trained(monkeypatch):
-    # Less than none: what tests before left in this process is freed while it is planned, and is room for training then.
-    monkeypatch.setattr(Device, "free_memory", lambda _: -(128 << 20))
+    """What tests before left in this process is freed while it is planned, and would be room for training then."""
+    monkeypatch.setattr(Device, "free_memory", lambda self: (1 << 20) - MemoryUsage(self).read())  # all in all 1 MB
     monkeypatch.setattr("seqpart.verify.variant.Variant.run", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DoesNotFit, match=r'compares with full training, which needs .* and has .*reference="checkpointed"'):
         check(*MODELS["mlp"], partitions=2)
