@@ -10,7 +10,9 @@ these pieces into a cache of small pieces (tcache), from where small objects tak
 hole which is those bytes too small for the next one of its size. So a heap grew to 1.3 to 1.7 times what is alive at once where
 a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in each update, and
 7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. Without that cache, as the
-command starts itself (`restarted`), 1.0 to 1.4 times were seen, and 1.9 where 31 MB were alive. See benchmarks/LOG.md.
+command starts itself (`restarted`), 1.0 to 1.4 times were seen, and 1.9 where 31 MB were alive; and up to 2.0 where nearly as
+many bytes of gradients come in a backward pass as of activations go, in other sizes: 1.18 times what is alive and those that
+replace others. See benchmarks/LOG.md.
 The heap is made larger than that from the beginning, where the limit has room for it: then the prediction holds whatever the
 holes are. A smaller one is tried too, and of all the room that the limit has. Should it grow beyond that until memory runs
 out, the run goes on without it. Tensors aligned for huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in
@@ -49,21 +51,26 @@ COMPUTING_SHARE = 0.7
 """Of the seconds that computing takes where memory is returned, where no run has told (costs/trials.py)."""
 
 
-def heap_for(alive: int, *, several: bool, streamed: bool = False) -> int:
+def heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:
     """Bytes of a kept heap for tensors of which `alive` bytes are there at once: one partition's, or those of `several`.
 
+    replaced: the most bytes of gradients that come while what autograd saved goes, or of the latter where these are fewer.
     streamed: they come and go in each update, or may.
     """
-    if pieces_join():
-        return alive * 3 // 2 + min(alive // 2, _MORE)
-    return alive * (_STREAMED if streamed else _FOR_SEVERAL if several else _FOR_ONE)
+    least = least_heap_for(alive, replaced, several=several, streamed=streamed)
+    if several or streamed:
+        return least
+    return max(least, alive * 3 // 2 + min(alive // 2, _MORE) if pieces_join() else alive * _FOR_ONE)
 
 
-def least_heap_for(alive: int, *, several: bool, streamed: bool = False) -> int:
+def least_heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:
     """The same where the limit has no room for so much."""
     if several or streamed:
-        return heap_for(alive, several=several, streamed=streamed)
-    return int(alive * (_LEAST_WITHOUT_CACHE if pieces_join() else _LEAST_FOR_ONE))
+        others = alive * (_STREAMED if streamed else _FOR_SEVERAL)
+        found = alive * 3 // 2 + min(alive // 2, _MORE) if pieces_join() else others
+    else:
+        found = int(alive * (_LEAST_WITHOUT_CACHE if pieces_join() else _LEAST_FOR_ONE))
+    return max(found, (alive + replaced) * 6 // 5)
 
 
 def restarted() -> None:

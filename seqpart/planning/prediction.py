@@ -103,7 +103,7 @@ def predict(
     walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
     works = works_of(predicted_steps, len(parts))
     if resources.keeps_heap:
-        sizes = heaps_of(problem, max(works), len(parts), streamed=not method.stays and len(parts) > 1)
+        sizes = heaps_of(problem, max(works), costs, streamed=not method.stays and len(parts) > 1)
         candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
     seconds, computing, moving = _seconds(predicted_steps, len(walked[0].partitions), problem.contention)
@@ -155,10 +155,10 @@ def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple
     return tuple(works)
 
 
-def heaps_of(problem: Problem, working: int, partitions: int, *, streamed: bool = False) -> tuple[int, int]:
-    """(least, enough) bytes of a heap that has room for the work of all steps. partitions: that share it."""
-    several = partitions > 1
-    sizes = (size(working, several=several, streamed=streamed) for size in (least_heap_for, heap_for))
+def heaps_of(problem: Problem, working: int, costs: Sequence[PartitionCost], *, streamed: bool = False) -> tuple[int, int]:
+    """(least, enough) bytes of a heap that has room for the work of all steps. costs: of the partitions that share it."""
+    several, replaced = len(costs) > 1, max(min(cost.gradients, cost.saved) for cost in costs)
+    sizes = (size(working, replaced, several=several, streamed=streamed) for size in (least_heap_for, heap_for))
     least, enough = (size + problem.growth for size in sizes)
     return least, enough
 

@@ -208,8 +208,9 @@ def _roughly(
         plain = simulated[key]
         peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
         may_keep = problem.may_keep_heap and not resources.tiers
+        least, _ = heaps_of(problem, plain.working, [cost for _, _, cost in parts])
         for heap in (True, False) if may_keep else (False,):
-            kept = heaps_of(problem, plain.working, len(parts))[0] - problem.growth - plain.working if heap else 0
+            kept = least - problem.growth - plain.working if heap else 0
             if peak + kept <= available * _ROUGHLY:
                 way = replace(resources, keeps_heap=heap)
                 yield _Rough(parts, way, _least(problem, plain, way, max(0, available - peak - kept)))

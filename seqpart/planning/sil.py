@@ -160,7 +160,7 @@ def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candid
         return [peak for (peak,) in alone]
 
     kept = replace(candidate, resources=replace(candidate.resources, keeps_heap=True))
-    kept = with_heap(problem, kept, heaps_of(problem, working, len(candidate.parts)), peaks)
+    kept = with_heap(problem, kept, heaps_of(problem, working, [cost for _, _, cost in candidate.parts]), peaks)
     return kept if max(peaks(kept)) <= available else candidate
 
 

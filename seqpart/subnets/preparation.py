@@ -164,7 +164,7 @@ class SubnetPreparation(Preparation):
                 found = replace(candidate, resources=resources)
                 walked, steps, _ = simulate(phases, costs, self.speeds, resources)
                 if keeps_heap:
-                    sizes = heaps_of(problem, max(works_of(steps, len(costs))), len(costs), streamed=True)
+                    sizes = heaps_of(problem, max(works_of(steps, len(costs))), costs, streamed=True)
                     found = with_heap(
                         problem, found, sizes, partial(peaks_by_partition, problem, phases=walked, predicted_steps=steps)
                     )
