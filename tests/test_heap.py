@@ -74,7 +74,7 @@ def test_for_one_partition_a_heap_of_what_room_there_is_will_do(tmp_path):
 
 
 MEASURED = [(865, 606, 1730), (231, 134, 371), (119, 61, 187), (67, 38, 99), (298, 101, 346), (856, 101, 1049), (645, 340, 772)]
-"""Of full training, in MB: alive at once, gradients that come where activations go (or the latter), and the heap that it needed.
+"""Of full training, in MB: alive at once, gradients that come where activations go (or these), and the heap that it needed.
 Two MLPs, five transformers; the first has 151 million parameters."""
 
 
