@@ -93,7 +93,6 @@ def test_recovery_has_a_heap_of_its_own(tmp_path):
 HOLES = """
 import ctypes
 from seqpart.memory.device import Device
-from seqpart.memory.heap import heap_for, least_heap_for
 from seqpart.memory.heap import _Allocated, pieces_join
 import torch
 from torch import nn

@@ -85,17 +85,17 @@ class Clock:
 
     def _work(self, step: Step, seconds: float, graph: float, boundary: float, times: int) -> float:
         p, leaves = step.partition, step.verb is Verb.FORWARD
-        by_disk = p not in self._graphs_at_host
+        graph_by_disk = p not in self._graphs_at_host
         begins = max(self._computing, self._whole[p] if step.verb is Verb.UPDATE else self._ready[p])
         if graph:
             buffer = self._graph_buffers.pop(0)
             if not leaves:
-                buffer = self._reading = self._moved(max(self._reading, buffer), times * graph, by_disk)
+                buffer = self._reading = self._moved(max(self._reading, buffer), times * graph, graph_by_disk)
             begins = max(begins, buffer)
         self._computing = begins + times * seconds
         written = boundary + (graph if leaves else 0.0)
         if written:  # behind the first one all others may still have to be written, and behind the last one that alone
-            by_disk = (boundary > 0 and self._boundaries_on_disk) or (graph > 0 and leaves and by_disk)
+            by_disk = (boundary > 0 and self._boundaries_on_disk) or (graph > 0 and leaves and graph_by_disk)
             moved = self._moved(max(self._writing, begins + seconds), times * written, by_disk)
             self._writing = max(moved, self._computing + written)
         if graph:

@@ -60,17 +60,21 @@ def heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = F
     least = least_heap_for(alive, replaced, several=several, streamed=streamed)
     if several or streamed:
         return least
-    return max(least, alive * 3 // 2 + min(alive // 2, _MORE) if pieces_join() else alive * _FOR_ONE)
+    return max(least, _with_holes(alive) if pieces_join() else alive * _FOR_ONE)
 
 
 def least_heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:
     """The same where the limit has no room for so much."""
     if several or streamed:
-        others = alive * (_STREAMED if streamed else _FOR_SEVERAL)
-        found = alive * 3 // 2 + min(alive // 2, _MORE) if pieces_join() else others
+        found = _with_holes(alive) if pieces_join() else alive * (_STREAMED if streamed else _FOR_SEVERAL)
     else:
         found = int(alive * (_LEAST_WITHOUT_CACHE if pieces_join() else _LEAST_FOR_ONE))
     return max(found, (alive + replaced) * 6 // 5)
+
+
+def _with_holes(alive: int) -> int:
+    """Bytes of a heap without the cache."""
+    return alive * 3 // 2 + min(alive // 2, _MORE)
 
 
 def restarted() -> None:

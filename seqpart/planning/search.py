@@ -198,19 +198,20 @@ def _roughly(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
 ) -> Iterator[_Rough]:
     """Candidates that may fit, with a kept heap and without: one is simulated for all that differ in slots and heap alone."""
-    simulated: dict[tuple[tuple[int, ...], Tiers], Prediction] = {}
+    simulated: dict[tuple[tuple[int, ...], Tiers], tuple[Prediction, int]] = {}
     for parts, resources in candidates:
         if least_peak(problem, method, parts, resources.slots) > available:
             continue
         key = tuple(first for first, _, _ in parts), resources.tiers
         if key not in simulated:
-            simulated[key] = predict(problem, method, micro_batch, parts, resources)
-        plain = simulated[key]
+            plain = predict(problem, method, micro_batch, parts, resources)
+            least, _ = heaps_of(problem, plain.working, [cost for _, _, cost in parts])
+            simulated[key] = plain, least - problem.growth - plain.working
+        plain, holes = simulated[key]
         peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
         may_keep = problem.may_keep_heap and not resources.tiers
-        least, _ = heaps_of(problem, plain.working, [cost for _, _, cost in parts])
         for heap in (True, False) if may_keep else (False,):
-            kept = least - problem.growth - plain.working if heap else 0
+            kept = holes if heap else 0
             if peak + kept <= available * _ROUGHLY:
                 way = replace(resources, keeps_heap=heap)
                 yield _Rough(parts, way, _least(problem, plain, way, max(0, available - peak - kept)))
