@@ -6,6 +6,7 @@ Blocks of a linear layer and ReLU of width 512, batch 256, Adam's two moments, m
 with the blocks' costs and the machine's rates known. Prints a table and writes benchmarks/results/planning_speed-*.json.
 """
 
+import gc
 import sys
 import time
 from dataclasses import replace
@@ -75,6 +76,7 @@ def timed(problem: Problem) -> dict[str, object]:
 
 def main() -> int:
     torch.set_num_threads(1)
+    gc.freeze()  # as the command does: collections look at nothing that libraries have made
     found: dict[str, list[dict[str, object]]] = {}
     for count, rows in ((100, 60_000), (300, 60_000), (100, 256_000_000)):
         problem = problem_of(count, rows)

@@ -14,7 +14,7 @@ from seqpart.memory.limit import margin_of
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
 from seqpart.model.packs import tiers_of
 from seqpart.planning.exact import candidates, fastest_of
-from seqpart.planning.prediction import predict
+from seqpart.planning.prediction import least_peak, predict
 from seqpart.planning.problem import cost_of, parts_of
 from seqpart.planning.search import smallest_of
 from tests.chains import KB, block, blocks, problem_of, speeds
@@ -150,10 +150,22 @@ def test_a_saved_plan_is_used_again_where_the_next_process_has_a_little_less_roo
 def seconds_at(chain, speeds, method, micro_batch, shares):
     """Of the best plan at limits between the least memory and that of full training."""
     problem = problem_of(chain, 0, micro_batch=micro_batch, starts=None, speeds=speeds)
-    least = smallest_of(problem, method, micro_batch, candidates(problem, method, micro_batch)).peak
+    least = smallest_of(problem, [(method, micro_batch, *way) for way in candidates(problem, method, micro_batch)]).peak
     most = predict(problem, FULL, micro_batch, parts_of(problem, micro_batch, (0,)), Resources(slots=1)).peak
     limits = [least + int(share * max(0, most - least)) for share in shares]
     return [fastest_of(problem, method, limit).seconds for limit in limits]
+
+
+@settings(max_examples=50)
+@given(
+    chain=st.lists(wide, min_size=1, max_size=5), slots=st.integers(1, 3), tier=st.sampled_from(["device", "disk"]),
+    rows=st.sampled_from([2, 8, 16]), method=st.sampled_from([STREAMED, CHECKPOINTED]),
+)  # fmt: skip
+def test_what_a_cut_takes_at_least_is_never_more_than_what_it_takes(chain, slots, tier, rows, method):
+    problem = problem_of(chain, 0, micro_batch=rows, starts=None, speeds=SLOW_DISK)
+    parts, tiers = parts_of(problem, rows, tuple(range(len(chain)))), tiers_of([tier] * len(chain))
+    resources = Resources(slots=len(chain) if method.stays else min(slots, len(chain)), tiers=tiers)
+    assert least_peak(problem, method, rows, parts, resources) <= predict(problem, method, rows, parts, resources).peak
 
 
 @pytest.mark.parametrize("method", [STREAMED, CHECKPOINTED], ids=lambda method: method.name)

@@ -17,6 +17,10 @@ class Disk:
 
     def serve(self, begins: float, seconds: float) -> float:
         """When `seconds` of work are over that may begin at `begins`."""
+        if not self._busy or self._busy[-1][0] <= begins:  # behind all others, as most are
+            last = self._busy.pop() if self._busy and self._busy[-1][1] >= begins else (begins, begins)
+            self._busy.append((last[0], last[1] + seconds))
+            return last[1] + seconds
         first, ends, others = begins, begins + seconds, list[tuple[float, float]]()
         for busy in self._busy:
             if busy[1] < begins or busy[0] > ends:

@@ -22,6 +22,9 @@ REQUEST_SECONDS = 3e-4
 """Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""
 
 
+_MOVES = {Verb.LOAD, Verb.DROP, *AT_HOME}
+
+
 class PredictedStep(NamedTuple):
     """One step predicted: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds, and when it ends."""
 
@@ -140,7 +143,7 @@ class Simulator:
         self.progress.begin(step)
         self.progress.finish(step)
         graph, boundary = self._graph_seconds(step), self._boundary_seconds(step)
-        moving = seconds if step.verb in (Verb.LOAD, Verb.DROP, *AT_HOME) else graph + boundary
+        moving = seconds if step.verb in _MOVES else graph + boundary
         ends = self._clock.take(step, seconds, graph, boundary, times, first=self._first)
         slots, after = self._own + self._shared, self._now
         return PredictedStep(
@@ -160,7 +163,7 @@ class Simulator:
     def _boundary_seconds(self, step: Step) -> float:
         """Of what a step leaves off the device for another partition, written behind the computation."""
         phase, p, part = self._phases[step.phase], step.partition, self._partitions[step.partition]
-        if phase.kind is not PhaseKind.TRAIN:
+        if not self._resources.tiers or phase.kind is not PhaseKind.TRAIN:
             return 0.0
         if step.verb is Verb.FORWARD and p < phase.last:
             return self._away(part.leaving, self._speeds.write, self._speeds.down)
@@ -170,8 +173,6 @@ class Simulator:
 
     def _away(self, values: Sequence[Value], disk: float, link: float) -> float:
         """Seconds of the way of those that do not wait on the device, at the rate of the disk or of the link."""
-        if not self._resources.tiers:
-            return 0.0
         by_disk, by_link = self._waiting(values, "disk"), self._waiting(values, "host")
         return (REQUEST_SECONDS + by_disk / disk if by_disk else 0.0) + by_link / link
 

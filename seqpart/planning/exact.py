@@ -182,12 +182,15 @@ def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]
 
 def _smallest(problem: Problem, methods: Iterable[Method]) -> Prediction:
     """What takes least, at any micro-batch: not always the smallest, for one that is the whole batch adds up no gradients."""
-    found = (
-        min(_paired(problem, method, rows), key=lambda one: one.peak) if method.in_pairs
-        else smallest_of(problem, method, rows, candidates(problem, method, rows))
-        for method in methods for rows in possible_micro_batches(problem)
+    sizes = possible_micro_batches(problem)
+    alone = [method for method in methods if not method.in_pairs]
+    ways = (
+        (method, rows, parts, way) for method in alone for rows in sizes for parts, way in candidates(problem, method, rows)
+        if method.stays or way.slots == 1  # others have more of them for the same work
     )  # fmt: skip
-    return min(found, key=lambda prediction: prediction.peak)
+    paired = (one for method in methods if method.in_pairs for rows in sizes for one in _paired(problem, method, rows))
+    found = [*paired, smallest_of(problem, ways)]
+    return min((one for one in found if one is not None), key=lambda prediction: prediction.peak)
 
 
 def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
@@ -68,16 +69,27 @@ def first_that_learns(parts: Parts) -> int:
     return next((p for p, (_, _, cost) in enumerate(parts) if cost.trainable), len(parts))
 
 
-def least_peak(problem: Problem, method: Method, parts: Parts, slots: int) -> int:
-    """Bytes that it takes at least, wherever boundaries wait: then nothing needs to be simulated."""
+def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
+    """Bytes that it takes at least: then nothing needs to be simulated."""
     costs = [cost for _, _, cost in parts]
-    held = sum(sorted((cost.slot for cost in costs), reverse=True)[:slots])
+    held = sum(sorted((cost.slot for cost in costs), reverse=True)[: resources.slots])
     lowest = first_that_learns(parts)
     most = gradients = 0
     for p, cost in reversed(list(enumerate(costs))):
         most = max(most, gradients + (cost.train_peak if p >= lowest else cost.forward_peak))
         gradients += cost.gradients if method.stays and cost.trainable else 0  # they wait for the end of the update
-    return problem.peak(held + most)
+    return problem.peak(held + max(most, least_at_end(problem, method, micro_batch, parts, resources)))
+
+
+def least_at_end(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
+    """Bytes beside the slots at the last partition's backward: what others keep waits for it, boundaries on the device too."""
+    costs = [cost for _, _, cost in parts]
+    if resources.tiers:
+        return costs[-1].train_peak
+    own, lowest = {value.number for value in costs[-1].entering}, max(1, first_that_learns(parts))
+    others = {value.number: value.nbytes for cost in costs[lowest:-1] for value in cost.entering if value.number not in own}
+    at_once = graphs_at_once(method, min(problem.batch_size, problem.train_rows), micro_batch)
+    return costs[-1].train_peak + at_once * sum(others.values())
 
 
 def predict(
@@ -203,6 +215,8 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
 
 def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> int:
     """Bytes of `rows`, by partition, that lie in memory in a phase: from the one that writes them to the last that reads."""
+    if not rows:
+        return 0
     read = {phase.source for phase in phases[number:]}
     written = {0, *(phase.last + 1 for phase in phases[: number + 1] if phase.kind is not PhaseKind.TRAIN)}
     return sum(nbytes for p, nbytes in rows.items() if p in read and p in written)
@@ -282,8 +296,7 @@ class Kind(enum.Enum):
         return self in (Kind.HOST, Kind.DISK)
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """What one partition might do: the memory that takes, and seconds of each kind that it saves an update."""
 
     partition: int

@@ -17,6 +17,7 @@ from seqpart.planning.prediction import (
     first_that_learns,
     heap_bytes,
     heaps_of,
+    least_at_end,
     least_peak,
     options_of,
     predict,
@@ -200,7 +201,7 @@ def _roughly(
     """Candidates that may fit, with a kept heap and without: one is simulated for all that differ in slots and heap alone."""
     simulated: dict[tuple[tuple[int, ...], Tiers], tuple[Prediction, int]] = {}
     for parts, resources in candidates:
-        if least_peak(problem, method, parts, resources.slots) > available:
+        if least_peak(problem, method, micro_batch, parts, resources) > available:
             continue
         key = tuple(first for first, _, _ in parts), resources.tiers
         if key not in simulated:
@@ -230,12 +231,8 @@ def _least(problem: Problem, plain: Prediction, resources: Resources, left: int)
     if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # one behind the other
         return plain.moving * (1 + problem.contention) + share * plain.computing
     # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
-    last = parts[-1][2].train_peak
-    if not resources.tiers:
-        own = {value.number for value in parts[-1][2].entering}
-        others = {value.number: value.row for _, _, cost in parts[1:-1] for value in cost.entering}
-        last += problem.batch_size * sum(row for number, row in others.items() if number not in own)
-    room = left + max(0, plain.working - last)
+    at_end = least_at_end(problem, plain.method, plain.candidate.micro_batch, parts, resources)
+    room = left + max(0, plain.working - at_end)
     computing = plain.computing - _saved(((o.compute, o.takes(resources)) for o in options), room)
     moving = plain.moving - _saved(((o.transfer, o.takes(resources)) for o in options), left)
     return max(share * computing, moving) + problem.contention * moving
@@ -252,18 +249,15 @@ def _saved(options: Iterable[tuple[float, int]], left: float) -> float:
     return seconds
 
 
-def smallest_of(
-    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
-) -> Prediction:
-    """The one that takes least, looked at in the order of what each takes at least."""
+def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resources]]) -> Prediction | None:
+    """Of all methods, micro-batches and cuts the one that takes least, looked at in the order of what each takes at least."""
     best: Prediction | None = None
-    bounds = ((least_peak(problem, method, parts, way.slots), parts, way) for parts, way in candidates)
-    for least, parts, way in sorted(bounds, key=lambda bound: bound[0]):
+    bounds = ((least_peak(problem, *way), way) for way in ways)
+    for least, way in sorted(bounds, key=lambda bound: bound[0]):
         if best is not None and least >= best.peak:
             break
-        prediction = predict(problem, method, micro_batch, parts, way)
+        prediction = predict(problem, *way)
         best = prediction if best is None or prediction.peak < best.peak else best
-    assert best is not None
     return best
 
 
@@ -279,7 +273,8 @@ def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Predi
         yield _filled(problem, plain, (), order, available)
     parts, staying = plain.candidate.parts, [option for option in options if option.kind is Kind.STAY]
     if plain.candidate.resources.slots == 1 and len(staying) == len(parts):  # then nothing needs the slot
-        everything = least_peak(problem, plain.method, parts, len(parts)) <= available
+        all_stay = replace(plain.candidate.resources, slots=len(parts))
+        everything = least_peak(problem, plain.method, plain.candidate.micro_batch, parts, all_stay) <= available
         whole = carried_out(problem, plain, staying) if everything else plain
         if whole.peak <= available and whole is not plain:
             yield _filled(problem, whole, staying, [option for option in orders[0] if option.kind is Kind.KEEP], available)

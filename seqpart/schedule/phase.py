@@ -3,10 +3,10 @@
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The rows of one micro-batch: positions start..stop of the phase's row order."""
 
     start: int
@@ -149,10 +149,12 @@ class Phase:
     @property
     def lowest(self) -> int:
         """The first partition that learns; no gradient goes below it. Behind the last where none does."""
+        if not self.frozen:
+            return self.partition
         return next((p for p in self.partitions if p not in self.frozen), self.last + 1)
 
     def trains(self, p: int) -> bool:
-        return self.kind is PhaseKind.TRAIN and p in self.partitions and p not in self.frozen
+        return self.kind is PhaseKind.TRAIN and self.partition <= p <= self.last and p not in self.frozen
 
     def keeps_graph(self, p: int) -> bool:
         """The last partition runs forward in its BACKWARD, and those below the first that learns have none: nothing to keep."""

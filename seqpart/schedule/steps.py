@@ -12,6 +12,7 @@ import enum
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from seqpart.errors import ScheduleError
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -33,6 +34,8 @@ class Verb(enum.Enum):
     MERGE = "M"
     """Put what parts have of p back into its homes. Nothing is on the device."""
 
+    __hash__ = object.__hash__  # a planner looks millions of them up: Enum's own is not in C
+
 
 _HAS_MICRO_BATCH = {Verb.FORWARD, Verb.BACKWARD}
 _HAS_MORE = {Verb.LOAD, Verb.DROP}
@@ -40,8 +43,7 @@ AT_HOME = {Verb.SPLIT, Verb.MERGE}
 """Verbs that move homes into homes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     verb: Verb
     partition: int
     micro_batch: int | None = None
