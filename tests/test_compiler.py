@@ -58,6 +58,17 @@ class Breaking(torch.optim.SGD):
         torch._dynamo.graph_break()
         return super().step(closure)
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(16, 2, batch_first=True)
+    def forward(self, x):
+        x = x.view(-1, 4, 16)
+        return self.layer(x, x, x, key_padding_mask=x[..., 0] > 2)[0].flatten(1)
+
+def masked():
+    return [Masked, lambda: nn.Linear(64, 10)]
+
 def mlp(block=nn.Linear):
     hidden = [lambda: nn.Sequential(block(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1))] * 3
     return [lambda: nn.Linear(64, 64), *hidden, lambda: nn.Linear(64, 10)]
@@ -105,10 +116,11 @@ def said(cwd, code):
         ['cnn(), images, method="sil"', 'lstm(), images, method="full"', 'lstm(), images, method="streamed"'],
         ['gpt(30, 16, width=32, depth=2, heads=2), tokens, tokens, method="streamed"',
          'mlp(), optimizer=lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3), method="full"'],
+        ['masked(), method="streamed"', 'masked(), method="sil", partitions=2'],
         ['normalised(), method="ist", subnets=2, local_steps=3, test_every=1, epochs=2',
          'gpt(30, 16, width=32, depth=2, heads=2), tokens, tokens, method="ist", subnets=2, partitions=2'],
     ],
-    ids=["sil", "streamed", "full", "sequences", "others", "ist"],
+    ids=["sil", "streamed", "full", "sequences", "others", "masked", "ist"],
 )  # fmt: skip
 @pytest.mark.few(2)
 def test_no_run_loads_the_compiler(tmp_path, runs):
@@ -151,6 +163,28 @@ assert sys.meta_path == before[0] and not set(HEAVY) & set(sys.modules) and "_dy
 assert "__dynamo_disable" not in vars(torch.optim.Optimizer.add_param_group.__wrapped__)
 """
     assert said(tmp_path, code)[0] == "[]"
+
+
+def test_a_block_that_asks_for_symbols_gets_them_and_one_that_checks_a_number_needs_none(tmp_path):
+    """Attention with a mask of padding loaded sympy, 40 MB, which a limit that a refusal named did not know of."""
+    code = """
+from seqpart.memory.compiler import without_symbols
+before = set(sys.modules)
+with without_symbols():
+    torch._check(True, lambda: "never said")
+    try:
+        torch._check(False, lambda: "said")
+    except RuntimeError as error:
+        assert str(error) == "said"
+assert not set(HEAVY) & set(sys.modules)
+with without_symbols():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, expect_true
+    symbol = ShapeEnv().create_unbacked_symint()
+    torch._check(symbol >= 2)
+    assert expect_true(True) and torch.compile(torch.sin, backend="eager")(torch.zeros(2)).sum() == 0
+assert sys.modules["torch.fx.experimental.symbolic_shapes"].__file__
+"""
+    assert "sympy" in said(tmp_path, code)[0]
 
 
 def test_the_command_s_own_process_loads_no_distributed_tensors_and_others_may_use_them(tmp_path):

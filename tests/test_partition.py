@@ -135,7 +135,7 @@ def train_visits(home, data, *, visit=1, micro_batches=1, clip=None):
 
 def update(partition, clip=None):
     """With the norm of this partition alone, as where each is trained by itself."""
-    norm = torch.linalg.vector_norm(torch.stack(partition.gradient_norms()))
+    norm = torch.linalg.vector_norm(torch.stack(list(partition.gradient_norms().values())))
     partition.update(clip=None if clip is None else (clip, norm))
 
 
@@ -171,9 +171,10 @@ def test_micro_batches_and_clipping_are_those_of_a_plain_loop(tmp_path, clip):
 def test_each_gradient_s_norm_is_told(home):
     (x, labels), *_ = batches(1)
     home.load()
-    assert home.partition.gradient_norms() == []
+    assert home.partition.gradient_norms() == {}
     loss_of(home.forward(x, training=True, key=(0,)), labels).backward()
-    assert home.partition.gradient_norms() == [parameter.grad.norm() for parameter in home.partition.trainable]
+    trainable = home.partition.trainable.items()
+    assert home.partition.gradient_norms() == {place: parameter.grad.norm() for place, parameter in trainable}
 
 
 def test_gradients_that_wait_at_home_for_their_norm_come_back_bit_for_bit(home, tmp_path):
@@ -211,9 +212,9 @@ def test_an_update_frees_the_gradients(home):
     (x, labels), *_ = batches(1)
     home.load()
     loss_of(home.forward(x, training=True, key=(0,)), labels).backward()
-    assert all(parameter.grad is not None for parameter in home.partition.trainable)
+    assert all(parameter.grad is not None for parameter in home.partition.trainable.values())
     home.partition.update()
-    assert all(parameter.grad is None for parameter in home.partition.trainable)
+    assert all(parameter.grad is None for parameter in home.partition.trainable.values())
 
 
 def test_frozen_parameters_are_not_trained_and_have_no_state(home):

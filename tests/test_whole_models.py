@@ -1,5 +1,6 @@
 """Whole models under the limit, as a user has them: on the command line, resumed after a kill, given back with their names."""
 
+import copy
 import importlib.util
 import subprocess
 import sys
@@ -44,6 +45,41 @@ def test_a_given_model_has_the_weights_of_a_plain_loop_when_fit_returns(name, tm
     assert [key for key in expected if not torch.equal(ours[key], expected[key])] == []
     assert set(load_file(tmp_path / "run" / "model.safetensors")) == set(expected)
     model(x)
+
+
+class HeadFirst(nn.Module):
+    """Its layers are registered in another order than they are called in."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 5)
+        self.body = nn.ModuleList([nn.Linear(16, 16) for _ in range(9)])
+
+    def forward(self, x):
+        for layer in reversed(self.body):
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_gradients_are_clipped_by_the_norm_of_a_plain_loop_whatever_order_layers_run_in(method, tmp_path):
+    """Norms were added up in the order in which layers run: 26 of 26 tensors had other last bits."""
+    torch.manual_seed(0)
+    model, x, y = HeadFirst(), torch.randn(96, 16), torch.randint(0, 5, (96,))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    for rows in range(0, 96, 16):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x[rows : rows + 16]), y[rows : rows + 16]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+    Trainer(
+        model, mem_limit="1GB", method=method, optimizer="adamw", lr=1e-2, batch_size=16, micro_batch_size=16, epochs=1,
+        shuffle=False, clip_grad_norm=0.1, output_dir=tmp_path / "run", quiet=True,
+        **({"partitions": 4} if method == "streamed" else {}),
+    ).fit((x, y), (x, y))  # fmt: skip
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
 
 
 def test_a_buffer_that_no_layer_has_is_the_model_s_again_behind_the_run(tmp_path):

@@ -23,7 +23,7 @@ from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.costs.partition import LINE
 from seqpart.errors import ModelError
 from seqpart.files.direct import round_up
-from seqpart.memory.compiler import back_propagate
+from seqpart.memory.compiler import back_propagate, without_symbols
 from seqpart.memory.device import Device
 from seqpart.memory.heap import page_faults, seconds_per_fault
 from seqpart.memory.limit import Grant
@@ -293,7 +293,7 @@ class Trials:
     def _forward(
         self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        with self._device.autocast(self._autocast):
+        with without_symbols(), self._device.autocast(self._autocast):
             return run_fake(module, tensors, *xs)
 
 

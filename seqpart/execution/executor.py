@@ -79,7 +79,7 @@ class Executor:
         self._parting, self._doing = parting, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
-        self._norms: dict[int, list[torch.Tensor]] = {}
+        self._norms: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
         self.learning_rate: float | None = None
         self.gradient_norm: torch.Tensor | None = None
         """Of the last optimizer step; of gradients as they were before they were clipped."""
@@ -276,8 +276,10 @@ class Executor:
             self._hooks.before_update(partition, step)
         clip = None
         if self._clip is not None and phase.trains(step.partition):
-            norms = [norm for p in sorted(self._norms) for norm in self._norms[p]]
-            clip = (self._clip, torch.linalg.vector_norm(torch.stack(norms))) if norms else None
+            # In the order of the model's parameters, in which torch adds them up: another one rounds otherwise.
+            norms = {place: norm for found in self._norms.values() for place, norm in found.items()}
+            in_order = [norms[place] for place in sorted(norms)]
+            clip = (self._clip, torch.linalg.vector_norm(torch.stack(in_order))) if norms else None
         partition.update(self._rate(phase, self.position.updates), clip)
         if partition.optimizer is not None and phase.trains(step.partition):
             self.learning_rate = partition.optimizer.param_groups[0]["lr"]

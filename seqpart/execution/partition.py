@@ -21,7 +21,7 @@ from seqpart.costs.partition import Flow, gradient_layouts, slot_bytes, state_la
 from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.saved_tensors import Graph, packing
 from seqpart.execution.slots import Slot, Wait
-from seqpart.memory.compiler import take_step
+from seqpart.memory.compiler import take_step, without_symbols
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied, attach, detach
 from seqpart.model.optimizers import Optimizer
@@ -54,7 +54,7 @@ class Partition:
         self._borrowed = _borrowed(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self.optimizer: torch.optim.Optimizer | None = None
-        self.trainable: list[nn.Parameter] = []
+        self.trainable: dict[tuple[int, int], nn.Parameter] = {}
         """Parameters that learn in this visit, in the model's order."""
         self._modules: list[list[nn.Module]] = []
         """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
@@ -131,17 +131,17 @@ class Partition:
             parameter.requires_grad_(learns and tie.owner_name in self._borrowed[tie.owner].trainable)
         self._modules = [list(block.module.modules()) for block in self.blocks]
         self._buffered = [block for block in self.blocks if any(module._buffers for module in block.module.modules())]
-        self.trainable = [
-            parameter
+        self.trainable = {
+            (block.places.get(name, block.number), number): parameter
             for block, cost in zip(self.blocks, self._costs, strict=True)
-            for name, parameter in block.module.named_parameters()
+            for number, (name, parameter) in enumerate(block.module.named_parameters())
             if parameter.requires_grad and name in cost.trainable
-        ]
+        }
 
     def _build_optimizer(self) -> None:
         if not self.trainable:
             return
-        self.optimizer = self._choice.build(self.trainable)
+        self.optimizer = self._choice.build(list(self.trainable.values()))
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
@@ -172,7 +172,7 @@ class Partition:
             if any(part.training is not training for part in modules):
                 module.train(training)
             self._device.seed(self._seed, *key, block.draws_as)
-            with around(modules), self.autocast():
+            with without_symbols(), around(modules), self.autocast():
                 given = module(*(values[number] for number in block.takes))
             values.update(zip(block.gives, given, strict=True) if block.is_cut_out else ((block.gives[0], given),))
             for number in used_up:
@@ -235,7 +235,7 @@ class Partition:
         others: addresses of memory that somebody else will use again.
         """
         known = {*others, *(gradient.untyped_storage().data_ptr() for gradient in passed_down)}
-        for parameter in self.trainable:
+        for parameter in self.trainable.values():
             if parameter.grad is not None and (place := parameter.grad.untyped_storage().data_ptr()) in known:
                 parameter.grad = parameter.grad.clone()
             elif parameter.grad is not None:
@@ -243,13 +243,13 @@ class Partition:
 
     def scale_gradients(self, factor: float) -> None:
         """Of the parameters whose home is here: what a later partition shares comes to the one that owns it."""
-        for parameter in self.trainable:
+        for parameter in self.trainable.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def gradient_norms(self) -> list[torch.Tensor]:
-        """Of each trained parameter that has a gradient, in the model's order."""
-        return [torch.linalg.vector_norm(p.grad) for p in self.trainable if p.grad is not None]
+    def gradient_norms(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Of each trained parameter that has a gradient, by its place among those of the model."""
+        return {place: torch.linalg.vector_norm(p.grad) for place, p in self.trainable.items() if p.grad is not None}
 
     def finish_state(self) -> None:
         """What the optimizer step needs is there, for what is issued from now on."""
@@ -260,7 +260,7 @@ class Partition:
         """Optimizer step at a `rate` as `tune` takes it, gradients scaled by `clip` (limit, total norm) and then freed."""
         self.finish_state()
         if clip is not None and self.trainable:
-            nn.utils.clip_grads_with_norm_(self.trainable, *clip)
+            nn.utils.clip_grads_with_norm_(list(self.trainable.values()), *clip)
         if self.optimizer is not None:
             tune(self.optimizer, rate)
             take_step(self.optimizer)
@@ -276,7 +276,7 @@ class Partition:
         self._at_update, self._before = [], []
 
     def forget_gradients(self) -> None:
-        for parameter in self.trainable:
+        for parameter in self.trainable.values():
             parameter.grad = None
 
     @contextmanager
@@ -380,7 +380,7 @@ class Partition:
             detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
         self.optimizer, self._slot = None, None
         self._at_update, self._before, self._regions = [], [], []
-        self.trainable, self._modules, self._buffered, self.changed = [], [], [], False
+        self.trainable, self._modules, self._buffered, self.changed = {}, [], [], False
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""

@@ -11,9 +11,9 @@ that is compiled, or gradient checkpointing inside one), they are loaded while i
 #   fake tensors              for its switches, and whether a number may be a symbol (ours never are)
 #   a given gradient          whether its size may be a symbol
 # So while one of these is at work, modules that are not loaded have a stand-in with the answers, and no others: who asks for
-# more, or changes something, gets the real module. A block's own questions are not answered: it asks them in training too,
-# where there is no stand-in, and by then the plan is made. Hence the lists of callers. Another version of torch may ask for
-# more: then a run holds more, and says so.
+# more, or changes something, gets the real module. A block's own questions are not answered, but for `torch._check`: it asks
+# them in training too, where there is no stand-in, and by then the plan is made. Hence the lists of callers. Another version of
+# torch may ask for more: then a run holds more, and says so.
 
 import functools
 import importlib
@@ -57,6 +57,20 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         leave()
+
+
+@contextmanager
+def without_symbols() -> Iterator[None]:
+    """Inside, `torch._check` needs no sympy (40 MB) where nothing is a symbol: attention asks it about a mask of padding. For a
+    block's forward pass; what else is asked of that module has no stand-in there, see [Note: the compiler]."""
+    if _CHECKED.__name__ in sys.modules:
+        yield
+        return
+    _CHECKED.stand_in()
+    try:
+        yield
+    finally:
+        _CHECKED.give_way()
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
@@ -232,9 +246,12 @@ _CONFIG = _StandIn(
 )
 _COMPILER = _StandIn(COMPILER, {"config": _CONFIG, "disable": _disable, "graph_break": _graph_break})
 _SOURCE = _StandIn(f"{COMPILER}.source", dict.fromkeys(_SOURCES, _Unsaid))
+_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+_CHECKED = _StandIn(_SYMBOLS, {"expect_true": _OF_NUMBERS["expect_true"]})
 _OF_SYMBOLS = (
-    _StandIn("torch.fx.experimental.symbolic_shapes", _OF_NUMBERS),
+    _StandIn(_SYMBOLS, _OF_NUMBERS),
     _StandIn("torch.utils._sympy.functions", {"Max": max}),
     _StandIn("sympy", dict.fromkeys(("Basic", "Symbol", "Eq"), _Unsaid)),
+    _CHECKED,  # behind the other of that name, which stands in first where all do
 )
 _STAND_INS = (_COMPILER, _CONFIG, _SOURCE, *_OF_SYMBOLS)

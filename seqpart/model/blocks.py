@@ -57,6 +57,9 @@ class Block:
         self._module: nn.Module | None = None
         self.alive = source if isinstance(source, nn.Module) else None
         """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
+        self.is_alive = self.alive is not None
+        self.places: dict[str, int] = {}
+        """Of its parameters among those of a whole model, by its own names."""
         self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
         # Looked at now: the module is empty when it is measured, and when it is measured again with fewer rows.
         self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
@@ -161,10 +164,6 @@ class Block:
         """Those of its `tensors` that have their home in this block."""
         tied = {tie.name for tie in self.tied}
         return {name: tensor for name, tensor in tensors.items() if name not in tied}
-
-    @property
-    def given_alive(self) -> bool:
-        return self.alive is not None
 
     @property
     def module(self) -> nn.Module:

@@ -122,12 +122,14 @@ class Cutter:
         numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
         theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))
         spare = set(self._owners).difference(*(self._used(op) for cut in (train, evaluate) for op in cut.program.ops))
+        places = {id(parameter): n for n, parameter in enumerate(self._model.parameters())}
         blocks, names = [], _unique(self._named(train, place) for place in range(len(train.pieces)))
         for place, name in enumerate(names):
             last = place == len(names) - 1
             segment, taken = self._segment(train, evaluate, place, theirs, spare if last else set())
             given = tuple(numbers[n] for n in train.gives[place])
             blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
+            blocks[-1].places = {own: places[id(p)] for own, p in segment.named_parameters() if id(p) in places}
         differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
         wholes, tile = whole_names(self._model), tile_of(self._model)
         return checked(Chain(blocks, differentiable, self._aliases(blocks), wholes, tile))
