@@ -56,7 +56,7 @@ from seqpart.session.tracing import traced
 from seqpart.settings import Settings
 from seqpart.subnets.preparation import preparation_of
 from seqpart.tiling.separation import Separation
-from seqpart.tiling.tiling import first_that_fits, sizes_to_try
+from seqpart.tiling.tiling import first_that_fits, possible_tile, sizes_to_try
 from seqpart.tracking.libraries import load
 from seqpart.tracking.tracking import tracked
 from seqpart.units import format_size
@@ -208,7 +208,7 @@ class Trainer:
             had = f"tiles of {format_size(again.tile)}" if again.tile else "no tiles"
             raise OptionError(f"--tile: the plan to be carried out again has {had}. Leave it out.")
         if again is not None or asked is not None:
-            return (again.tile if again is not None else asked or 0,)
+            return (again.tile if again is not None else possible_tile(self.model, asked or 0),)
         streams = any(
             method.exact and method.cuts and not (method.stays or method.in_pairs)
             for method in methods_named(self.settings.method)

@@ -314,6 +314,15 @@ def test_a_model_without_an_adapter_has_none_to_write(tmp_path):
         result.save_adapter(tmp_path / "adapter", average=True)
 
 
+def test_an_adapter_that_is_there_for_a_layer_s_call_alone_is_refused_and_not_left_out(tmp_path):
+    """Its base was cut out of it and ran alone: nothing learned, and nothing was said."""
+    peft = pytest.importorskip("peft")
+    base = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=[], target_parameters=["0.weight"]))
+    with pytest.raises(ModelError, match="peft's target_parameters"):
+        Trainer(model, mem_limit="2GB", method="full", epochs=1, quiet=True, output_dir=tmp_path / "run").fit(*numbers((6,)))
+
+
 PAGE = (Path(__file__).parent.parent / "docs/adapters.md").read_text()
 
 

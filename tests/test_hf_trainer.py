@@ -172,6 +172,27 @@ def test_a_callback_ends_the_training(tmp_path):
     assert ours.state.global_step == theirs.state.global_step == 2
 
 
+ENDS = {
+    "updates that are no whole epochs": {"max_steps": 5, "eval_strategy": "epoch"},
+    "half an epoch more": {"num_train_epochs": 1.5},
+    "a callback that stops": {"num_train_epochs": 3, "step": stop},
+}
+
+
+@pytest.mark.parametrize("options", ENDS.values(), ids=ENDS)
+@pytest.mark.few(1)
+def test_an_epoch_that_is_cut_short_ends_as_in_transformers(options, tmp_path):
+    """Its losses were not logged, and nobody heard of its end."""
+    step, found = {"step": options["step"]} if "step" in options else {}, []
+    for whose in TRAINERS:
+        callback = Listening(**step)
+        asked = {name: value for name, value in options.items() if name != "step"}
+        trainer, _ = trained(tmp_path, whose, callbacks=[callback], logging_strategy="epoch", **asked)
+        found.append((history(trainer), [event for event in callback.called if "epoch" in str(event)]))
+    same_history(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 def test_early_stopping_of_transformers_ends_the_training(tmp_path):
     options = {
         "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 9,

@@ -106,7 +106,11 @@ def test_a_damaged_image_is_named(folder, tmp_path):
     (folder / "train" / "dog" / "1.png").write_bytes(b"no image")
     train, test = datasets.load(f"imagefolder:{folder}", image_size=16)
     trainer = Trainer(network(), method="full", mem_limit="2GB", quiet=True, output_dir=tmp_path / "run")
-    with pytest.raises(DataError, match=r"item 5 cannot be read: UnidentifiedImageError: .*dog/1\.png"):
+    with pytest.raises(DataError, match=r"item 5 \(.*dog/1\.png\) cannot be read: UnidentifiedImageError: "):
+        trainer.fit(train, test)
+    whole = (folder / "train" / "dog" / "0.png").read_bytes()
+    (folder / "train" / "dog" / "1.png").write_bytes(whole[: len(whole) // 2])  # then the library's words name no file
+    with pytest.raises(DataError, match=r"item 5 \(.*dog/1\.png\) cannot be read: "):
         trainer.fit(train, test)
 
 

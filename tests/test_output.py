@@ -35,7 +35,7 @@ def through_shell(folder, line, **named):
         pytest.param("$TRAIN >&-", "", marks=pytest.mark.slow),
         (
             "$TRAIN >/dev/full",
-            "the output is not complete: No space left on device. The run is recorded in its events.jsonl.\n",
+            "the output is not complete: No space left on device. What a run prints is in its events.jsonl too.\n",
         ),
         pytest.param("$TRAIN >/dev/full 2>/dev/full", "", marks=pytest.mark.slow),
         ("$TRAIN <&- >&- 2>&-", ""),

@@ -209,7 +209,9 @@ def test_a_cut_that_is_asked_for_anew_is_taken_where_it_leaves_the_bits_alone(ar
 
 def test_a_smaller_micro_batch_that_is_asked_for_anew_is_taken(arm):
     stopped_after(arm, 40, save_every="1")
-    assert arm.fit(resume=arm.root, micro_batch_size=1).final_micro_batch == 1
+    told = Stopping()
+    assert arm.fit(resume=arm.root, micro_batch_size=1, reporter=told).final_micro_batch == 1
+    assert any("is 1, which gives other bits" in line for line in told.said)
 
 
 def test_sil_keeps_its_cut_and_says_so_where_that_cannot_be(arms):

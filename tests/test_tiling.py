@@ -323,6 +323,12 @@ def test_a_size_that_is_none_is_refused(size, tmp_path):
         trainer(tmp_path, made(), tile=size)
 
 
+def test_tiles_of_layers_that_do_not_exist_yet_are_refused(tmp_path):
+    """They were passed over in silence."""
+    with pytest.raises(OptionError, match="built block by block"):
+        trainer(tmp_path, [lambda: nn.Linear(64, 64), lambda: nn.Linear(64, 10)], tile="1KB").tiles()
+
+
 # --- every way --------------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,8 @@ def refuse_fixed(
     if not fixed:
         return
     said = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
+    if "epochs" in fixed and "epochs" in TUNED - tuned and before.get("method") != "ist":
+        said += " (epochs stay where training is counted in updates: --max-steps, --eval-every N, parts of an epoch)"
     may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in tuned)
     raise OptionError(
         f"--resume: the run in {root} has other settings: {said}. Give the same, or start anew elsewhere. What may be changed: "
@@ -115,7 +117,9 @@ def _in_pieces(settings: Mapping[str, str]) -> bool:
 
 def told(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What the run goes on with otherwise, for the user."""
-    return [f"{name} was {before[name]}, is {now[name]}" for name in names if name not in FREE]
+    weights = now.get("weights", "None")
+    unread = [f"--weights {weights} is not read, since the run has weights"] if "weights" in names and weights != "None" else []
+    return unread + [f"{name} was {before[name]}, is {now[name]}" for name in names if name not in FREE]
 
 
 def trained_epochs(place: Place, before: Sequence[float], changed: Sequence[str], *, exact: bool) -> tuple[float, ...]:

@@ -113,6 +113,9 @@ class ResumePoint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
+        before, now = max(self.micro_batches), max(stage.micro_batch for stage in prepared.stages)
+        if now != before:
+            self.said.append(f"the micro-batch was {before}, is {now}, which gives other bits")
         if self.place is not None and {"epochs", "recovery_epochs"} & self.changed:
             self.position = self.place.position(prepared.phases, self.position.updates)
         return prepared

@@ -23,7 +23,7 @@ from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
 from seqpart.model.inspection import cure_of_types, frozen_in
-from seqpart.model.packs import ROWS, Value
+from seqpart.model.packs import ROWS, Value, has_gradients
 from seqpart.offload.layout import Layout
 
 
@@ -119,7 +119,7 @@ def measure_chain(
     uses, differentiable = _uses(chain), getattr(chain, "differentiable", None)
 
     def value(number: int, giver: int, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
-        learns = dtype.is_floating_point and (differentiable is None or number in differentiable)
+        learns = has_gradients(dtype) and (differentiable is None or number in differentiable)
         nbytes = round_up(torch.Size(shape).numel() * dtype.itemsize, granule)
         return Value(number, shape, dtype, nbytes, batch, learns, giver, uses.get(number, ()))
 
@@ -342,7 +342,7 @@ def _watch_training(
 
 
 def _rows_of(value: Value) -> torch.Tensor:
-    if not value.dtype.is_floating_point:
+    if not has_gradients(value.dtype):
         return torch.zeros(value.shape, dtype=value.dtype)
     return torch.randn(value.shape).to(value.dtype).requires_grad_(value.learns)
 
@@ -355,8 +355,8 @@ def _weights_stay(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     for name, version in before.items():
         if tensors[name]._version > version:
             raise ModelError(
-                f"its forward pass changes parameter {name} (as Embedding(max_norm=...) does), which only an optimizer may "
-                "do: a pass that is done again would change it twice. Make it a buffer, or leave that out."
+                f"its forward pass changes parameter {name} (as Embedding(max_norm=...) and peft's target_parameters do), "
+                "which only an optimizer may: a pass that is done again would do it twice. Make it a buffer, or leave that out."
             )
 
 

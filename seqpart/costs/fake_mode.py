@@ -22,6 +22,7 @@ from seqpart.costs.counting import tensors_in
 from seqpart.memory.compiler import enter, leave, without_compiler
 from seqpart.model.blocks import Block, tensors_of, with_tensors
 from seqpart.model.inspection import listed
+from seqpart.model.packs import has_gradients
 
 _CPU = torch.device("cpu")
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm
@@ -89,7 +90,7 @@ def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
     def real(fake: torch.Tensor) -> torch.Tensor:
         x = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
-        x = x.normal_().requires_grad_(fake.requires_grad) + 0 if x.is_floating_point() else x
+        x = x.normal_().requires_grad_(fake.requires_grad) + 0 if has_gradients(x.dtype) else x
         taken.append((fake, x, x._version))
         return x
 

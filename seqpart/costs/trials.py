@@ -30,6 +30,7 @@ from seqpart.memory.limit import Grant
 from seqpart.memory.usage import HighWater, Reservations
 from seqpart.model.blocks import Block, run_fake, with_tensors
 from seqpart.model.inspection import Kind, structure_of
+from seqpart.model.packs import has_gradients
 
 _LOGGER = logging.getLogger("seqpart.planning")
 
@@ -248,7 +249,7 @@ class Trials:
         """Random ones; tokens are zeros, which every vocabulary has."""
         device, found = self._device.torch, []
         for value in self._costs_at(rows)[number].takes:
-            if value.dtype.is_floating_point:
+            if has_gradients(value.dtype):
                 x = torch.randn(value.shape, device=device).to(value.dtype).requires_grad_(value.learns)
             else:
                 x = torch.zeros(value.shape, dtype=value.dtype, device=device)

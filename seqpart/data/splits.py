@@ -273,13 +273,21 @@ def _digest(row: torch.Tensor, label: Any) -> int:
     return digest.intdigest()
 
 
+def unreadable(name: str, items: Any, index: int, error: Exception) -> DataError:
+    """Names the file too, where a data set lists them as torchvision's folders of pictures do."""
+    samples = getattr(items, "samples", None)
+    sample = samples[index] if isinstance(samples, list) and 0 <= index < len(samples) else None
+    file = f" ({sample[0]})" if isinstance(sample, tuple) and sample and isinstance(sample[0], str) else ""
+    return DataError(f"{name} data: item {index}{file} cannot be read: {type(error).__name__}: {error}.")
+
+
 def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, Any]:
     try:
         item = items[index]
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{name} data: item {index} cannot be read: {type(error).__name__}: {error}.") from error
+        raise unreadable(name, items, index, error) from error
     try:
         x, y = _parted(item, f"{name} data: item {index}")
         return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else torch.as_tensor(x)), y

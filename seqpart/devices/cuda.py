@@ -88,8 +88,8 @@ class CudaDevice(Accelerator):
     def at_work(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.torch)
 
-    def own_random_state(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[self.torch.index])
+    def _generators(self) -> list[int]:
+        return [self.torch.index]
 
     def seed(self, *key: int | str) -> None:
         super().seed(*key)

@@ -55,11 +55,10 @@ class Partition:
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self.optimizer: torch.optim.Optimizer | None = None
         self.trainable: dict[tuple[int, int], nn.Parameter] = {}
-        """Parameters that learn in this visit, in the model's order."""
+        """Parameters that learn in this visit, by their places in the model."""
         self._modules: list[list[nn.Module]] = []
         """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
         self._buffered: list[Block] = []
-        """Blocks that have buffers."""
         self._slot: Slot | None = None
         self._regions: list[list[torch.Tensor]] = []
         self.transfer = self._weights = self._state = Transfer(device)
@@ -129,6 +128,8 @@ class Partition:
         for block, tie in self.tied if self._borrows else ():
             parameter = block.module.get_parameter(tie.name)
             parameter.requires_grad_(learns and tie.owner_name in self._borrowed[tie.owner].trainable)
+        for block in self.blocks:
+            block.module.train()  # once at least: a module's own may leave parts as they are
         self._modules = [list(block.module.modules()) for block in self.blocks]
         self._buffered = [block for block in self.blocks if any(module._buffers for module in block.module.modules())]
         self.trainable = {
@@ -378,8 +379,7 @@ class Partition:
     def _let_go(self) -> None:
         for block in self.blocks:
             detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
-        self.optimizer, self._slot = None, None
-        self._at_update, self._before, self._regions = [], [], []
+        self.optimizer, self._slot, self._at_update, self._before, self._regions = None, None, [], [], []
         self.trainable, self._modules, self._buffered, self.changed = {}, [], [], False
 
     def release(self) -> None:

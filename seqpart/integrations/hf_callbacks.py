@@ -77,6 +77,7 @@ class Relay:
         self._call("on_train_begin")
 
     def end(self, metrics: dict[str, Any]) -> None:
+        self._epoch_ends()
         self.log(metrics)
         self._call("on_train_end")
 
@@ -93,14 +94,14 @@ class Relay:
         self._rate, self._norm = event.learning_rate, event.gradient_norm
         self._call("on_step_end")
         self._log_losses()
+        if event.epoch % 1 and (self.control.should_training_stop or event.update == self.state.max_steps):
+            self._epoch_ends()  # which is not over: nobody else tells its end
         self._ends(event)
 
     def on_epoch(self, event: EpochEvent) -> None:
         self._epoch_begins()
         self.state.epoch = float(event.epoch)
-        self._call("on_epoch_end")
-        self._in_epoch = False
-        self._log_losses()
+        self._epoch_ends()
         self._ends(event)
 
     def on_eval(self, event: EvalEvent) -> None:
@@ -116,6 +117,12 @@ class Relay:
         if not self._in_epoch:
             self._in_epoch = True
             self._call("on_epoch_begin")
+
+    def _epoch_ends(self) -> None:
+        if self._in_epoch:
+            self._call("on_epoch_end")
+            self._in_epoch = False
+            self._log_losses()
 
     def _note_best(self, found: Mapping[str, Any]) -> None:
         """Behind on_evaluate: EarlyStoppingCallback compares with the best of the evaluations before."""

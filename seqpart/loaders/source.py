@@ -10,7 +10,7 @@ import torch
 
 from seqpart.data.pairs import kind_of, labels_apart
 from seqpart.data.reader import Ints
-from seqpart.data.splits import Split, as_split, write_rows
+from seqpart.data.splits import Split, as_split, unreadable, write_rows
 from seqpart.errors import DataError, SeqpartError
 from seqpart.loaders.draws import Draws, seed_generators, shuffled
 from seqpart.memory.device import Device, keyed_seed
@@ -124,9 +124,7 @@ class SourceReader:
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
-            raise DataError(
-                f"{self._source.name} data: item {number} cannot be read: {type(error).__name__}: {error}."
-            ) from error
+            raise unreadable(self._source.name, self._source.items, number, error) from error
 
     def _next(self, draws: Draws, number: int) -> Any:
         """Of a stream item `number`: what comes before it is read again where it is behind."""

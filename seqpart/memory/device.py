@@ -9,7 +9,8 @@ import errno
 import hashlib
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,15 @@ class Device:
         """Random state as a function of place (run seed, step, block, micro-batch), never of call order."""
         torch.default_generator.manual_seed(keyed_seed(*key))
 
-    def own_random_state(self) -> AbstractContextManager[None]:
-        """Inside, random numbers are ours; outside, the caller's go on as if nothing had been drawn."""
-        return torch.random.fork_rng(devices=[])
+    @contextmanager
+    def own_random_state(self) -> Iterator[None]:
+        """Inside, random numbers are ours, and gradients are on; outside, the caller's go on as if nothing had been drawn."""
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=self._generators()):
+            yield
+
+    def _generators(self) -> list[int]:
+        """Numbers of the GPUs whose random state is ours too."""
+        return []
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether memory, or the room for a thread's stack, was refused."""

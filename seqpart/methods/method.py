@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
+from seqpart.errors import OptionError
 from seqpart.loop.lengths import AT_THE_END, Interval
 from seqpart.model.losses import LossFunction, scores_of
 from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged, takes_classes_first
@@ -164,16 +168,32 @@ def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
     )
 
 
+class _WeightsAreThere(TorchFunctionMode):
+    """Raises OptionError where a loss reads a weight of the model that is not on the device while it judges."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(one, nn.Parameter) and not one.numel() for one in args):
+            raise OptionError(
+                "loss: it reads a weight of the model, which is not on the device while the last partition judges. Give "
+                "--method full or checkpointed, where all weights are, or let their layers compute what it makes of them."
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class TrueLoss:
     """The user's loss at the end of the network."""
 
     nbytes = 0
 
     def __init__(self, function: LossFunction, reduction: Reduction | None) -> None:
-        self._function, self._reduction = function, reduction
+        self._function, self._reduction, self._seen = function, reduction, False
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> Verdict:
-        return judged(self._function, self._reduction, output, labels)
+        if self._seen or isinstance(output, FakeTensor):  # nothing is there while a plan is made
+            return judged(self._function, self._reduction, output, labels)
+        self._seen = True
+        with _WeightsAreThere():
+            return judged(self._function, self._reduction, output, labels)
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if (scores := getattr(self._function, "scores", None)) is not None:

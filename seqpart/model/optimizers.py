@@ -210,8 +210,14 @@ def _tried(name: str, build: Build) -> Optimizer:
         raise OptionError(
             f"optimizer: expected a function that returns a torch.optim.Optimizer; found {type(optimizer).__name__}."
         )
+    if any(one is not parameter for group in optimizer.param_groups for one in group["params"]):
+        raise OptionError(
+            "optimizer: the function is called with the parameters of each partition, and gave the optimizer others. Let it "
+            "pass on what it gets: lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        )
     if "closure" in inspect.signature(type(optimizer).step).parameters and isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError("optimizer: LBFGS calls the whole model again inside its step, which a partition cannot do.")
+    _refuse_joint_step(name, build)
     parameter.grad = torch.zeros(2, 3)
     take_step(optimizer)
     shapes = _TRIED[:1]
@@ -239,6 +245,20 @@ def _tried(name: str, build: Build) -> Optimizer:
             "of the parameter, or count in its groups), so it cannot be kept at home. Use adam, adamw, sgd or adafactor."
         )
     return found
+
+
+def _refuse_joint_step(name: str, build: Build) -> None:
+    """Raises OptionError where what a parameter becomes depends on which others are beside it: a partition's are alone."""
+    alone, beside, other = (nn.Parameter(torch.full((2, 3), number)) for number in (1.0, 1.0, 2.0))
+    for parameters in ([alone], [beside, other]):
+        for parameter in parameters:
+            parameter.grad = parameter.detach() / 4
+        take_step(build(parameters))
+    if not torch.equal(alone, beside):
+        raise OptionError(
+            f"optimizer {name}: its step looks at several parameters together (their norm?), and a partition has its own "
+            "alone. Clip with --clip-grad-norm, or use an optimizer that takes each parameter by itself."
+        )
 
 
 _TRIAL_STEPS = 12

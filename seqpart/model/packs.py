@@ -79,6 +79,11 @@ class Value:
         return self.row * rows if self.shape[:1] == (self.rows,) else max(exact, self.row * rows)
 
 
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether values of this type may have some."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 class Handing:
     """Who gives and takes which values, once blocks are joined to partitions: one account for who simulates and who runs.
 

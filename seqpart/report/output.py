@@ -63,7 +63,8 @@ def lasting_output() -> Iterator[None]:
         finally:
             out.flush()
             if isinstance(out.error, OSError) and out.error.errno not in _SILENT:
-                print(f"the output is not complete: {out.error.strerror}. The run is recorded in its events.jsonl.", file=err)
+                said = f"the output is not complete: {out.error.strerror}. What a run prints is in its events.jsonl too."
+                print(said, file=err)
             err.flush()
             sys.stdout, sys.stderr = before
             for output, stream in zip((out, err), before, strict=True):

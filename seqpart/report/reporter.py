@@ -41,6 +41,8 @@ _WHAT = {
 }  # fmt: skip
 
 
+_STEPS = 10_000
+"""Comings and goings of partitions that a process records one by one, 1.2 MB of lines; the sums go on."""
 _SHOWN_EVERY = 0.2
 """Seconds between two states of the live line."""
 
@@ -56,7 +58,7 @@ class Reporter:
         self._log: IO[str] | None = None
         self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
-        self._began, self._tally = time.perf_counter(), Tally()
+        self._began, self._tally, self._steps = time.perf_counter(), Tally(), 0
 
     def open_log(self, path: Path, *, add: bool = False) -> None:
         """Write events to `path`; `add` behind those of the run that goes on."""
@@ -119,7 +121,8 @@ class Reporter:
                 self._bar.step(event)
             self._tally.add(event.step.verb.name.lower(), event.seconds, event.bytes_read, event.bytes_written)
             self._tell_time()
-            if event.step.verb in (Verb.LOAD, Verb.DROP):
+            if event.step.verb in (Verb.LOAD, Verb.DROP) and self._steps < _STEPS:
+                self._steps += 1
                 self.record(
                     "step", step=str(event.step), bytes_read=event.bytes_read, bytes_written=event.bytes_written,
                     took=round(event.seconds, 4),

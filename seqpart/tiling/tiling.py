@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from seqpart.errors import DoesNotFit, ModelError
+from seqpart.errors import DoesNotFit, ModelError, OptionError
 from seqpart.files.direct import round_up
 from seqpart.model.inspection import is_listened_to
 from seqpart.model.live_modules import modules_of
@@ -31,6 +31,16 @@ def sizes_to_try(model: object) -> tuple[int, ...]:
     return 0, *(size for size in SIZES if size < largest)
 
 
+def possible_tile(model: object, nbytes: int) -> int:
+    """`nbytes`. Raises OptionError where tiles cannot be cut, because layers do not exist before they are needed."""
+    if nbytes and isinstance(model, list | tuple) and not all(isinstance(part, nn.Module) for part in model):
+        raise OptionError(
+            "--tile: this model is built block by block, by functions, as the models mlp and gpt of the command are, and only "
+            "layers that exist can be cut into tiles. Leave it out, or give an nn.Module."
+        )
+    return nbytes
+
+
 @dataclass(slots=True)
 class Split:
     """A parameter, and the tiles of it."""
@@ -47,6 +57,8 @@ class Split:
             return
         if len({tile.untyped_storage()._cdata for tile in self.tiles}) == 1:
             self.whole.data = first.data.as_strided(self.shape, self.stride)
+            for tile in self.tiles:  # who still has them would hold the memory, once the layer's weights are elsewhere
+                tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
             return
         whole, row = torch.empty(self.shape, dtype=first.dtype, device=first.device), 0
         for tile in self.tiles:  # page by page: the new memory grows as the old one goes

@@ -10,6 +10,7 @@ from torch import nn
 
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, Chain, checked
+from seqpart.model.inspection import left_as_they_are
 from seqpart.model.packs import ROWS
 from seqpart.tiling.tiling import tile_of, whole_names
 from seqpart.tracing.program import OfRows, Op, Own, Program, Ref, leaves, mapped
@@ -122,6 +123,7 @@ class Cutter:
         numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
         theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))
         spare = set(self._owners).difference(*(self._used(op) for cut in (train, evaluate) for op in cut.program.ops))
+        unmoved = _unmoved(self._model)
         places = {id(parameter): n for n, parameter in enumerate(self._model.parameters())}
         blocks, names = [], _unique(self._named(train, place) for place in range(len(train.pieces)))
         for place, name in enumerate(names):
@@ -129,6 +131,9 @@ class Cutter:
             segment, taken = self._segment(train, evaluate, place, theirs, spare if last else set())
             given = tuple(numbers[n] for n in train.gives[place])
             blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
+            segment.unmoved = {
+                mode: tuple(own for own, part in segment.named_modules() if part in parts) for mode, parts in unmoved.items()
+            }  # fmt: skip
             blocks[-1].places = {own: places[id(p)] for own, p in segment.named_parameters() if id(p) in places}
         differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
         wholes, tile = whole_names(self._model), tile_of(self._model)
@@ -198,6 +203,16 @@ class Cutter:
                 named.add(block.exported(name))
         every = self._model.state_dict(keep_vars=True).items()
         return {name: found[id(tensor)] for name, tensor in every if name not in named and id(tensor) in found}
+
+
+def _unmoved(model: nn.Module) -> dict[bool, set[nn.Module]]:
+    """By mode, the modules that the model's own `train` leaves in the other one, as BatchNorms that keep what they have."""
+    found = {}
+    with left_as_they_are(model.modules()):
+        for training in (True, False):
+            model.train(training)
+            found[training] = {part for part in model.modules() if part.training is not training}
+    return found
 
 
 def _owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -37,6 +37,9 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+_TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+
 class Inside(Exception):
     """What could not be recorded, in a module that was looked into."""
 
@@ -65,6 +68,7 @@ class Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []
         """So that no identity is used again."""
         self._storages: dict[int, list[torch.Tensor]] = {}
+        self._parameters = {block: _parameters_of(block) for block in blocks}
         self._count, self._inside = 0, 0
         self._stack: list[nn.Module] = []
 
@@ -115,6 +119,8 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return before(module, *args, **kwargs)
         if module in self._blocks:
+            if _parameters_of(module) != self._parameters[module]:  # as by a parametrization that is there for this call alone
+                raise self.failed(RuntimeError("its parameters are others while it is called"), self._blocks[module])
             buffers = tuple(module.buffers())
 
             def run() -> Any:
@@ -135,6 +141,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
+        if func in _TENSOR_HOOKS:
+            why = RuntimeError("a hook on a tensor between layers would be left out")
+            raise self.failed(why, func.__name__, self._line(sys._getframe(1)))
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args))
 
@@ -240,6 +249,10 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         path = self._paths.get(module, "")
         return f"{path or 'the model'} ({type(module).__name__}{found})"
+
+
+def _parameters_of(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 def _opened(tree: Any) -> Any:

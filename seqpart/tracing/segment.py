@@ -51,6 +51,8 @@ class Segment(nn.Module):
         super().__init__()
         self.described = described
         """Type of the module that it is about."""
+        self.unmoved: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+        """By mode, modules that stay in the other one."""
         self._steps = {True: train, False: evaluate}
         self._used_up = {mode: _used_up(steps) for mode, steps in self._steps.items()}
         self._paths = {path: str(number) for number, path in enumerate(modules)}
@@ -64,6 +66,12 @@ class Segment(nn.Module):
             else:
                 persistent = theirs not in owner._non_persistent_buffers_set
                 self.register_buffer(self._names[name], owner._buffers[theirs], persistent=persistent)
+
+    def train(self, mode: bool = True) -> "Segment":
+        super().train(mode)
+        for name in self.unmoved[mode]:
+            self.get_submodule(name).training = not mode
+        return self
 
     def exported(self, name: str) -> str:
         """What the model calls the tensor that is called `name` here."""

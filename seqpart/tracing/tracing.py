@@ -11,7 +11,7 @@ from torch import nn
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, refuse_without_values, with_tensors
-from seqpart.model.inspection import cure_of_types, left_as_they_are, listed
+from seqpart.model.inspection import cure_of_types, is_listened_to, left_as_they_are, listed
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.tiling.separation import Score
@@ -44,8 +44,13 @@ def chain_of(
 
 
 def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
-    """Of its own: a list of blocks has none."""
-    return isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    """Of its own: a list of blocks has none, and no parameters, modes or hooks beside those of its blocks."""
+    if not isinstance(model, nn.Module) or not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return isinstance(model, nn.Module)
+    kind, plain = type(model), nn.Sequential if isinstance(model, nn.Sequential) else nn.Module
+    if any(getattr(kind, name) is not getattr(plain, name) for name in ("forward", "__call__", "train")):
+        return True
+    return bool(model._parameters or model._buffers) or is_listened_to(model)
 
 
 def chain_and_loss(

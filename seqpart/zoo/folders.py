@@ -130,6 +130,11 @@ class _Part:
     def __init__(self, items: Any, chosen: Sequence[int], targets: list[int]) -> None:
         self._items, self._chosen, self.targets = items, chosen, targets
 
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """The file of each."""
+        return [self._items.samples[number] for number in self._chosen]
+
     def __len__(self) -> int:
         return len(self._chosen)
 

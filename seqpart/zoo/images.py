@@ -97,6 +97,11 @@ class Images:
         self._folder, self._names, self.targets, self._change = folder, names, labels, change
         self._scale = None if scale is None else tuple(np.array(part, np.float32).reshape(3, 1, 1) for part in scale)
 
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """The file and the class of each."""
+        return [(str(self._folder / name.decode()), int(label)) for name, label in zip(self._names, self.targets, strict=True)]
+
     def __len__(self) -> int:
         return len(self._names)
 

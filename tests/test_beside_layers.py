@@ -1,0 +1,198 @@
+"""What a user's model, loss or optimizer does beside its layers: done as in a plain loop, or refused, and never left out."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import ModelError, OptionError
+
+pytestmark = pytest.mark.usefixtures("known_machine")
+ROWS, BATCH = 32, 8
+
+
+class Doubled(nn.Sequential):
+    """Its forward was passed over: it was taken for a list of layers."""
+
+    def forward(self, x):
+        return 2 * super().forward(x) + 1
+
+
+class Scaled(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+class KeepsStatistics(nn.Module):
+    """Its own `train` was never called: BatchNorm learned statistics that were to stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu())
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+
+
+class FrozenNorm(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Spectral(nn.Module):
+    """A complex value waits beside a layer: its gradient was dropped where partitions meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.beside, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        y = self.first(x)
+        spectrum = torch.fft.rfft(y)
+        return self.last(torch.fft.irfft(spectrum.conj() * 2, n=16) + self.beside(y))
+
+
+def layers():
+    return nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+
+
+def hooked():
+    model = nn.Sequential(*layers())
+    model.register_forward_hook(lambda module, given, found: found * 2)
+    return model
+
+
+MODELS = {
+    "a sequential with a forward of its own": lambda: Doubled(*layers()),
+    "and with a parameter": lambda: Scaled(*layers()),
+    "a hook on a sequential": hooked,
+    "a model whose train leaves a part in evaluation": KeepsStatistics,
+    "a layer whose train does": lambda: nn.Sequential(nn.Linear(8, 16), FrozenNorm(16), nn.ReLU(), nn.Linear(16, 3)),
+    "a complex value beside a layer": Spectral,
+}
+
+
+def data():
+    torch.manual_seed(7)
+    return torch.randn(ROWS, 8), torch.randint(0, 3, (ROWS,))
+
+
+def plain(model, loss=F.cross_entropy):
+    x, y = data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    model.train()
+    for first in range(0, ROWS, BATCH):
+        optimizer.zero_grad()
+        loss(model(x[first : first + BATCH]), y[first : first + BATCH]).backward()
+        optimizer.step()
+    return model
+
+
+def ours(model, folder, loss=F.cross_entropy, optimizer="adamw", method="streamed", **options):
+    cut = {} if method == "full" else {"partitions": 2}
+    rate = {} if callable(optimizer) else {"lr": 1e-2}
+    Trainer(
+        model, loss, optimizer, mem_limit="1GB", method=method, epochs=1, batch_size=BATCH, micro_batch_size=BATCH,
+        shuffle=False, quiet=True, output_dir=folder, **rate, **cut, **options,
+    ).fit(data())  # fmt: skip
+    return model
+
+
+def same(one, other):
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("method", ["streamed", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_model_does_beside_its_layers_is_done(name, method, tmp_path):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    same(plain(copy.deepcopy(model)), ours(model, tmp_path / "run", method=method))
+
+
+@pytest.mark.parametrize("options", [{"ram_limit": "50MB"}, {"method": "checkpointed"}], ids=["in memory", "checkpointed"])
+def test_a_complex_value_may_wait_anywhere(options, tmp_path):
+    torch.manual_seed(0)
+    model = Spectral()
+    same(plain(copy.deepcopy(model)), ours(model, tmp_path / "run", **options))
+
+
+def test_a_hook_on_a_tensor_between_layers_is_refused(tmp_path):
+    """It was left out: the gradients of all layers before it were others."""
+
+    class Halved(KeepsStatistics):
+        def forward(self, x):
+            y = self.first(x)
+            y.register_hook(lambda gradient: gradient / 2)
+            return self.last(y)
+
+    with pytest.raises(ModelError, match="register_hook: a hook on a tensor between layers would be left out"):
+        ours(Halved(), tmp_path / "run")
+
+
+def penalty(model, *, learns):
+    def loss(output, labels):
+        weight = model[0].weight if learns else model[0].weight.detach()
+        return F.cross_entropy(output, labels) + 0.1 * weight.square().sum() * output.square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_loss_of_weights_is_judged_where_they_are_and_refused_where_they_are_not(learns, tmp_path):
+    """A weight that was not there counted as an empty tensor, or broke the backward pass in torch's words."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers())
+    other, third = copy.deepcopy(model), copy.deepcopy(model)
+    same(plain(other, penalty(other, learns=learns)), ours(model, tmp_path / "1", penalty(model, learns=learns), method="full"))
+    with pytest.raises(OptionError, match="it reads a weight of the model"):
+        ours(third, tmp_path / "2", penalty(third, learns=learns))
+
+
+class Together(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure=None):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad /= norm
+        return super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_several_parameters_together_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="its step looks at several parameters together"):
+        ours(nn.Sequential(*layers()), tmp_path / "run", optimizer=lambda parameters: Together(parameters, lr=0.1))
+
+
+def test_an_optimizer_of_other_parameters_than_it_is_called_with_is_refused(tmp_path):
+    """It trained the first partition's, and lost its momentum."""
+    model = nn.Sequential(*layers())
+    with pytest.raises(OptionError, match="Let it pass on what it gets"):
+        ours(model, tmp_path / "run", optimizer=lambda parameters: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_run_and_an_evaluation_may_stand_where_the_caller_wants_no_gradients(mode, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers())
+    expected = plain(copy.deepcopy(model))
+    with mode():
+        ours(model, tmp_path / "run")
+        found = Trainer(model, mem_limit="1GB", method="full", quiet=True).evaluate(data())
+        assert not torch.is_grad_enabled()
+    same(expected, model)
+    x, y = data()
+    assert found.loss == pytest.approx(F.cross_entropy(model.eval()(x), y).item())
