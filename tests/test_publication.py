@@ -1,7 +1,10 @@
 """New results take the place of earlier ones together: whoever starts after a kill finds the old ones, or makes all new."""
 
+import contextlib
 import os
+import stat
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +12,10 @@ from seqpart.cli.arguments import gathered
 from seqpart.cli.job import Job
 from seqpart.directory.leftovers import clear_leftovers
 from seqpart.directory.run_directory import RunDirectory, finish_what_was_published
-from seqpart.errors import CorruptFile, DiskFull, OptionError
+from seqpart.errors import CorruptFile, DiskFull, OptionError, StoreError
 from seqpart.files.atomic import write_text
 from seqpart.files.checksummed import checked_body, with_checksum
+from seqpart.files.owned import is_device, made
 from seqpart.files.scratch import PUBLISHING
 from tests.test_run_directory import finish, kill, names
 
@@ -134,3 +138,23 @@ def test_a_run_that_replaces_another_s_results_leaves_its_options_alone_until_it
             directory.publish()
         directory.close("done" if done else "failed")
     assert checked_body("job", (tmp_path / "job.json").read_text()) == {"epochs": 1}
+
+
+@pytest.mark.parametrize("number", [3, 7], ids=["null", "full"])
+def test_a_device_keeps_its_name_whatever_is_written_there(number, tmp_path):
+    """As root `--plan-out /dev/null` put a file in the place of the device, for everybody."""
+    device = tmp_path / "device"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, number))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    with contextlib.nullcontext() if number == 3 else pytest.raises(StoreError, match="disk is full"):
+        write_text(device, "a plan")
+    os.close(made(device))
+    assert stat.S_ISCHR(device.lstat().st_mode) and [path.name for path in tmp_path.iterdir()] == ["device"]
+
+
+def test_a_link_is_a_device_only_where_the_system_keeps_them(tmp_path):
+    (tmp_path / "stdout").symlink_to("/dev/stdout")
+    assert is_device(Path("/dev/stdout")) and is_device(Path("/dev/null"))
+    assert not is_device(tmp_path / "stdout") and not is_device(tmp_path / "missing")

@@ -143,7 +143,7 @@ def test_a_way_that_is_wrong_by_one_element_of_one_gradient_is_caught_and_measur
     def wrong(self, step, root, right=Compute._propagate):
         right(self, step, root)
         if step.partition == 1 and step.micro_batch == 3:
-            self.loaded[1].trainable[0].grad.view(-1)[0] += 0.25
+            next(iter(self.loaded[1].trainable.values())).grad.view(-1)[0] += 0.25
 
     monkeypatch.setattr(Compute, "_propagate", wrong)
     with pytest.raises(VerifyMismatch) as caught:

@@ -77,6 +77,11 @@ _SHORT = 0.05
 """Seconds of a run that is timed twice."""
 _NO_KERNEL = "could not create a primitive descriptor"
 """oneDNN's words for what it cannot do at all, as an LSTM of bfloat16 on a processor without instructions for that."""
+_NARROW = (torch.bfloat16, torch.float16)
+_KERNELS = 2 << 20
+"""Bytes that oneDNN keeps of a kind of block for each number of rows in narrow floats."""
+_UNMEASURED = 32 << 20
+"""An LSTM's library took 10 MB more than was counted, and a convolution's 24."""
 _FEW = 2
 """Rows of a trial that tells how many more there may be: one would be too few for BatchNorm."""
 _LEAST_SHARE = 0.2
@@ -122,6 +127,15 @@ class Trials:
         kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)) if number >= self.first)
         return all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds)
 
+    def unmeasured(self, rows: int) -> int:
+        """Bytes by which a limit is named larger, for who runs blocks under it: what is not counted of those that have not
+        been run with so many rows, and kernels of narrow floats for two more numbers of rows, which stay."""
+        costs = self._costs_at(rows)
+        kinds = {self._kind(number, cost) for number, cost in enumerate(costs) if number >= self.first}
+        types = {self._autocast, *(spec.dtype for cost in costs for spec in cost.layout.specs)}
+        kernels = 2 * _KERNELS * len(kinds) if self._device.shares_memory and types.intersection(_NARROW) else 0
+        return kernels + (0 if self.has_run(rows) else _UNMEASURED)
+
     def held(self) -> int:
         """Bytes that are held now, and were not given back to the system."""
         self._device.release_cached()
@@ -146,9 +160,8 @@ class Trials:
         oneDNN makes kernels of bfloat16 weights for each number of rows: 5 MB a layer, for good, which the plan has to know.
         Where there was no memory for one, it makes no other in that process.
         """
-        short = (torch.bfloat16, torch.float16)
         layouts = (cost.layout for cost in self._costs_at(max(micro_batches)))
-        if not self._device.shares_memory or not any(spec.dtype in short for layout in layouts for spec in layout.specs):
+        if not self._device.shares_memory or not any(spec.dtype in _NARROW for layout in layouts for spec in layout.specs):
             return set()
         return {rows % size for rows in batches for size in micro_batches} - {0}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from seqpart.errors import DirectoryUnusable, StoreError
 from seqpart.files.direct import explained, sync
-from seqpart.files.owned import aside, made, write_all
+from seqpart.files.owned import aside, is_device, made, write_all
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
@@ -16,6 +16,9 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
         raise DirectoryUnusable(f"cannot make {path}: it is a directory. Give a path in a directory that you may write to.")
     part = aside(path)
     try:
+        if is_device(path):
+            path.write_text(text)
+            return
         write_synced(part, text, mode)
         part.replace(path)
         sync(path.parent)

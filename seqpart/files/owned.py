@@ -36,12 +36,28 @@ def opened(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = N
 
 
 def made(path: Path, mode: int = PRIVATE, *, flags: int = 0) -> int:
-    """A new, empty file, open for reading and writing. Whatever had its name loses the name, and nothing else."""
+    """A new, empty file, open for reading and writing. Whatever had its name loses the name, and nothing else.
+
+    A device, as /dev/null or /dev/stdout, keeps its name and is opened for writing. Raises OSError for a disk.
+    """
     flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN
     with contextlib.suppress(FileExistsError):
         return os.open(path, flags, mode)
+    if is_device(path):
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     path.unlink()
     return os.open(path, flags, mode)
+
+
+def is_device(path: Path) -> bool:
+    """Whether it is one that takes text, whose name root could take away from everybody. Raises OSError for a disk."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    if stat.S_ISBLK(mode):
+        raise OSError(errno.ENOTBLK, "it is a disk", str(path))
+    return stat.S_ISCHR(mode) or (stat.S_ISLNK(mode) and f"{path.parent.resolve()}/".startswith(("/dev/", "/proc/")))
 
 
 def made_over(path: Path, *, flags: int = 0) -> int:

@@ -104,9 +104,10 @@ def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, bloc
     return advice[0].upper() + advice[1:]
 
 
-def refused(message: str, smallest: int, rows: int | None = None) -> DoesNotFit:
-    """A refusal that names the least limit that is enough, at a micro-batch of `rows`."""
-    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}.", rows)
+def refused(message: str, smallest: int, rows: int | None = None, *, tried: bool = True) -> DoesNotFit:
+    """A refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: whether blocks were run."""
+    less = "" if tried else ", or a little less: blocks could not be tried under this one"
+    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}{less}.", rows)
 
 
 def limit_for(peak: int) -> int:

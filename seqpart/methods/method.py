@@ -172,7 +172,9 @@ class _WeightsAreThere(TorchFunctionMode):
     """Raises OptionError where a loss reads a weight of the model that is not on the device while it judges."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(one, nn.Parameter) and not one.numel() for one in args):
+        given = (*args, *(kwargs or {}).values())
+        flat = (one for part in given for one in (part if isinstance(part, list | tuple) else (part,)))
+        if any(isinstance(one, nn.Parameter) and not one.numel() for one in flat):
             raise OptionError(
                 "loss: it reads a weight of the model, which is not on the device while the last partition judges. Give "
                 "--method full or checkpointed, where all weights are, or let their layers compute what it makes of them."

@@ -92,10 +92,6 @@ class Prepared:
         return homes
 
 
-_UNMEASURED = 16 << 20
-"""Bytes that a limit is named larger by where blocks could not be run: an LSTM's library took 10 MB more than was counted."""
-
-
 class Preparation(Inputs):
     """Makes the plan, and makes it again when a failed allocation asks for one that needs less."""
 
@@ -141,9 +137,9 @@ class Preparation(Inputs):
                 rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
                 if self.try_blocks([(rows, 0, len(self.chain))]):
                     continue
-                if refusal.smallest is None or self.trials.has_run(rows):
+                if refusal.smallest is None or not (more := self.trials.unmeasured(rows)):
                     raise
-                raise refused(refusal.message, refusal.smallest + _UNMEASURED, rows) from None
+                raise refused(refusal.message, refusal.smallest + more, rows, tried=False) from None
             parts = prepared.plan.partitions
             sizes = {stage.micro_batch for stage in prepared.stages[1:]}
             wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
