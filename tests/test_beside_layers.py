@@ -196,3 +196,21 @@ def test_a_run_and_an_evaluation_may_stand_where_the_caller_wants_no_gradients(m
     same(expected, model)
     x, y = data()
     assert found.loss == pytest.approx(F.cross_entropy(model.eval()(x), y).item())
+
+
+def test_a_model_that_a_session_has_is_refused_by_name_until_it_is_over(tmp_path):
+    """A GAN's second session, or `fit` inside one, blamed a layer: "b must be 2D". It was empty."""
+    judge = nn.Sequential(*layers())
+    both = nn.Sequential(nn.Linear(8, 8), judge)
+    x, y = data()
+    asked = {"mem_limit": "1GB", "method": "full", "batch_size": BATCH, "quiet": True}
+    with Trainer(judge, **asked).session((x[:BATCH], y[:BATCH])) as session:
+        session.step((x[:BATCH], y[:BATCH]))
+        for call in (
+            lambda: Trainer(judge, **asked).evaluate((x, y)),
+            lambda: Trainer(judge, output_dir=tmp_path / "run", **asked).fit((x, y)),
+            lambda: Trainer(both, **asked).session((x[:BATCH], y[:BATCH])).__enter__(),
+        ):
+            with pytest.raises(OptionError, match="is in a session or a run that is not over"):
+                call()
+    assert Trainer(both, **asked).evaluate((x, y)).loss > 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from seqpart.errors import CorruptFile
+from seqpart.errors import CorruptFile, OptionError
 from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
 from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block, tensors_of
@@ -105,6 +105,19 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> t
     return like
 
 
+_away: set[int] = set()
+"""Identities of tensors that are in the file of a run or a session."""
+
+
+def refuse_away(model: object) -> None:
+    """Raises OptionError for a model that a run, or a session, has at that moment: it is empty, whoever else asks for it."""
+    if any(id(tensor) in _away for module in modules_of(model) for tensor in module._parameters.values()):
+        raise OptionError(
+            "the model, or a part of it, is in a session or a run that is not over, and empty until it is. Evaluate by "
+            "`session.evaluate`, or end the session first."
+        )
+
+
 class LiveModules:
     """The modules of `chain` that were given alive, and the file in `folder` where their tensors are while they are empty.
 
@@ -117,6 +130,7 @@ class LiveModules:
         self._taken: dict[int, dict[str, _Taken]] = {}
         """By the number of the block and the name in it."""
         self._pieces: list[_Piece] = []
+        self._identities = set[int]()
         self.empty_tensors = {block.number: set(_without_values(block)) for block in self._blocks}
         """By block, names of tensors whose storage is empty."""
 
@@ -155,6 +169,8 @@ class LiveModules:
                     for tensors in self._taken.values():
                         for taken in tensors.values():
                             taken.tensor.data = torch.empty(0, dtype=taken.tensor.dtype, device=taken.piece.device)
+                            self._identities.add(id(taken.tensor))
+                    _away.update(self._identities)
         except OSError as error:
             raise explained(error, self._folder) from None
 
@@ -205,6 +221,8 @@ class LiveModules:
             os.close(self._file)
             self._meta.give_back()
             self._file, self._taken, self._pieces = -1, {}, []
+            _away.difference_update(self._identities)
+            self._identities.clear()
 
     def _found(self) -> tuple[dict[int, dict[str, _Taken]], list[_Piece]]:
         pieces: dict[int, _Piece] = {}
