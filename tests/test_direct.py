@@ -172,7 +172,7 @@ except StoreError as error:
     done = subprocess.run(
         [sys.executable, "-c", program, tmp_path / "a"], capture_output=True, text=True, check=True, timeout=120
     )
-    assert "File too large" in done.stdout
+    assert "ulimit -f" in done.stdout
 
 
 def test_a_missing_file_is_damage_and_a_file_for_a_folder_is_unusable(tmp_path):

@@ -234,6 +234,8 @@ def explained(error: OSError, path: Path) -> StoreError:
         return CorruptFile(f"{path} is missing: it was here when the run began. Start again in a new --output-dir.", path)
     if error.errno in (errno.ELOOP, errno.EISDIR, errno.ESPIPE, errno.ENXIO):
         return CorruptFile(f"{path} is a link, a directory or a pipe, and no file that seqpart wrote. It was not used.", path)
+    if error.errno == errno.EFBIG:
+        return StoreError(f"a file at {path} would be larger than this process may make one (ulimit -f). Raise that limit.")
     return StoreError(f"reading or writing {path} failed: {error.strerror}.")
 
 
