@@ -133,6 +133,21 @@ def test_the_state_of_each_optimizer_is_known_before_there_is_a_parameter():
         assert choose(name, lr=0.1).fused
 
 
+@pytest.mark.parametrize(
+    ("build", "in_place"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), True),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), True),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True), False),
+        (lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False), False),
+        (lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True), True),
+    ],
+)
+def test_a_step_in_place_is_given_no_memory_for_temporaries(build, in_place):
+    """Any function was: the peak of SGD was predicted 14 % too high."""
+    assert describe("own", build).fused is in_place
+
+
 def test_state_has_its_parameter_s_name_shape_and_type():
     specs = {"w": spec_of("w", torch.zeros(4, 3, dtype=torch.bfloat16))}
     layout = choose("adam", lr=0.1).state_layout(specs)

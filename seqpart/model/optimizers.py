@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import OptionError
 from seqpart.memory.compiler import take_step, without_compiler
@@ -80,7 +83,7 @@ class Optimizer:
     build: Build
     state: tuple[StateTensor, ...]
     fused: bool
-    """One kernel, without a temporary the size of a parameter."""
+    """One kernel, or several in place: without a temporary the size of a parameter."""
     options: str = ""
     """What its groups say: a run that goes on must have the same."""
     tuned: str = ""
@@ -235,7 +238,8 @@ def _tried(name: str, build: Build) -> Optimizer:
         )
         for free in (True, False)
     )
-    found = Optimizer(name, build, state, bool(optimizer.defaults.get("fused")), options, tuned)
+    in_place = bool(optimizer.defaults.get("fused")) or not _makes_temporaries(build)
+    found = Optimizer(name, build, state, in_place, options, tuned)
     steps = itertools.chain(*(enumerate(_steps_both_ways(found, shape), 1) for shape in shapes))
     step = next((n for n, (one, other) in steps if not _same(one, other)), None)
     if step is not None:
@@ -245,6 +249,34 @@ def _tried(name: str, build: Build) -> Optimizer:
             "of the parameter, or count in its groups), so it cannot be kept at home. Use adam, adamw, sgd or adafactor."
         )
     return found
+
+
+class _Made(TorchFunctionMode):
+    """Whether anything inside makes a tensor of so many numbers."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self._numbers, self.any = numbers, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "__get__":  # of an attribute, as a gradient
+            return found
+        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        made = (one for one in tree_leaves(found) if isinstance(one, torch.Tensor) and one.numel() >= self._numbers)
+        self.any = self.any or any(one.untyped_storage()._cdata not in given for one in made)
+        return found
+
+
+def _makes_temporaries(build: Build) -> bool:
+    """Whether a step, behind the first, which makes the state, needs memory of the size of a parameter."""
+    parameter = nn.Parameter(torch.ones(16, 16))
+    optimizer = build([parameter])
+    for step in range(2):
+        parameter.grad = torch.ones(16, 16)
+        with _Made(parameter.numel()) if step else nullcontext() as made:
+            take_step(optimizer)
+    return made is None or made.any
 
 
 def _refuse_joint_step(name: str, build: Build) -> None:
