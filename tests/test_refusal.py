@@ -148,7 +148,7 @@ GROWING = ["auto", "ist --subnets 2", *slowly("streamed", "sil", "sil --partitio
 def named_in(ran):
     """The limit of a refusal."""
     assert ran.code == 3, ran.out + ran.err
-    (limit,) = re.findall(r"smallest limit that fits: (\d+MB)\.", ran.err)
+    (limit,) = re.findall(r"smallest limit that fits: (\d+MB)[.,]", ran.err)
     return limit
 
 

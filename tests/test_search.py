@@ -158,7 +158,7 @@ def seconds_at(chain, speeds, method, micro_batch, shares):
 
 @settings(max_examples=50)
 @given(
-    chain=st.lists(wide, min_size=1, max_size=5), slots=st.integers(1, 3), tier=st.sampled_from(["device", "disk"]),
+    chain=st.lists(wide | blocks, min_size=1, max_size=5), slots=st.integers(1, 3), tier=st.sampled_from(["device", "disk"]),
     rows=st.sampled_from([2, 8, 16]), method=st.sampled_from([STREAMED, CHECKPOINTED]),
 )  # fmt: skip
 def test_what_a_cut_takes_at_least_is_never_more_than_what_it_takes(chain, slots, tier, rows, method):

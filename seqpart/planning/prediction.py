@@ -87,9 +87,10 @@ def least_at_end(problem: Problem, method: Method, micro_batch: int, parts: Part
     if resources.tiers:
         return costs[-1].train_peak
     own, lowest = {value.number for value in costs[-1].entering}, max(1, first_that_learns(parts))
-    others = {value.number: value.nbytes for cost in costs[lowest:-1] for value in cost.entering if value.number not in own}
+    others = {value.number for cost in costs[lowest:-1] for value in cost.entering} - own
+    given = {value.number: value.nbytes for cost in costs for value in cost.leaving}
     at_once = graphs_at_once(method, min(problem.batch_size, problem.train_rows), micro_batch)
-    return costs[-1].train_peak + at_once * sum(others.values())
+    return costs[-1].train_peak + at_once * sum(given.get(number, 0) for number in others)
 
 
 def predict(
