@@ -105,8 +105,9 @@ def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, bloc
 
 
 def refused(message: str, smallest: int, rows: int | None = None, *, tried: bool = True) -> DoesNotFit:
-    """A refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: whether blocks were run."""
-    less = "" if tried else ", or a little less: blocks could not be tried under this one"
+    """A refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: whether blocks were run, and
+    nothing that they leave behind is added."""
+    less = "" if tried else ", or a little less: what blocks take there is known when they are tried"
     return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}{less}.", rows)
 
 
