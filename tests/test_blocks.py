@@ -41,7 +41,7 @@ def test_a_sequential_or_a_list_of_modules_is_a_chain_in_order(wrap):
         (2, "2", "block-00002"),
     ]
     assert chain[2].state_home != chain[2].home
-    assert all(block.is_alive for block in chain)
+    assert all(block.alive is not None for block in chain)
 
 
 def test_named_parts_of_a_sequential_keep_their_names():
@@ -61,7 +61,7 @@ def test_factories_are_called_only_when_the_block_is_built():
     chain = as_chain([made, functools.partial(nn.Linear, 2, 3), nn.ReLU])
     assert calls == []
     assert [block.kind for block in chain] == ["made", "Linear", "ReLU"]
-    assert not any(block.is_alive for block in chain)
+    assert not any(block.alive is not None for block in chain)
     assert isinstance(chain[0].build(Device(), 0), nn.Linear)
     assert calls == [1]
 

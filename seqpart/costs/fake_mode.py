@@ -60,7 +60,7 @@ def asks_for_values(error: BaseException) -> bool:
 
 def real_module(block: Block, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
-    if block.is_alive:
+    if block.alive is not None:
         module, fakes = block.fake(FakeMode())
         return module, {name: _filled(fake, device) for name, fake in fakes.items()}
     module = block.another()

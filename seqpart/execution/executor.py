@@ -79,7 +79,7 @@ class Executor:
         self._parting, self._doing = parting, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
-        self._norms: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
+        self._norms: dict[tuple[int, int], torch.Tensor] = {}
         self.learning_rate: float | None = None
         self.gradient_norm: torch.Tensor | None = None
         """Of the last optimizer step; of gradients as they were before they were clipped."""
@@ -262,7 +262,7 @@ class Executor:
         if (scale := self.compute.scale(step)) is not None:
             self._loaded[step.partition].scale_gradients(scale)
         if self._clip is not None and self.compute.span(step).ends_update:
-            self._norms[step.partition] = self._loaded[step.partition].gradient_norms()
+            self._norms.update(self._loaded[step.partition].gradient_norms())
         return traffic
 
     def _update(self, step: Step) -> tuple[int, int]:
@@ -277,9 +277,8 @@ class Executor:
         clip = None
         if self._clip is not None and phase.trains(step.partition):
             # In the order of the model's parameters, in which torch adds them up: another one rounds otherwise.
-            norms = {place: norm for found in self._norms.values() for place, norm in found.items()}
-            in_order = [norms[place] for place in sorted(norms)]
-            clip = (self._clip, torch.linalg.vector_norm(torch.stack(in_order))) if norms else None
+            norms = [self._norms[place] for place in sorted(self._norms)]
+            clip = (self._clip, torch.linalg.vector_norm(torch.stack(norms))) if norms else None
         partition.update(self._rate(phase, self.position.updates), clip)
         if partition.optimizer is not None and phase.trains(step.partition):
             self.learning_rate = partition.optimizer.param_groups[0]["lr"]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import OptionError
 from seqpart.loop.lengths import AT_THE_END, Interval
@@ -172,9 +173,7 @@ class _WeightsAreThere(TorchFunctionMode):
     """Raises OptionError where a loss reads a weight of the model that is not on the device while it judges."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (*args, *(kwargs or {}).values())
-        flat = (one for part in given for one in (part if isinstance(part, list | tuple) else (part,)))
-        if any(isinstance(one, nn.Parameter) and not one.numel() for one in flat):
+        if any(isinstance(one, nn.Parameter) and not one.numel() for one in tree_leaves((args, kwargs))):
             raise OptionError(
                 "loss: it reads a weight of the model, which is not on the device while the last partition judges. Give "
                 "--method full or checkpointed, where all weights are, or let their layers compute what it makes of them."

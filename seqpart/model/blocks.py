@@ -57,7 +57,6 @@ class Block:
         self._module: nn.Module | None = None
         self.alive = source if isinstance(source, nn.Module) else None
         """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
-        self.is_alive = self.alive is not None
         self.places: dict[str, int] = {}
         """Of its parameters among those of a whole model, by its own names."""
         self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []

@@ -125,7 +125,7 @@ class LiveModules:
     """
 
     def __init__(self, chain: Sequence[Block], folder: Path, meta: MetaTensors | None = None) -> None:
-        self._blocks = [block for block in chain if block.is_alive]
+        self._blocks = [block for block in chain if block.alive is not None]
         self._folder, self._file, self._meta = folder, -1, meta or MetaTensors(None)
         self._taken: dict[int, dict[str, _Taken]] = {}
         """By the number of the block and the name in it."""

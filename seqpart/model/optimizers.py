@@ -9,7 +9,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -271,12 +270,13 @@ class _Made(TorchFunctionMode):
 def _makes_temporaries(build: Build) -> bool:
     """Whether a step, behind the first, which makes the state, needs memory of the size of a parameter."""
     parameter = nn.Parameter(torch.ones(16, 16))
+    parameter.grad = torch.ones(16, 16)
     optimizer = build([parameter])
-    for step in range(2):
-        parameter.grad = torch.ones(16, 16)
-        with _Made(parameter.numel()) if step else nullcontext() as made:
-            take_step(optimizer)
-    return made is None or made.any
+    take_step(optimizer)
+    made = _Made(parameter.numel())
+    with made:
+        take_step(optimizer)
+    return made.any
 
 
 def _refuse_joint_step(name: str, build: Build) -> None:

@@ -120,8 +120,8 @@ class Homes:
         device, seed = self._preparation.device, self._preparation.settings.seed
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(device, seed)
-            tensors = {} if block.is_alive else block.own(tensors_of(module))
-            if not block.is_alive and layout_of(tensors) != cost.layout:
+            tensors = {} if block.alive is not None else block.own(tensors_of(module))
+            if block.alive is None and layout_of(tensors) != cost.layout:
                 raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
             if not keep and block.number < len(self._prepared.chain.whole):  # a part's home is cut out of it later
                 self._send_home(block, cost.layout, tensors)
@@ -129,7 +129,7 @@ class Homes:
 
     def _send_home(self, block: Block, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         """tensors: those of a module that was built for it, which is not copied whole."""
-        if block.is_alive:
+        if block.alive is not None:
             staging = aligned(layout.padded_nbytes)
             found = layout.views(staging)
             self._preparation.live_modules.read(block, found)
@@ -138,7 +138,7 @@ class Homes:
             found = {name: t.detach() if strides[name] else t.detach().contiguous() for name, t in tensors.items()}
         if self._preparation.initial_weights is not None:
             self._preparation.initial_weights.fill(block, found)
-        if block.is_alive:
+        if block.alive is not None:
             self.store.put(block.home, layout, staging)
             return
         with self.store.sink(block.home, layout, REQUEST) as sink:
@@ -162,7 +162,7 @@ class Homes:
         if self._preparation.live_modules.empty:
             return
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
-            if block.is_alive:
+            if block.alive is not None:
                 flat = aligned(cost.layout.padded_nbytes)
                 if cost.weights:
                     self.store.get(block.home, flat)

@@ -33,7 +33,7 @@ def sizes_to_try(model: object) -> tuple[int, ...]:
 
 def possible_tile(model: object, nbytes: int) -> int:
     """`nbytes`. Raises OptionError where tiles cannot be cut, because layers do not exist before they are needed."""
-    if nbytes and isinstance(model, list | tuple) and not all(isinstance(part, nn.Module) for part in model):
+    if nbytes and _has_factories(model):
         raise OptionError(
             "--tile: this model is built block by block, by functions, as the models mlp and gpt of the command are, and only "
             "layers that exist can be cut into tiles. Leave it out, or give an nn.Module."
@@ -171,10 +171,14 @@ def tile_of(model: nn.Module) -> int:
     return max((module.nbytes for module in model.modules() if isinstance(module, Tiled)), default=0)
 
 
+def _has_factories(model: object) -> bool:
+    return isinstance(model, list | tuple) and not all(isinstance(part, nn.Module) for part in model)
+
+
 def _tileable(model: object, nbytes: int = 0) -> list[nn.Linear | nn.Embedding]:
     """Layers with a weight of more than `nbytes` that have nothing but what tiles can do as well, and are not the model."""
-    if isinstance(model, list | tuple) and not all(isinstance(part, nn.Module) for part in model):
-        return []  # factories
+    if _has_factories(model):
+        return []
     modules = [*modules_of(model)]
     shared = {id(own) for module in modules if not _may_be_tiled(module) for own in module._parameters.values()}
     return [

@@ -27,7 +27,7 @@ def initial_weights(
 ) -> "InitialWeights | None":
     """Those that the settings name; or the `trained` ones, of blocks that do not hold theirs. None where there are none."""
     path = trained or settings.weights
-    if path is None or (trained is not None and not live.empty and all(block.is_alive for block in blocks)):
+    if path is None or (trained is not None and not live.empty and all(block.alive is not None for block in blocks)):
         return None
     if trained is not None and not trained.exists():
         raise StoreError(f"{trained} cannot be read: it is gone, and blocks take from it what the last fit has trained.")
@@ -70,7 +70,7 @@ class InitialWeights:
         for name, source in used.items():
             skip = 0
             for block, spec in here[name].pieces:
-                if not (values_stay and block.is_alive and spec.name not in empty.get(block.number, ())):
+                if not (values_stay and block.alive is not None and spec.name not in empty.get(block.number, ())):
                     self._sources.setdefault(block.number, {})[spec.name] = source, skip
                 skip += prod(spec.shape)
         had = {(block.number, spec.name) for name in match.found for block, spec in here[name].pieces}
