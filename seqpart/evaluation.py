@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from seqpart.kinds import values_of
+from seqpart.memory.sampler import Proof
 from seqpart.result import Evaluation
 from seqpart.session.session import Session
 from seqpart.settings import Settings
@@ -25,10 +26,12 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: st
     )  # fmt: skip
 
 
-def evaluated(session: Session) -> Evaluation:
-    """What `session` finds: a run without results, after which modules are as they came."""
+def evaluated(session: Session, before: Proof | None = None) -> Evaluation:
+    """What `session` finds: a run without results, after which modules are as they came. before: of a run that it is a part
+    of, whose proof then is of both."""
     with session.limited(), session.interrupts:
         session.run_stages()
     assert session.test is not None
-    loss, accuracy = session.test
-    return Evaluation(loss=loss, accuracy=accuracy, proof=session.proof(), metrics=session.watch.metrics)
+    (loss, accuracy), proof = session.test, session.proof()
+    proof = proof if before is None else before.and_then(proof)
+    return Evaluation(loss=loss, accuracy=accuracy, proof=proof, metrics=session.watch.metrics)

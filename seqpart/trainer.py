@@ -34,7 +34,7 @@ from seqpart.loaders.reading import with_fewer_workers
 from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
 from seqpart.memory.process_limits import refuse_poor_surroundings
-from seqpart.memory.sampler import Sampler
+from seqpart.memory.sampler import Proof, Sampler
 from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
@@ -289,7 +289,7 @@ class Trainer:
         if result.average is None or not test.count:
             return result
         said = f"their moving average on the {test.count} test rows"
-        return with_average(result, self._evaluated(said, test, result.average, compute_metrics))
+        return with_average(result, self._evaluated(said, test, result.average, compute_metrics, result.proof))
 
     def evaluate(
         self, data: object, *, weights: str | Path | None = None, compute_metrics: ComputeMetrics = None
@@ -307,8 +307,10 @@ class Trainer:
         split = training_rows(data, self.settings, "evaluation", for_data(self._padding, (data,)), tested=True)
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
-    def _evaluated(self, said: str, split: Split, weights: str | Path | None, compute_metrics: ComputeMetrics) -> Evaluation:
-        """said: what is evaluated on these rows, for who reads it."""
+    def _evaluated(
+        self, said: str, split: Split, weights: str | Path | None, metrics: ComputeMetrics, before: Proof | None = None
+    ) -> Evaluation:
+        """said: what is evaluated on these rows, for who reads it. before: see `evaluated`."""
         reporter = Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
@@ -319,17 +321,15 @@ class Trainer:
             def prepare(model: object) -> Preparation:
                 return Preparation(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                    final_loss=self._loss, folder=folder, trains=False,
-                    trained=self._trained if weights is None else None,
+                    final_loss=self._loss, folder=folder, trains=False, trained=None if weights else self._trained,
                 )  # fmt: skip
 
             def plan(preparation: Preparation) -> Prepared:
                 return preparation.planned(replace(preparation.request, methods=(EVALUATION,)))
 
             preparation, prepared = self._fitting(stack, prepare, partial(self._planned, sampler, plan))
-            silent = stack.enter_context(closing(WarningsAlone()))
-            observer = Observer(metrics=own_metrics(compute_metrics))
-            found = evaluated(Session(preparation, prepared, silent, sampler, stack, observer=observer))
+            silent, observer = stack.enter_context(closing(WarningsAlone())), Observer(metrics=own_metrics(metrics))
+            found = evaluated(Session(preparation, prepared, silent, sampler, stack, observer=observer), before)
             reporter.say(f"{said}: {figures(found.loss, found.accuracy, found.metrics)}")
             reporter.proof(found.proof)
         return found

@@ -21,7 +21,8 @@ ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
 @dataclass(frozen=True)
 class How:
     """One way to the same bits. `keeps` is the first partition that keeps its graphs: a share of all partitions. `stays` are
-    those that stay while others stream: a share from the first on, negative from the last on."""
+    those that stay while others stream: a share from the first on, negative from the last on. `weights` are those of the others
+    whose weights stay, counted in the same way."""
 
     method: str = "streamed"
     slots: int = 1
@@ -29,12 +30,14 @@ class How:
     """Where boundaries wait; "mixed": those of the partitions in turn on the device, in host memory and on the disk."""
     keeps: float | None = None
     stays: float = 0
+    weights: float = 0
     offloads: str = ""
     """Where the graphs that are kept wait, if not on the device: host or disk."""
 
     def __str__(self):
         kept = "" if self.keeps is None else f", keeps from {self.keeps}"
         stays = "" if not self.stays else f", {self.stays} stay"
+        stays += "" if not self.weights else f", weights of {self.weights} stay"
         away = f", offloaded to {self.offloads}" if self.offloads else ""
         return f"{self.method}, {self.slots} slot(s), {self.boundary_tier}{kept}{away}{stays}"
 
@@ -49,6 +52,11 @@ FULL = How(method="full")
 HOWS = [
     How(method="checkpointed"),
     How(method="checkpointed", keeps=0.3),
+    How(weights=0.5),
+    How(slots=2, weights=1, keeps=0),
+    How(slots=2, weights=-0.5, keeps=0.4, offloads="disk", boundary_tier="disk"),
+    How(stays=0.34, weights=0.67),
+    How(slots=2, stays=-0.34, weights=1, boundary_tier="host"),
     How(stays=0.5),
     How(slots=2, stays=-0.5, keeps=0),
     How(stays=0.5, boundary_tier="disk"),
@@ -155,20 +163,24 @@ class Trained:
     def _slots(self, how, plan):
         return how.slots if how.method == "streamed" else len(plan.partitions)
 
+    def _share(self, share, count):
+        """So many of `count` partitions, from the first on; of a negative share from the last on."""
+        number = round(abs(share) * count)
+        return frozenset(range(number) if share > 0 else range(count - number, count))
+
     def _force(self, how):
         def only(problem, method, micro_batch):
             starts = problem.starts if method.cuts else (0,)
             parts = parts_of(problem, micro_batch, starts)
             count = len(parts)
             keeps = frozenset() if how.keeps is None else frozenset(range(int(how.keeps * (count - 1)), count - 1))
-            staying = round(abs(how.stays) * count)
             # Borrowers read weights that are shared from their home: no plan lets their owners stay.
             shared = sharing(problem, parts)
-            stays = frozenset(range(staying) if how.stays > 0 else range(count - staying, count)) - shared
+            stays, weights = (self._share(share, count) - shared for share in (how.stays, how.weights))
             slots = len(parts) if method.stays else how.slots
             host = keeps if how.offloads == "host" else frozenset()
             places = tiers(how.boundary_tier, count)
-            resources = Resources(slots=slots, tiers=places, stays=stays, graphs_at_host=host)
+            resources = Resources(slots=slots, tiers=places, stays=stays, weights_stay=weights - stays, graphs_at_host=host)
             return predict(problem, method, micro_batch, parts, resources, keeps, keeps if how.offloads else frozenset())
 
         forced.plans(self._patch, only)

@@ -150,6 +150,9 @@ def test_behind_a_training_that_kept_its_heap_the_limit_holds_where_a_worker_has
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert ran.out.count("violations 0") == 2 and "their moving average on the 40 test rows" in ran.out
+    # The last line is of the evaluation too: it took 374 MB where the proof of the training said 354.
+    training, whole = (int(line.split(" samples")[0].rsplit(", ")[-1]) for line in ran.out.splitlines() if "proof:" in line)
+    assert json.loads((ran.directory / "result.json").read_text())["proof"]["samples"] == whole > training
 
 
 def test_without_test_rows_it_is_written_and_not_tested(tmp_path):
@@ -172,7 +175,7 @@ def test_the_weights_are_those_of_a_run_without_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "end"),
-    in_turn([How(), How(slots=2, keeps=0), How(stays=0.5), How(method="full")], [interrupt, kill]),
+    in_turn([How(), How(slots=2, keeps=0), How(stays=0.5), How(weights=1), How(method="full")], [interrupt, kill]),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(how, end, monkeypatch, tmp_path):

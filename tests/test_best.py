@@ -19,7 +19,7 @@ from tests.test_exact import dropping, fresh
 from tests.test_same_as_plain import network
 
 CUT = {"partitions": (0, 2, 4), "momentum": 0.9}
-HOWS = [FULL, How(slots=2), How(stays=0.5)]
+HOWS = [FULL, How(slots=2), How(stays=0.5), How(weights=1)]
 
 
 def evaluated(phase, loss):

@@ -34,7 +34,7 @@ def test_a_plan_of_format_2_is_read_with_the_names_of_today():
     """Checkpoints of 0.2.0 hold one, and a run may be resumed after an update."""
     body = json.loads(PLAN.to_json())
     for part in body["partitions"]:
-        del part["stays"], part["graph"], part["boundary_tier"]
+        del part["stays"], part["weights_stay"], part["graph"], part["boundary_tier"]
     body |= {"format": 2, "relay": "disk", "given": body.pop("live_bytes"), "keeps_graph_from": 1}
     found = Plan.from_json(json.dumps(body), "plan.json")
     parts = tuple(
@@ -74,6 +74,8 @@ def test_another_file_is_no_plan(change):
 def test_the_table_says_what_stays_and_what_is_kept_where_there_is_a_choice():
     said = [(row["device"], row["graph"]) for row in as_text_rows(PLAN)]
     assert said == [("in turn", "again"), ("stays", "again"), ("in turn", "kept")]
+    weights = (replace(PART, weights_stay=True), *PLAN.partitions[1:])
+    assert [row["device"] for row in as_text_rows(replace(PLAN, partitions=weights))] == ["weights stay", "stays", "in turn"]
     assert [row["boundary"] for row in as_text_rows(PLAN)] == ["device", "device", "disk"]
     near = tuple(replace(part, boundary_tier="device") for part in PLAN.partitions)
     assert "boundary" not in as_text_rows(replace(PLAN, partitions=near))[0]

@@ -49,6 +49,12 @@ CASES = {
     "boundaries in three places, graphs kept": (dropping, (12,), How(keeps=0.5, boundary_tier="mixed"), ADAM),
     "tied, graphs kept, clipped": (tied, None, How(slots=2, keeps=0), ADAM | CLIP),
     "half stay, statistics, clipped": (statistics, (12,), How(stays=0.5), ADAM | CLIP | {"partitions": (0, 2, 4)}),
+    "weights stay, statistics, clipped": (
+        statistics, (12,), How(slots=2, weights=1), ADAM | CLIP | {"partitions": (0, 2, 4)},
+    ),
+    "one stays, weights of others, graphs kept": (
+        dropping, (12,), How(stays=0.25, weights=0.75, keeps=0), ADAM | {"test_every": 1},
+    ),
     "the last stay, graphs kept, dropout": (dropping, (12,), How(slots=2, stays=-0.5, keeps=0), SGD | {"test_every": 1}),
     "partly frozen, bf16": (functools.partial(partly_frozen, {2, 3}), (12,), How(keeps=0.5), ADAM | NARROW),
     "in host memory, attention, bf16": (attentive, (4, 12), How(slots=2, boundary_tier="host"), ADAMW | NARROW | LINEAR),
@@ -306,18 +312,22 @@ def test_an_update_that_memory_ends_half_way_is_taken_back_from_the_disk_and_mad
     assert half_way.final_micro_batch == 1
 
 
-@pytest.mark.parametrize("stays", [0.34, -0.34, 1], ids=["the first stays", "the last stays", "all stay"])
+@pytest.mark.parametrize(
+    "stays",
+    [{"stays": 0.34}, {"stays": -0.34}, {"stays": 1}, {"weights": 1}, {"weights": 0.67, "stays": 0.34}],
+    ids=["the first stays", "the last stays", "all stay", "all weights stay", "the first stays, and weights of the second"],
+)
 @pytest.mark.parametrize("tier", ["disk", "host"])
 @pytest.mark.few(2)
 def test_partitions_that_stay_are_what_they_were_when_memory_ends_an_update_half_way(arms, monkeypatch, stays, tier):
     """All are taken back from their homes, which those that stay have written at the last checkpoint."""
     options = {"ram_limit": "50MB"} if tier == "host" else {}
-    arm = arms(statistics, (12,), How(slots=2, stays=stays), partitions=(0, 2, 4), momentum=0.9, micro_batch_size=4, **options)
+    arm = arms(statistics, (12,), How(slots=2, **stays), partitions=(0, 2, 4), momentum=0.9, micro_batch_size=4, **options)
     results = []
     for verb, updated in ((Verb.FORWARD, 0), (Verb.BACKWARD, 2)):
         with monkeypatch.context() as patched:
             failed = fail_once(patched, verb, 0, 3)
-            if tier == "host" and updated and stays != 1:  # where all stay, no home is written between checkpoints
+            if tier == "host" and updated and stays != {"stays": 1}:  # where all stay, no home is written between checkpoints
                 with pytest.raises(OutOfMemory, match="homes in host memory cannot be taken back"):
                     arm.fit(verb.name, save_every="1")
                 return

@@ -98,7 +98,7 @@ class Fit:
             self.prepared = self.preparation.planned()
         self.steps = watched(patch, lambda reporter: trainer.fit(train, test, reporter=reporter))
 
-    def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None, stays=(), offloads=()):
+    def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None, stays=(), weights=(), offloads=()):
         """One way to stream, instead of the fastest; candidates are kept, for the costs of a recovery."""
 
         def only(problem, method, micro_batch):
@@ -106,7 +106,8 @@ class Fit:
             parts = parts_of(problem, micro_batch, starts)
             slots_now = len(parts) if method.stays else slots
             places = exactly.tiers(boundary_tier, len(parts))
-            resources = Resources(slots=slots_now, tiers=places, stays=frozenset(stays))
+            staying = {"stays": frozenset(stays), "weights_stay": frozenset(weights)}
+            resources = Resources(slots=slots_now, tiers=places, **staying)
             kept = frozenset() if keeps is None else frozenset(range(keeps, len(parts)))
             found = predict(problem, method, micro_batch, parts, resources, kept, frozenset(offloads))
             self.candidates.append(found.candidate)
@@ -218,6 +219,14 @@ CASES = {
     "streamed, the first stays": {**STREAMED, **SLICED, "way": {"stays": [0]}},
     "streamed, all but one stay, with kept graphs": {**STREAMED, "way": {"stays": [0, 2], "keeps": 0}},
     "streamed, all stay": {**STREAMED, **SLICED, "way": {"stays": [0, 1, 2]}},
+    "streamed, the weights of all stay": {**STREAMED, **SLICED, "way": {"weights": [0, 1, 2]}},
+    "streamed, weights of some stay, through two slots": {
+        **STREAMED, "way": {"weights": [0, 2], "stays": [1], "slots": 2, "keeps": 0},
+    },
+    "streamed and clipped, the weights of two stay": {
+        **STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"weights": [1, 2], "slots": 2},
+    },
+    "streamed statistics, whose weights stay": {**STREAMED, "model": normalized, "way": {"weights": [0, 1, 2]}},
     "streamed and clipped, all stay": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"stays": [0, 1, 2]}},
     "streamed and clipped, the last stays": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"stays": [2], "slots": 2}},
     "checkpointed in micro-batches, clipped": {
@@ -267,7 +276,7 @@ def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(
     # Not planned one by one: labels, the optimizer's scalars and the sums of losses, a page each at most, and the page
     # before a slot's buffer.
     resources = [stage.resources for stage in fit.prepared.stages]
-    slack = PAGE * (3 + max(granted.slots + len(granted.stays) for granted in resources))
+    slack = PAGE * (3 + max(granted.at_once for granted in resources))
     highest_seen, highest_predicted = 0, 0
     for seen, predicted in zip(fit.steps, fit.predicted_steps(), strict=True):
         buffers = fit.buffers(predicted.step)
@@ -282,7 +291,9 @@ def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(
 def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(fit):
     *_, last = fit.steps
     assert last.done.step.verb is Verb.DROP
-    buffers = fit.exchanged(last.done.step) + fit.prepared.stages[-1].resources.graph_buffers
+    granted = fit.prepared.stages[-1].resources
+    buffers = fit.exchanged(last.done.step) + granted.graph_buffers
+    buffers += sum(fit.prepared.partition_costs[p].weights_slot for p in granted.weights_stay)  # the run's, as slots are
     assert last.live <= last.slots + buffers + PAGE
 
 

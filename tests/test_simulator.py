@@ -32,7 +32,8 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
     frozen = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1), label="frozen")
     lowest = min(set(range(count)) - frozen)
     keeps = frozenset(data.draw(st.sets(st.integers(lowest, count - 1)), label="keeps"))
-    stays = frozenset(data.draw(st.sets(st.integers(0, count - 1)), label="stays")) if streamed else ()
+    stays = frozenset(data.draw(st.sets(st.integers(0, count - 1)), label="stays")) if streamed else frozenset()
+    weights = frozenset(data.draw(st.sets(st.integers(0, count - 1)), label="weights")) - stays if streamed else frozenset()
     training = [
         PartitionTraining(epochs=1, batch_size=batch, micro_batch=min(micro_batch, batch), trainable=p not in frozen)
         for p in range(count)
@@ -43,14 +44,15 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
         shuffle=False,
         partitions=tuple(training),
         clips=clips,
-        stays=frozenset(stays),
+        stays=stays,
         keeps=keeps,
     )
     phases = Phases([Epochs(train=replace(whole_network(work, streamed=streamed), epoch=1), epochs=1, behind=())])
     problem = chains.problem_of(chain, 1 << 40, micro_batch=micro_batch, starts=tuple(range(count)), speeds=SPEEDS)
     costs = [cost for _, _, cost in parts_of(problem, micro_batch, range(count))]
     resources = Resources(
-        slots=min(slots, count - len(stays)) if streamed else count, stays=frozenset(stays), tiers=tiers(tier, count),
+        slots=min(slots, count - len(stays)) if streamed else count, stays=stays, weights_stay=weights,
+        tiers=tiers(tier, count),
         label_row=8, borrows=streamed, gradients_room=clips and streamed,
     )  # fmt: skip
     updates = -(-rows // batch)

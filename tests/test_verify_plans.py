@@ -42,6 +42,7 @@ def test_a_few_draws_answer_everything_in_every_way():
     assert {1, 2} <= {answers.slots for answers in found}
     assert len({answers.starts for answers in found}) > 3
     assert any(answers.stays for answers in found) and any(answers.offloads for answers in found)
+    assert any(answers.weights_stay for answers in found)
     assert any(answers.keeps - answers.offloads for answers in found)
 
 
@@ -140,6 +141,7 @@ def test_a_saved_plan_is_verified_as_it_is():
         Answers.of(plan),
         slots=1,
         stays=frozenset({1}),
+        weights_stay=frozenset({2}),
         keeps=frozenset({0}),
         offloads=frozenset({0}),
         graphs_at_host=frozenset(),

@@ -44,9 +44,11 @@ class Clock:
     def __init__(
         self, slots: int, stays: frozenset[int], *, at_host: frozenset[int] = frozenset(),
         graphs_at_host: frozenset[int] = frozenset(), boundaries_on_disk: bool = True,
+        slotless: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """at_host, graphs_at_host: partitions whose homes and graphs do not go by the disk."""
-        self._free, self._stays = [0.0] * slots, stays
+        """at_host, graphs_at_host: partitions whose homes and graphs do not go by the disk. slotless: those that take a slot
+        for their optimizer state alone."""
+        self._free, self._stays, self._slotless, self._taken = [0.0] * slots, stays, slotless, set[int]()
         self._at_host, self._graphs_at_host, self._boundaries_on_disk = at_host, graphs_at_host, boundaries_on_disk
         self._disk = Disk()
         self._ready: dict[int, float] = {}
@@ -69,17 +71,19 @@ class Clock:
             return self._computing
         if step.verb is Verb.LOAD:
             slot = 0.0
-            if p not in self._stays:
+            if p not in self._stays and (step.more or p not in self._slotless):
                 slot = min(self._free)
                 self._free.remove(slot)
+                self._taken.add(p)
             self._disk.forget(min(self._reading, self._computing))
             self._ready[p] = self._moved(max(self._reading, slot), first * seconds, by_disk)
             self._reading = self._whole[p] = self._moved(self._ready[p], (1 - first) * seconds, by_disk)
             return self._reading
         if step.verb is Verb.DROP:
             self._writing = self._moved(max(self._writing, self._computing), seconds, by_disk)
-            if p not in self._stays:
+            if p in self._taken:
                 self._free.append(self._writing)
+                self._taken.remove(p)
             del self._ready[p], self._whole[p]
             return self._writing
         return self._work(step, seconds, graph, boundary, times)

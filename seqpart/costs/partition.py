@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from seqpart.costs.blocks import BlockCost
 from seqpart.files.direct import round_up
 from seqpart.memory.heap import COMPUTING_SHARE
+from seqpart.model.blocks import Block
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Value
 from seqpart.offload.layout import Layout
@@ -32,6 +33,8 @@ class PartitionCost:
     state: int
     slot: int
     """Weights and optimizer state as they lie in the slot, page by page."""
+    state_slot: int = 0
+    """Of these, optimizer state."""
     waiting: int
     """Gradients as they lie in the slot, while they wait for their norm."""
     gradients: int
@@ -87,9 +90,23 @@ class PartitionCost:
     def output_row(self) -> int:
         return sum(value.row for value in self.leaving)
 
-    def slot_bytes(self, gradients: bool) -> int:
-        """Bytes of its slot, with or without `gradients` that wait."""
-        return self.slot + (self.waiting if gradients else 0)
+    @property
+    def weights_slot(self) -> int:
+        """Bytes of weights that stay while their optimizer state comes and goes, page by page."""
+        return self.slot - self.state_slot
+
+    def slot_bytes(self, gradients: bool, weights_stay: bool = False) -> int:
+        """Bytes of its slot, with or without `gradients` that wait, and weights that stay elsewhere."""
+        return self.slot + (self.waiting if gradients else 0) - (self.weights_slot if weights_stay else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """What it takes to cut homes, and to put them back: `buffers` bytes of memory, and of each partition of the whole network
+    the bytes of its homes and of those of its parts."""
+
+    buffers: int
+    homes: tuple[tuple[int, int], ...]
 
 
 # [Note: the heap] A large tensor is a mapping of its own and leaves the process when it dies. A small one (`heap_below`
@@ -107,7 +124,7 @@ def growing(
     `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
-    frozen = rewritten = slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
+    frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = graph = 0
     trainable, seconds, with_heap = False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
@@ -117,6 +134,7 @@ def growing(
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
         slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
+        state_slot += layout.padded_nbytes
         frozen += block.frozen
         rewritten += block.weights if block.trainable or block.buffers else 0
         seen.append(block)
@@ -171,7 +189,8 @@ def growing(
         yield PartitionCost(
             weights=weights, rewritten=rewritten,
             borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
-            slot=slot, waiting=waiting, gradients=gradients, saved=alive + copied, kept=kept + copied + buffers - earlier,
+            slot=slot, state_slot=state_slot, waiting=waiting, gradients=gradients,
+            saved=alive + copied, kept=kept + copied + buffers - earlier,
             graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
             forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,
             train_peak=own + buffers + max(forward, alive + loss_peak, max(backward, adding) + heap),
@@ -267,3 +286,12 @@ def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradi
     """Bytes of the slot for a partition of these blocks."""
     layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
     return sum(layout.padded_nbytes for layout in layouts + (gradient_layouts(costs) if gradients else []))
+
+
+def borrowed_costs(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
+    """Blocks of other partitions whose homes these need."""
+    found = {}
+    for block, cost in zip(blocks, costs, strict=True):
+        owners = dict.fromkeys(tie.owner for tie in block.tied)
+        found.update({owner: borrowed for owner, borrowed in zip(owners, cost.borrows, strict=True) if owner not in blocks})
+    return found

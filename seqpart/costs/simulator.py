@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from seqpart.costs.clock import Clock
 from seqpart.costs.hardware import Speeds
-from seqpart.costs.partition import PartitionCost
+from seqpart.costs.partition import Parting, PartitionCost
 from seqpart.model.packs import DEVICE, Handing, Tiers, Value
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
@@ -50,6 +50,8 @@ class Resources:
     """Buffers that partitions use in turn."""
     stays: frozenset[int] = frozenset()
     """Partitions that have a slot of their own, and stay in it."""
+    weights_stay: frozenset[int] = frozenset()
+    """Partitions whose weights do, while their optimizer state comes and goes."""
     tiers: Tiers = ()
     """Of boundaries."""
     borrows: bool = True
@@ -64,7 +66,7 @@ class Resources:
     """Partitions whose graphs wait in host memory, where they do not wait on the device: those of others are on the disk."""
     graph_buffers: int = 0
     """Bytes of the buffers through which graphs go there; saved tensors are used where they lie in them."""
-    parting: "Parting | None" = None
+    parting: Parting | None = None
     """Of homes that are cut into those of parts, and put back."""
     keeps_heap: bool = False
     """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in memory/heap.py."""
@@ -72,16 +74,7 @@ class Resources:
     @property
     def at_once(self) -> int:
         """Partitions that may be on the device at the same time."""
-        return self.slots + len(self.stays)
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """What it takes to cut homes, and to put them back: `buffers` bytes of memory, and of each partition of the whole network
-    the bytes of its homes and of those of its parts."""
-
-    buffers: int
-    homes: tuple[tuple[int, int], ...]
+        return self.slots + len(self.stays) + len(self.weights_stay)
 
 
 class Simulator:
@@ -97,11 +90,9 @@ class Simulator:
         self._alike = 1
         """Of these, how many are held at once."""
         self._resources = resources = resources or Resources()
-        gradients = resources.gradients_room
-        shared = sorted(
-            (part.slot_bytes(gradients) for p, part in enumerate(partitions) if p not in resources.stays), reverse=True
-        )
+        shared = sorted((self._in_slot(p) for p in range(len(partitions)) if p not in resources.stays), reverse=True)
         self._own = sum(partitions[p].slot for p in resources.stays)
+        self._own += sum(partitions[p].weights_slot for p in resources.weights_stay)
         self._own += resources.graph_buffers
         self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
         self._handing = Handing([part.entering for part in partitions], [part.leaving for part in partitions])
@@ -111,6 +102,10 @@ class Simulator:
         self._sum = 0
         """Of all that is held."""
         self._changed: set[int] = set()
+        self._unsaved: set[int] = set()
+        """Partitions whose weights stay, and are newer than their homes."""
+        self._filled: set[int] = set()
+        """Those of them that were loaded once."""
         self._stored: set[int] = set()
         """Partitions that have optimizer state at home."""
         self.progress = Progress(phases, start)
@@ -119,6 +114,7 @@ class Simulator:
         self._clock = Clock(
             resources.slots, resources.stays, at_host=resources.at_host, graphs_at_host=resources.graphs_at_host,
             boundaries_on_disk="disk" in resources.tiers,
+            slotless=frozenset() if resources.gradients_room else resources.weights_stay,
         )  # fmt: skip
         self._do = {
             Verb.LOAD: self._load,
@@ -180,6 +176,9 @@ class Simulator:
         """Bytes of those that wait there."""
         return sum(value.nbytes for value in values if self._handing.tier_of(value.number, self._resources.tiers) == tier)
 
+    def _in_slot(self, p: int) -> int:
+        return self._partitions[p].slot_bytes(self._resources.gradients_room, p in self._resources.weights_stay)
+
     @property
     def _now(self) -> int:
         return self._own + self._shared + self._sum
@@ -197,8 +196,9 @@ class Simulator:
     def _load(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p = step.partition
         if self._resources.slots == 1 and p not in self._resources.stays:
-            self._shared = max(self._shared, part.slot_bytes(self._resources.gradients_room))
-        self._first = read = part.weights + (part.borrowed if self._resources.borrows else 0)
+            self._shared = max(self._shared, self._in_slot(p))
+        self._first = read = 0 if p in self._filled else part.weights + (part.borrowed if self._resources.borrows else 0)
+        self._filled |= {p} & self._resources.weights_stay
         if step.more:
             read += (part.state if p in self._stored else 0) + (part.gradients if p in self.progress.away else 0)
         self._first /= max(1, read)
@@ -211,8 +211,12 @@ class Simulator:
         with_state = self.progress.loaded[p]
         again = self.progress.needs_state(p, self._phases[step.phase].stage)
         if p in self._changed:
-            written = part.rewritten + (part.state if again and with_state else 0)
+            written = part.state if again and with_state else 0
             self._changed.discard(p)
+            self._unsaved.add(p)
+        if p in self._unsaved and not (again and p in self._resources.weights_stay):
+            written += part.rewritten
+            self._unsaved.discard(p)
         if again and with_state:
             self._stored.add(p)
         elif not again:

@@ -118,9 +118,9 @@ class Compute:
         partition = self.loaded[p]
         stays = p not in phase.streams
         if stays and self._starts_update(step):
-            partition.begin_update()
+            partition.buffers.begin_update()
         if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else the pass is not done again
-            partition.remember_buffers()
+            partition.buffers.remember()
         taken, arrivals = self._entering(step, taken)
         offload = self._graphs if phase.offloads_graph(p) else None
         if offload is not None:
@@ -150,14 +150,14 @@ class Compute:
             batch, taken, labels = self._input(step)
             assert batch is not None
             if self._starts_update(step):
-                partition.begin_update()
+                partition.buffers.begin_update()
             self._back_propagate_loss(step, self._entering(step, taken)[0], labels)
             partition.part_gradients()
             self._done_with(batch)
             return batch.x.nbytes, 0
         if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
-            partition.begin_update()  # it runs forward here only
-        partition.restore_buffers()
+            partition.buffers.begin_update()  # it runs forward here only
+        partition.buffers.restore()
         with self._offloaded_graph(step) as others:
             with partition.apart() as tied:
                 arrived = apart_from(others, self._back_propagate(step).gradients)

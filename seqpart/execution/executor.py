@@ -23,6 +23,7 @@ from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
 from seqpart.offload.store import Store
+from seqpart.offload.transfer import Transfer
 from seqpart.parts.parting import Parting
 from seqpart.rates.scheduler import Groups
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -177,7 +178,15 @@ class Executor:
         """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
         for partition in self._loaded.values():
             partition.save(keep_state=True, again=True)
+        weights = self._save_weights()
         self._wait_for_homes()
+        for transfer in weights:
+            transfer.wait()
+
+    def _save_weights(self) -> list[Transfer]:
+        """Start to send home those that stay, of partitions that are not loaded."""
+        others = (partition for p, partition in enumerate(self._partitions) if p not in self._loaded)
+        return [partition.save_weights() for partition in others if partition.unsaved]
 
     def _wait_for_homes(self) -> None:
         for p, partition in enumerate(self._partitions):
@@ -191,7 +200,7 @@ class Executor:
             step = ahead.next_load(set(self._coming))
             if step is None or step.partition in self._loaded or step.partition in self._coming:
                 return
-            if not self._slots.has_free(step.partition, self._needs(step)):
+            if self._takes_slot(step) and not self._slots.has_free(step.partition, self._needs(step)):
                 return
             here = {*self._loaded, *self._coming}
             if any(lender.number in here for lender in self._partitions[step.partition].lenders):
@@ -205,8 +214,13 @@ class Executor:
 
     def _begin(self, step: Step) -> None:
         partition = self._partitions[step.partition]
-        partition.begin_load(self._slots.take(step.partition, self._needs(step)), to_update=step.more)
+        partition.make_room()
+        slot = self._slots.take(step.partition, self._needs(step)) if self._takes_slot(step) else None
+        partition.begin_load(slot, to_update=step.more)
         self._coming[step.partition] = partition
+
+    def _takes_slot(self, step: Step) -> bool:
+        return not self._partitions[step.partition].weights_stay or self._needs(step) > 0
 
     def _needs(self, step: Step) -> int:
         phase, p = self._phases[step.phase], step.partition
@@ -225,7 +239,8 @@ class Executor:
         again = self.progress.needs_state(p, self._phases[step.phase].stage)
         streams = again and p in self._phases[step.phase].streams
         slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams)
-        self._slots.give(slot, free)
+        if slot is not None:
+            self._slots.give(slot, free)
         del self._loaded[p]
         self.compute.forget_loss(p)
         self._device.release_cached()
@@ -287,7 +302,7 @@ class Executor:
 
     def _mark_homes(self) -> None:
         """If all that the last update left is at home, or on its way: one that fails can go back to here."""
-        if not any(partition.changed for partition in self._loaded.values()):
+        if not any(partition.changed or partition.unsaved for partition in self._partitions):
             self._wait_for_homes()
             self._store.mark()
             self._marked = self.position, self.compute.rested
@@ -298,6 +313,8 @@ class Executor:
         """After a failed allocation, or another error: the unfinished update never was; what the last one left goes home."""
         phase = self._phases[self.step.phase]
         self.compute.abandon()
+        for transfer in self._save_weights():
+            transfer.follow()
         for p in list(self._coming):
             self._coming.pop(p).release()
         if self.progress.updated and phase.breadth_first:
@@ -308,7 +325,8 @@ class Executor:
         for partition in self._loaded.values():
             slot, free, _ = partition.begin_drop(keep_state=True)
             free()
-            self._slots.give(slot, free)
+            if slot is not None:
+                self._slots.give(slot, free)
         self._loaded.clear()
 
     def _bring_home(self, error: Exception) -> None:

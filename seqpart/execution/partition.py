@@ -6,7 +6,8 @@
 
 A slot is one flat buffer that partitions use in turn: weights, at the same places in each visit, then optimizer state,
 then gradients that wait for their norm. Parameters and state are views of it, so loading is a read into it and saving a
-write out of it. Both go on in the store's threads while another partition computes.
+write out of it. Both go on in the store's threads while another partition computes. Weights that stay while the rest comes
+and goes have memory of their own, and go home when all is to be at home.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,22 +18,20 @@ from torch import nn
 
 from seqpart.boundaries.exchange import clone_as_it_lies
 from seqpart.costs.blocks import BlockCost
-from seqpart.costs.partition import Flow, gradient_layouts, slot_bytes, state_layouts
+from seqpart.costs.partition import Flow, borrowed_costs, gradient_layouts, slot_bytes, state_layouts
 from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.saved_tensors import Graph, packing
-from seqpart.execution.slots import Slot, Wait
+from seqpart.execution.slots import Slot, Wait, divided
 from seqpart.memory.compiler import take_step, without_symbols
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied, attach, detach
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Pack
+from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store
 from seqpart.offload.transfer import Transfer
-from seqpart.parts.statistics import Around, as_it_is
+from seqpart.parts.statistics import Around, EarlierBuffers, as_it_is
 from seqpart.rates.scheduler import Groups, tune
-
-_Copy = tuple[Block, str, torch.Tensor]
-"""(block, name, value) of a buffer."""
 
 
 class Partition:
@@ -41,8 +40,9 @@ class Partition:
     def __init__(
         self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
         *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
+        weights_stay: bool = False,
     ) -> None:  # fmt: skip
-        self.number, self.blocks = number, blocks
+        self.number, self.blocks, self.weights_stay = number, blocks, weights_stay
         self._costs, self._store, self._device = costs, store, device
         flow = Flow(costs)
         self.entering, self.leaving, self._written, self._used_up = flow.came, flow.leaving, flow.written, flow.used_up(costs)
@@ -51,45 +51,55 @@ class Partition:
         """(block, tie): parameters used here whose home is in another partition."""
         self._borrows, self.lenders = borrows, list[Partition]()
         """Partitions whose homes come along; their last save is to be waited for."""
-        self._borrowed = _borrowed(blocks, costs) if borrows else {}
+        self._borrowed = borrowed_costs(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self.optimizer: torch.optim.Optimizer | None = None
         self.trainable: dict[tuple[int, int], nn.Parameter] = {}
         """Parameters that learn in this visit, by their places in the model."""
         self._modules: list[list[nn.Module]] = []
         """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
-        self._buffered: list[Block] = []
+        self._buffered = [block for block, cost in zip(blocks, costs, strict=True) if cost.buffers]
+        self.buffers = EarlierBuffers(self._buffered, self._attach)
         self._slot: Slot | None = None
+        self._own: torch.Tensor | None = None
+        """Memory of weights that stay while the rest comes and goes."""
+        self._filled = self.unsaved = False
+        """Whether they are there, and newer than their homes."""
         self._regions: list[list[torch.Tensor]] = []
-        self.transfer = self._weights = self._state = Transfer(device)
-        """The last one, in or out, which the next follows. Of one in: weights, and what only the optimizer step needs."""
+        self.transfer = self._weights = self._state = self._put = Transfer(device)
+        """The last one, in or out, which the next follows. Of one in: weights, and what only the optimizer step needs. The last
+        one out of the memory of weights that stay."""
         self._to_update = self.changed = False
         self._waiting: list[str] | None = None
         """Parameters whose gradients are at home."""
-        self._at_update: list[_Copy] = []
-        self._before: list[_Copy] = []
-        """(block, name, copy): buffers as they were when the update began, and before a forward pass that will be redone."""
         self._graphs: dict[int, Graph] = {}
-        self._evolved: list[torch.Tensor] = []
+
+    @property
+    def _weight_bytes(self) -> int:
+        return sum(cost.layout.padded_nbytes for cost in self._costs)
 
     def needs(self, *, to_update: bool, gradients: bool) -> int:
         """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
         kept = gradients or (to_update and self._waiting is not None)
         borrowed = sum(cost.layout.padded_nbytes for cost in self._borrowed.values())
-        return borrowed + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept)
+        own = self._weight_bytes if self.weights_stay else 0
+        return borrowed + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept) - own
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
-    def begin_load(self, slot: Slot, *, to_update: bool) -> None:
-        """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`."""
-        self._slot, self._to_update, self._regions, offset = slot, to_update, [], 0
+    def make_room(self) -> None:
+        """For weights that stay while the rest comes and goes: memory that is this partition's until `release`."""
+        if self.weights_stay and self._own is None:
+            self._own = self._device.empty(self._weight_bytes)
+
+    def begin_load(self, slot: Slot | None, *, to_update: bool) -> None:
+        """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`, if any is needed."""
+        self._slot, self._to_update = slot, to_update
+        rest = slot.buffer if slot is not None else torch.empty(0, dtype=torch.uint8)
         own, borrowed = [cost.layout for cost in self._costs], [cost.layout for cost in self._borrowed.values()]
-        for layouts in own, borrowed, self._states if to_update else [], self._gradients:
-            regions = []
-            for layout in layouts:
-                regions.append(slot.buffer[offset : offset + layout.padded_nbytes])
-                offset += layout.padded_nbytes
-            self._regions.append(regions)
+        others = [borrowed, self._states if to_update else [], self._gradients]
+        apart = [] if self._own is None else divided(self._own, [own])
+        self._regions = [*apart, *divided(rest, others if apart else [own, *others])]
         homes, states = [block.home for block in (*self.blocks, *self._borrowed)], list[tuple[str, torch.Tensor]]()
         if to_update:
             named = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
@@ -97,21 +107,30 @@ class Partition:
             if self._waiting is not None:
                 states += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
         before = [self.transfer, *(lender.transfer for lender in self.lenders)]
+        made = self._device.mark()  # what computes may not be through with what the memory of weights was before
 
         def ready() -> None:
-            slot.free()
+            if slot is not None:
+                slot.free()
+            if self._own is not None:
+                self._device.after(made)
             for transfer in before:
                 transfer.follow()
 
-        self._weights = self._store.begin_get(zip(homes, self._regions[0] + self._regions[1], strict=True), ready)
-        self._state = self._store.begin_get(states, ready)
+        weights = [] if self._filled else list(zip(homes, self._regions[0] + self._regions[1], strict=True))
+        # State that is not at home yet begins as zeros in the slot, which must be free then.
+        waits = weights or (to_update and any(block.state_home not in self._store for block in self.blocks))
+        self._weights = self._store.begin_get(weights, ready) if waits else Transfer(self._device)
+        self._state = self._store.begin_get(states, ready) if slot is not None else Transfer(self._device)
         self.transfer = self._weights.with_other(self._state)
 
     def finish_load(self, *, learns: bool) -> int:
         """Let the modules' tensors be views of the slot, once its weights are there. Returns the bytes read from the disk."""
         self._weights.follow()
+        self._put.follow()  # what is on its way home must rest
+        self._filled = self._own is not None
         self._attach()
-        self._restore_evolved()
+        self.buffers.come_back()
         self.learn(learns)
         if self._to_update:
             self._build_optimizer()
@@ -131,7 +150,6 @@ class Partition:
         for block in self.blocks:
             block.module.train()  # once at least: a module's own may leave parts as they are
         self._modules = [list(block.module.modules()) for block in self.blocks]
-        self._buffered = [block for block in self.blocks if any(module._buffers for module in block.module.modules())]
         self.trainable = {
             (block.places.get(name, block.number), number): parameter
             for block, cost in zip(self.blocks, self._costs, strict=True)
@@ -183,28 +201,6 @@ class Partition:
     def autocast(self) -> AbstractContextManager[None]:
         return self._device.autocast(self._autocast)
 
-    def begin_update(self) -> None:
-        """Keep the buffers as they are now, for `abandon_update`."""
-        self._at_update = self._copied_buffers()
-
-    def _copied_buffers(self) -> list[_Copy]:
-        return [(block, name, buffer.clone()) for block in self._buffered for name, buffer in block.module.named_buffers()]
-
-    def remember_buffers(self) -> None:
-        """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
-        self._before = self._before or self._copied_buffers()
-
-    def restore_buffers(self) -> None:
-        """Let running statistics be what they were before the forward pass that will be done again."""
-        self._restore(self._before)
-        self._before = []
-
-    def _restore(self, copied: list[_Copy]) -> None:
-        if copied:  # also where a module put a new tensor in the place of its buffer
-            self._attach()
-        for block, name, before in copied:
-            block.module.get_buffer(name).copy_(before)
-
     def _attach(self) -> None:
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
             attach(block.module, cost.layout.views(region))
@@ -225,9 +221,14 @@ class Partition:
 
     def packing(self, offload: GraphOffload | None) -> torch.autograd.graph.saved_tensors_hooks:
         """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
-        assert self._slot is not None
         changing = [buffer for block in self.blocks for buffer in block.module.buffers()]
-        return packing(self._slot.buffer, lambda: self._slot.buffer if self._slot is not None else None, changing, offload)
+        buffer = self._weights_in()
+        assert buffer is not None
+        return packing(buffer, self._weights_in, changing, offload)
+
+    def _weights_in(self) -> torch.Tensor | None:
+        """The buffer in which they lie, while it is loaded."""
+        return self._own if self._own is not None else self._slot.buffer if self._slot is not None else None
 
     def part_gradients(self, passed_down: Iterable[torch.Tensor] = (), others: Iterable[int] = ()) -> None:
         """Give each gradient memory of its own. Autograd may let two weights, or a weight and the input, have one tensor,
@@ -265,16 +266,15 @@ class Partition:
         if self.optimizer is not None:
             tune(self.optimizer, rate)
             take_step(self.optimizer)
-        self._at_update, self._before = [], []
+        self.buffers.forget()
         self.changed = self.changed or self.optimizer is not None or bool(self._buffered)
         self.forget_gradients()
 
     def abandon_update(self) -> None:
         """Forget what the micro-batches of an unfinished update left: gradients, graphs and running statistics."""
         self.forget_gradients()
-        self._graphs, self._evolved, self._waiting = {}, [], None
-        self._restore(self._at_update or self._before)
-        self._at_update, self._before = [], []
+        self._graphs, self._waiting = {}, None
+        self.buffers.undo()
 
     def forget_gradients(self) -> None:
         for parameter in self.trainable.values():
@@ -296,39 +296,51 @@ class Partition:
 
     # --- going ----------------------------------------------------------------------------------------------------
 
-    def save(self, *, keep_state: bool, again: bool = False) -> Transfer:
+    def save(self, *, keep_state: bool, again: bool = False, weights: bool = True) -> Transfer:
         """Start to send home what changed, and stay. The slot must rest until the transfer is over.
 
-        again: the next update does so too, and until then its files need no checksums.
+        again: the next update does so too, and until then its files need no checksums. weights: those that stay go too.
         """
-        items = []
         if self.changed:
             self._gather_replaced()
-            own = zip(self.blocks, self._costs, self._regions[0], strict=True)
-            items = [(b.home, c.layout, r) for b, c, r in own if c.trainable or b in self._buffered]  # others stay as they are
-            if keep_state and self._to_update:
-                items += [
-                    (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
-                ]
-        self.changed = False
-        mark = self._device.mark()
+        self.unsaved = self.unsaved or self.changed
+        items = self._weights_home() if weights and self.unsaved else []
+        if self.changed and keep_state and self._to_update:
+            items += [
+                (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
+            ]
+        self.changed, mark = False, self._device.mark()
         self.transfer = self._store.begin_put(items, lambda: self._device.after(mark), checksummed=not again)
+        self._put = self.transfer if weights and self._own is not None else self._put
         return self.transfer
 
-    def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot, Wait, int]:
+    def _weights_home(self) -> list[tuple[str, Layout, torch.Tensor]]:
+        """What is to be put there; others stay as they are."""
+        self.unsaved = False
+        layouts = [cost.layout for cost in self._costs]
+        regions = self._regions[0] if self._own is None else divided(self._own, [layouts])[0]
+        every = zip(self.blocks, self._costs, regions, strict=True)
+        return [(b.home, c.layout, r) for b, c, r in every if c.trainable or b in self._buffered]
+
+    def save_weights(self) -> Transfer:
+        """Start to send home those that stay, wherever the rest is."""
+        mark = self._device.mark()
+        self._put = self._store.begin_put(self._weights_home(), lambda: self._device.after(mark), checksummed=False)
+        return self._put
+
+    def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot | None, Wait, int]:
         """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
+        Weights that stay do so until the next visit, if it comes `again`.
 
         Without `keep_state` its optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
         """
-        assert self._slot is not None
         if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
-            self._evolved = [buffer.clone() for block in self.blocks for buffer in block.module.buffers()]
-        if self._before:
-            self.restore_buffers()
+            self.buffers.leave()
+        self.buffers.restore()
         self.finish_state()  # also where no step was made
         waiting = self._gradients_home() if gradients else Transfer(self._device)
         keep_state = keep_state or self._choice.average is not None  # an average is what the run is to leave
-        saved = self.save(keep_state=keep_state, again=again)
+        saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and again))
         if not keep_state:
             for block in [block for block, state in zip(self.blocks, self._states, strict=True) if state.specs]:
                 self._store.discard(block.state_home)
@@ -356,12 +368,6 @@ class Partition:
         mark = self._device.mark()
         return self._store.begin_put(items, lambda: self._device.after(mark), checksummed=False)
 
-    def _restore_evolved(self) -> None:
-        buffers = [buffer for block in self.blocks for buffer in block.module.buffers()]
-        for buffer, evolved in zip(buffers, self._evolved, strict=False):
-            buffer.copy_(evolved)
-        self._evolved = []
-
     def _gather_replaced(self) -> None:
         """A module may assign a new tensor to a name instead of writing into it: bring it back into the slot."""
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
@@ -379,22 +385,16 @@ class Partition:
     def _let_go(self) -> None:
         for block in self.blocks:
             detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
-        self.optimizer, self._slot, self._at_update, self._before, self._regions = None, None, [], [], []
-        self.trainable, self._modules, self._buffered, self.changed = {}, [], [], False
+        self.buffers.forget()
+        self.optimizer, self._slot, self._regions = None, None, []
+        self.trainable, self._modules, self.changed = {}, [], False
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""
-        for transfer in self.transfer, self._state:
+        for transfer in self.transfer, self._state, self._put:
             transfer.settle()  # its bytes must not arrive in memory that is gone
-        self.transfer = self._state = Transfer(self._device)  # nor its error in the next visit
-        self._graphs, self._evolved, self._waiting = {}, [], None
+        self.transfer = self._state = self._put = Transfer(self._device)  # nor its error in the next visit
+        self._graphs, self._waiting = {}, None
+        self.buffers.release()
+        self._own, self._filled, self.unsaved = None, False, False
         self._let_go()
-
-
-def _borrowed(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
-    """Blocks of other partitions whose homes these need."""
-    found = {}
-    for block, cost in zip(blocks, costs, strict=True):
-        owners = dict.fromkeys(tie.owner for tie in block.tied)
-        found.update({owner: borrowed for owner, borrowed in zip(owners, cost.borrows, strict=True) if owner not in blocks})
-    return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from seqpart.memory.device import Device
+from seqpart.offload.layout import Layout
 
 Wait = Callable[[], object]
 
@@ -30,6 +31,18 @@ class Slot:
     capacity: int = 0
     owner: int | None = None
     """The partition that has it alone; None: all that come and go use it in turn."""
+
+
+def divided(buffer: torch.Tensor, groups: Sequence[Sequence[Layout]]) -> list[list[torch.Tensor]]:
+    """Of each layout the region of `buffer`, one behind the other."""
+    offset, found = 0, []
+    for layouts in groups:
+        regions = []
+        for layout in layouts:
+            regions.append(buffer[offset : offset + layout.padded_nbytes])
+            offset += layout.padded_nbytes
+        found.append(regions)
+    return found
 
 
 def at_once() -> None:

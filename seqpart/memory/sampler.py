@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.recording.timeline import Timeline
@@ -99,6 +99,15 @@ class Proof:
     file_growth: int
     samples: int
     violations: int
+
+    def and_then(self, other: "Proof") -> "Proof":
+        """Of both, one behind the other in one process, under the same limit."""
+        allocator = [peak for peak in (self.allocator_peak, other.allocator_peak) if peak is not None]
+        return replace(
+            self, peak=max(self.peak, other.peak), predicted=max(self.predicted, other.predicted),
+            allocator_peak=max(allocator, default=None), file_growth=max(self.file_growth, other.file_growth),
+            samples=self.samples + other.samples, violations=self.violations + other.violations,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         allocator = f", allocator peak {format_size(self.allocator_peak)}" if self.allocator_peak is not None else ""

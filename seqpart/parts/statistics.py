@@ -1,10 +1,14 @@
-"""Running statistics of BatchNorm made anew: the mean over the batches of a pass, in which nothing else is in training."""
+"""Running statistics of BatchNorm made anew: the mean over the batches of a pass, in which nothing else is in training. And
+buffers as they were before passes that will be done again."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from seqpart.model.blocks import Block
 
 Around = Callable[[Iterable[nn.Module]], AbstractContextManager[None]]
 """A context for the forward pass of a block that consists of these modules."""
@@ -33,3 +37,68 @@ def observed(modules: Iterable[nn.Module], *, anew: bool) -> Iterator[None]:
     finally:
         for norm, (momentum, training) in zip(norms, before, strict=True):
             norm.momentum, norm.training = momentum, training
+
+
+_Copy = tuple[Block, str, torch.Tensor]
+"""(block, name, value) of a buffer."""
+
+
+class EarlierBuffers:
+    """Buffers of a partition's blocks as they were when an update began, and before a forward pass that will be done again;
+    and as a visit left them whose update belongs to a later one. The copies are its own memory."""
+
+    def __init__(self, blocks: Sequence[Block], attach: Callable[[], None]) -> None:
+        """attach: gives the modules the buffers that they had, where they put new tensors in the place of these."""
+        self._blocks, self._attach = blocks, attach
+        self._at_update: list[_Copy] = []
+        self._before: list[_Copy] = []
+        self._left: list[torch.Tensor] = []
+
+    def begin_update(self) -> None:
+        """Keep them as they are now, for `undo`."""
+        self._at_update = self._copied()
+
+    def remember(self) -> None:
+        """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
+        self._before = self._before or self._copied()
+
+    def restore(self) -> None:
+        """Let running statistics be what they were before the forward pass that will be done again."""
+        self._put_back(self._before)
+        self._before = []
+
+    def undo(self) -> None:
+        """Let them be what they were when the update began, and forget what the visit left."""
+        self._left = []
+        self._put_back(self._at_update or self._before)
+        self.forget()
+
+    def forget(self) -> None:
+        """The update is over, or the visit."""
+        self._at_update, self._before = [], []
+
+    def leave(self) -> None:
+        """Keep them as this visit made them, for the next one."""
+        self._left = [buffer.clone() for buffer in self._own()]
+
+    def come_back(self) -> None:
+        """As the last visit left them."""
+        for buffer, value in zip(self._own(), self._left, strict=False):
+            buffer.copy_(value)
+        self._left = []
+
+    def release(self) -> None:
+        self._left = []
+        self.forget()
+
+    def _own(self) -> list[torch.Tensor]:
+        return [buffer for block in self._blocks for buffer in block.module.buffers()]
+
+    def _copied(self) -> list[_Copy]:
+        return [(block, name, buffer.clone()) for block in self._blocks for name, buffer in block.module.named_buffers()]
+
+    def _put_back(self, copied: list[_Copy]) -> None:
+        if copied:
+            self._attach()
+        for block, name, before in copied:
+            block.module.get_buffer(name).copy_(before)

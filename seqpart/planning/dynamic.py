@@ -4,7 +4,7 @@ Where to cut: of all cuts whose partitions fit, take the fewest partitions, then
 Each of the three adds up over partitions, so the best cut of a chain's first blocks is part of the best cut of all.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,3 +120,14 @@ def _one_more(worth: np.ndarray, item: Item) -> tuple[np.ndarray, np.ndarray]:
         with_it[..., size:] = worth[..., : worth.shape[-1] - size] + value
     more = with_it > worth
     return np.where(more, with_it, worth), more
+
+
+def most_saved(options: Iterable[tuple[float, int]], left: float) -> float:
+    """The most seconds that `left` bytes can save, of options (seconds, bytes), were they divisible."""
+    seconds = 0.0
+    for saves, nbytes in sorted(options, key=lambda option: -option[0] / max(1, option[1])):
+        if left <= 0:
+            break
+        seconds += saves * min(1.0, left / max(1, nbytes))
+        left -= nbytes
+    return seconds

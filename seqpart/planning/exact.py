@@ -101,14 +101,18 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
         return None
     parts = parts_of(problem, micro_batch, saved.starts)
     heap = problem.may_keep_heap and saved.heap > 0 and not saved.tiers
-    stays = frozenset() if method.stays or not problem.auto else saved.stays - sharing(problem, parts)
+    stays, weights = (
+        frozenset() if method.stays or not problem.auto else asked - sharing(problem, parts)
+        for asked in (saved.stays, saved.weights_stay)
+    )
+    weights = frozenset(p for p in weights if parts[p][2].state)
     tiers, host = problem.graph_tiers, saved.graphs_at_host
     offloads = (host if "host" in tiers else frozenset()) | (saved.offloads - host if "disk" in tiers else frozenset())
     offloads -= {len(parts) - 1}
     streaming = len(parts) - len(stays)
     slots = len(parts) if method.stays else max(min(1, streaming), min(saved.slots, streaming))
     places = tiers_of(tier if tier in problem.boundary_tiers else "disk" for tier in saved.tiers)
-    resources = Resources(slots=slots, stays=stays, tiers=places, keeps_heap=heap, graphs_at_host=host)
+    resources = Resources(slots=slots, stays=stays, weights_stay=weights, tiers=places, keeps_heap=heap, graphs_at_host=host)
     return predict(problem, method, micro_batch, parts, resources, (saved.keeps - saved.offloads) | offloads, offloads)
 
 
@@ -276,12 +280,9 @@ def _as_saved(saved: Plan, best: Prediction) -> bool:
     """Whether each partition does what the plan that was to be used again says."""
     now = best.candidate
     stays = saved.stays if best.method.stays else now.resources.stays
+    asked = saved.stays, saved.weights_stay, saved.keeps, saved.offloads, saved.graphs_at_host, saved.tiers
     graphs = now.keeps, now.offloads, now.resources.graphs_at_host
-    return (saved.stays, saved.keeps, saved.offloads, saved.graphs_at_host, saved.tiers) == (
-        stays,
-        *graphs,
-        now.resources.tiers,
-    )
+    return asked == (stays, now.resources.weights_stay, *graphs, now.resources.tiers)
 
 
 def _shared(best: Prediction) -> str:
@@ -338,6 +339,13 @@ def _why_there(best: Prediction, p: int, options: _Options, left: str) -> str:
         return "in turn"
     if p in best.candidate.resources.stays:
         return f"on the device throughout ({format_size(option.nbytes)}, {_milliseconds(option.transfer)} less of transfers)"
+    if p in best.candidate.resources.weights_stay:
+        inner = options[p, Kind.WEIGHTS]
+        more = format_size(option.nbytes - inner.nbytes)
+        return (
+            f"weights on the device throughout ({format_size(inner.nbytes)}, {_milliseconds(inner.transfer)} less of "
+            f"transfers), optimizer state in turn (to stay takes {more}, {left})"
+        )
     return f"in turn (to stay takes {format_size(option.nbytes)}, {left})"
 
 

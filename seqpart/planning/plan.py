@@ -47,6 +47,8 @@ class PartitionPlan:
     tier: str
     stays: bool = False
     """On the device from the beginning of a phase to its end, while others come and go."""
+    weights_stay: bool = False
+    """Whether its weights do so, and its optimizer state comes and goes."""
     graph: str = AGAIN
     """What FORWARD leaves of it for BACKWARD: one of GRAPHS."""
     boundary_tier: str = DEVICE
@@ -99,6 +101,10 @@ class Plan:
     @property
     def stays(self) -> frozenset[int]:
         return frozenset(p for p, part in enumerate(self.partitions) if part.stays)
+
+    @property
+    def weights_stay(self) -> frozenset[int]:
+        return frozenset(p for p, part in enumerate(self.partitions) if part.weights_stay)
 
     @property
     def keeps(self) -> frozenset[int]:
@@ -245,7 +251,7 @@ def _typed(kind: type[T], values: dict[str, Any]) -> T:
 
 def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
     """One dict of printable cells for each partition."""
-    choices = bool(plan.stays or plan.keeps or plan.tiers) and len(plan.partitions) > 1
+    choices = bool(plan.stays or plan.weights_stay or plan.keeps or plan.tiers) and len(plan.partitions) > 1
     return [
         {
             "partition": str(number),
@@ -269,4 +275,5 @@ def _choices(plan: Plan, number: int) -> dict[str, str]:
     part, last = plan.partitions[number], len(plan.partitions) - 1
     graph = KEPT if part.graph == AGAIN and number == last else part.graph
     where = {"boundary": part.boundary_tier} if plan.tiers else {}
-    return {"device": "stays" if part.stays else "in turn", "graph": graph, **where}
+    device = "stays" if part.stays else "weights stay" if part.weights_stay else "in turn"
+    return {"device": device, "graph": graph, **where}

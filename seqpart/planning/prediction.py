@@ -1,7 +1,7 @@
 """What a cut costs in memory and time, by the simulator, and what its partitions might do."""
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -267,7 +267,7 @@ def disk_bytes(
     weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
     state = sum(states) if all_states else max(states)
     # Where partitions stay, homes are kept as they all were when the last of them was up to date.
-    versions = 4 if saves else 3 if candidate.resources.stays else 2
+    versions = 4 if saves else 3 if candidate.resources.stays or candidate.resources.weights_stay else 2
     rows = problem.input_row.home_bytes(count)
     rows += 2 * max((pack.home_bytes(count) for pack in row_packs[:-1]), default=0)
     batches = -(-problem.batch_size // candidate.micro_batch)
@@ -283,6 +283,8 @@ class Kind(enum.Enum):
     """Of an option."""
 
     STAY = enum.auto()
+    WEIGHTS = enum.auto()
+    """Let its weights stay, and its optimizer state come and go; where all of it stays, that comes before."""
     KEEP = enum.auto()
     HOST = enum.auto()
     """Keep the graph in host memory; where it is kept on the device too, that comes before."""
@@ -309,6 +311,11 @@ class Option(NamedTuple):
     def worth(self, price: float) -> float:
         """Seconds that it saves, where one of transfers counts as `price` of computing."""
         return self.compute + price * self.transfer
+
+    def beyond(self, inner: "Option") -> "Option":
+        """What it adds to `inner`, which is a part of it."""
+        saves = self.compute - inner.compute, self.transfer - inner.transfer
+        return Option(self.partition, self.kind, self.nbytes - inner.nbytes, *saves)
 
     def takes(self, resources: Resources) -> int:
         """Bytes, about: a heap that is kept has room for holes between graphs."""
@@ -344,9 +351,22 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
             visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
             read, written = visits * cost.weights + cost.state, cost.rewritten + cost.state
             near = p in candidate.resources.at_host
-            transfer = read / (speeds.up if near else speeds.read) + written / (speeds.down if near else speeds.write)
-            found.append(Option(p, Kind.STAY, cost.slot + (cost.gradients if problem.clips else 0), 0.0, transfer))
+            up, down = (speeds.up, speeds.down) if near else (speeds.read, speeds.write)
+            whole = cost.slot + (cost.gradients if problem.clips else 0)
+            found.append(Option(p, Kind.STAY, whole, 0.0, read / up + written / down))
+            if cost.state:  # else its weights are all of it
+                of_weights = visits * cost.weights / up + cost.rewritten / down
+                found.append(Option(p, Kind.WEIGHTS, cost.weights_slot, 0.0, of_weights))
     return [*found, *_near(problem, plain, micro_batches)]
+
+
+def increments(options: Iterable[Option]) -> Iterator[Option]:
+    """The same, where an option that has another one in it is what it adds to that: each may be chosen behind the other."""
+    options = list(options)
+    weights = {option.partition: option for option in options if option.kind is Kind.WEIGHTS}
+    for option in options:
+        inner = weights.get(option.partition) if option.kind is Kind.STAY else None
+        yield option if inner is None else option.beyond(inner)
 
 
 def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[Option]:
@@ -364,7 +384,7 @@ def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[O
 def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:
     """`plain` with these options and no others."""
     candidate = plain.candidate
-    stays, keeps, host, disk, near = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
+    stays, weights, keeps, host, disk, near = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
     away = (host | disk) - keeps
     streaming = len(candidate.parts) - len(stays)
     slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots or 1, streaming)
@@ -373,5 +393,7 @@ def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -
         costs, tier = [cost for _, _, cost in candidate.parts], "host" if "host" in tiers else "disk"
         waiting = enumerate(tiers_by_room(problem, costs, candidate.micro_batch, tier))
         tiers = tiers_of(DEVICE if p in near else tier for p, tier in waiting)
-    resources = replace(candidate.resources, stays=stays, slots=slots, graphs_at_host=host & away, tiers=tiers)
+    resources = replace(
+        candidate.resources, stays=stays, weights_stay=weights - stays, slots=slots, graphs_at_host=host & away, tiers=tiers
+    )
     return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps | away, away)

@@ -375,6 +375,7 @@ class Preparation(Inputs):
                     boundary_row=row_packs[p].layout.nbytes if self.alone else cost.output_row,
                     tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
+                    weights_stay=p in used.resources.weights_stay,
                     boundary_tier=tier_at(used.resources.tiers, p), rows_in_memory=p in candidate.rows,
                     why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0, self.runtime + self.trials.beyond),

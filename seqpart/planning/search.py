@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from seqpart.costs.simulator import Resources
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, Tiers
-from seqpart.planning.dynamic import best_use
+from seqpart.planning.dynamic import best_use, most_saved
 from seqpart.planning.prediction import (
     Kind,
     Option,
@@ -17,6 +17,7 @@ from seqpart.planning.prediction import (
     first_that_learns,
     heap_bytes,
     heaps_of,
+    increments,
     least_at_end,
     least_peak,
     options_of,
@@ -89,7 +90,7 @@ def _offloading(problem: Problem, found: Prediction, available: int) -> Predicti
     if not problem.graph_tiers or _holds_all(found):
         return None
     now = found.candidate
-    resources = replace(now.resources, stays=frozenset(), slots=now.resources.slots or 1)
+    resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=now.resources.slots or 1)
     plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
     if plain.peak > available:
         return None
@@ -144,7 +145,7 @@ def _spent_anew(problem: Problem, found: Prediction, available: int) -> Iterator
     """Its memory spent anew, with one slot and with two: where partitions are few, each is a large part of the plan."""
     now = found.candidate
     for slots in {len(now.parts)} if found.method.stays else {1, 2}:
-        resources = replace(now.resources, stays=frozenset(), slots=slots)
+        resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=slots)
         plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
         if plain.peak <= available:
             yield from (_with_graphs(problem, one, available) for one in (plain, *spent(problem, plain, available)))
@@ -166,11 +167,12 @@ def _orders(problem: Problem, plain: Prediction, options: Sequence[Option], avai
     """Those that save time, at each price: first the best ones that fit where bytes add up, each by the time saved a byte."""
 
     def ordered(price: float) -> tuple[Option, ...]:
-        gaining = [option for option in options if option.worth(price) > 0]
+        alone = dict(zip(increments(options), options, strict=True))
         # Of equal ones the last comes first: its graph is there for the shortest time.
-        gaining.sort(key=lambda option: (-option.worth(price) / max(1, option.nbytes), -option.partition))
+        order = sorted(alone, key=lambda option: (-option.worth(price) / max(1, option.nbytes), -option.partition))
+        gaining = [option for option in order if option.worth(price) > 0]
         best = _knapsack(problem, plain, gaining, available, price)
-        return tuple(sorted(gaining, key=lambda option: option not in best))
+        return tuple(alone[option] for option in sorted(gaining, key=lambda option: option not in best))
 
     return list(dict.fromkeys(map(ordered, _PRICES)))
 
@@ -182,7 +184,7 @@ _BUCKETS = 128
 def _knapsack(problem: Problem, plain: Prediction, options: Sequence[Option], available: int, price: float) -> "set[Option]":
     rooms, behind = _rooms(problem, plain, available)
     unit = max(1.0, max(rooms) / _BUCKETS)
-    stays = [option for option in options if option.kind is Kind.STAY]
+    stays = [option for option in options if option.kind in (Kind.STAY, Kind.WEIGHTS)]
     graphs = {option.partition: option for option in options if option.kind is Kind.KEEP}
 
     def item(option: Option) -> tuple[int, float]:
@@ -227,26 +229,15 @@ def _least(problem: Problem, plain: Prediction, resources: Resources, left: int)
     parts = plain.candidate.parts
     share = min(1.0, *(cost.kept_share for _, _, cost in parts)) if resources.keeps_heap else 1.0
     # Boundaries on the device make it another candidate, which is looked at itself.
-    options = [option for option in options_of(problem, plain) if option.kind is not Kind.NEAR]
+    options = [option for option in increments(options_of(problem, plain)) if option.kind is not Kind.NEAR]
     if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # one behind the other
         return plain.moving * (1 + problem.contention) + share * plain.computing
     # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
     at_end = least_at_end(problem, plain.method, plain.candidate.micro_batch, parts, resources)
     room = left + max(0, plain.working - at_end)
-    computing = plain.computing - _saved(((o.compute, o.takes(resources)) for o in options), room)
-    moving = plain.moving - _saved(((o.transfer, o.takes(resources)) for o in options), left)
+    computing = plain.computing - most_saved(((o.compute, o.takes(resources)) for o in options), room)
+    moving = plain.moving - most_saved(((o.transfer, o.takes(resources)) for o in options), left)
     return max(share * computing, moving) + problem.contention * moving
-
-
-def _saved(options: Iterable[tuple[float, int]], left: float) -> float:
-    """The most seconds that bytes can save, were options divisible."""
-    seconds = 0.0
-    for saves, nbytes in sorted(options, key=lambda option: -option[0] / max(1, option[1])):
-        if left <= 0:
-            break
-        seconds += saves * min(1.0, left / max(1, nbytes))
-        left -= nbytes
-    return seconds
 
 
 def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resources]]) -> Prediction | None:
@@ -285,13 +276,13 @@ def _filled(
 ) -> Prediction:
     """As many of `options`, in their order, as fit behind those that `plain` has chosen."""
     best, taken = plain, tuple(chosen)
-    while True:
-        more = _packed(problem, best, [option for option in options if option not in taken], available)
+    while more := _packed(problem, best, taken, options, available):
         while more and (tried := carried_out(problem, plain, (*taken, *more))).peak > available:
             more = more[: len(more) // 2]
         if not more:
-            return best
+            break
         best, taken = tried, (*taken, *more)
+    return best
 
 
 def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int], int]:
@@ -302,16 +293,24 @@ def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int]
     return [available - now.peak + per_byte * (now.working - work) for work in now.works], 0 if others_wait else 1
 
 
-def _packed(problem: Problem, now: Prediction, options: Sequence[Option], available: int) -> list[Option]:
-    """Those of `options`, in their order, that fit where bytes add up: what stays while all partitions work, and a kept graph
-    from its own forward pass to its backward pass, so while later partitions work."""
+def _packed(
+    problem: Problem, now: Prediction, taken: Sequence[Option], options: Sequence[Option], available: int
+) -> list[Option]:
+    """Those of `options` beside `taken`, in their order, that fit where bytes add up: what stays while all partitions work, and
+    a kept graph from its own forward pass to its backward pass, so while later partitions work."""
     left, behind = _rooms(problem, now, available)
-    packed = []
+    chosen = {kind: {o.partition: o for o in taken if o.kind is kind} for kind in Kind}
+    packed: list[Option] = []
     for option in options:
-        nbytes = option.takes(now.candidate.resources)
-        first = option.partition + behind if option.kind in (Kind.KEEP, Kind.NEAR) else 0
+        p, kind = option.partition, option.kind
+        if option in taken or (kind is Kind.WEIGHTS and p in chosen[Kind.STAY]):
+            continue
+        inner = chosen[Kind.WEIGHTS].get(p) if kind is Kind.STAY else None
+        nbytes = (option if inner is None else option.beyond(inner)).takes(now.candidate.resources)
+        first = p + behind if kind in (Kind.KEEP, Kind.NEAR) else 0
         if min(left[first:], default=0) >= nbytes:
             packed.append(option)
+            chosen[kind][p] = option
             left[first:] = (room - nbytes for room in left[first:])
     return packed
 
@@ -330,7 +329,8 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
         now = best.candidate
         host = now.resources.graphs_at_host
         answers = {
-            Kind.STAY: now.resources.stays, Kind.KEEP: now.keeps - now.offloads, Kind.HOST: host,
+            Kind.STAY: now.resources.stays, Kind.WEIGHTS: now.resources.weights_stay, Kind.KEEP: now.keeps - now.offloads,
+            Kind.HOST: host,
             Kind.DISK: now.offloads - host, Kind.NEAR: {p for p, tier in enumerate(now.resources.tiers) if tier == DEVICE},
         }  # fmt: skip
         chosen = [option for option in options if option.partition in answers[option.kind]]

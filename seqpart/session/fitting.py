@@ -63,11 +63,14 @@ def _weights_kept(session: Session) -> Iterator[None]:
 
 
 def with_average(result: Result, found: Evaluation) -> Result:
-    """`result`, and its file, with what its averaged weights were found to be worth."""
+    """`result`, and its file, with what its averaged weights were found to be worth, and the proof of both."""
     path = result.weights.with_name(RESULT)
     of_average = {"average_loss": found.loss, "average_accuracy": found.accuracy, "average_metrics": found.metrics}
-    write_text(path, json.dumps({**json.loads(path.read_text()), **of_average}, indent=1) + "\n")
-    return replace(result, average_loss=found.loss, average_accuracy=found.accuracy, average_metrics=found.metrics)
+    told = {**json.loads(path.read_text()), **of_average, "proof": asdict(found.proof)}
+    write_text(path, json.dumps(told, indent=1) + "\n")
+    return replace(
+        result, average_loss=found.loss, average_accuracy=found.accuracy, average_metrics=found.metrics, proof=found.proof
+    )
 
 
 def _conclude(session: Session, seconds: float) -> Result:

@@ -225,15 +225,16 @@ class Session:
     def _executor(
         self, stage: Stage, exchange: BoundaryExchange, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
     ) -> Executor:
-        prepared, settings, store = self.prepared, self._settings, self.homes.store
+        prepared, settings, granted = self.prepared, self._settings, stage.resources
         partitions = self._partitions = [
             Partition(
-                p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], store, self._device,
-                optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=stage.resources.borrows,
+                p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self.homes.store,
+                self._device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
+                weights_stay=p in granted.weights_stay,
             )
             for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
         ]  # fmt: skip
-        for partition in partitions if stage.resources.borrows else ():
+        for partition in partitions if granted.borrows else ():
             owners = {tie.owner for _, tie in partition.tied}
             partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
         compute = Compute(
@@ -243,16 +244,15 @@ class Session:
             listen=self._listen, heard=self.heard,
         )  # fmt: skip
         gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
-        stays, slots = stage.resources.stays, stage.resources.slots
-        own = {p: partitions[p].needs(to_update=True, gradients=False) for p in stays}
-        shared = sorted(part.needs(to_update=True, gradients=gradients) for part in partitions if part.number not in stays)
+        own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
+        shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
         hooks = Hooks(
             listen=self._listen, guard=self._guard, at_rest=self._at_rest, before_update=self._observer.before_update,
             failed=self._failed,
         )  # fmt: skip
         return Executor(
             phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
-            slots=Slots(shared[-slots:], self._device, own), store=store, device=self._device,
+            slots=Slots(shared[-granted.slots:], self._device, own), store=self.homes.store, device=self._device,
             clip_grad_norm=settings.clip_grad_norm, rate=self._rate_of(stage), hooks=hooks, start=start,
             parting=self._parting(stage),
         )  # fmt: skip

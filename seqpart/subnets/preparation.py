@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from seqpart.costs.partition import PartitionCost, state_layouts
-from seqpart.costs.simulator import Parting, simulate
+from seqpart.costs.partition import Parting, PartitionCost, state_layouts
+from seqpart.costs.simulator import simulate
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.memory.limit import left_of, limit_for, margin_of, refused
 from seqpart.methods.ist import IST

@@ -19,6 +19,7 @@ class Answers:
     starts: tuple[int, ...]
     slots: int
     stays: frozenset[int]
+    weights_stay: frozenset[int]
     keeps: frozenset[int]
     offloads: frozenset[int]
     graphs_at_host: frozenset[int]
@@ -28,15 +29,16 @@ class Answers:
     @classmethod
     def of(cls, plan: Plan) -> Self:
         return cls(
-            starts=plan.starts, slots=plan.slots, stays=plan.stays, keeps=plan.keeps, offloads=plan.offloads,
-            graphs_at_host=plan.graphs_at_host, tiers=plan.tiers, keeps_heap=plan.heap > 0,
+            starts=plan.starts, slots=plan.slots, stays=plan.stays, weights_stay=plan.weights_stay, keeps=plan.keeps,
+            offloads=plan.offloads, graphs_at_host=plan.graphs_at_host, tiers=plan.tiers, keeps_heap=plan.heap > 0,
         )  # fmt: skip
 
     def __str__(self) -> str:
         heap = "heap kept" if self.keeps_heap else "heap given back"
         return (
-            f"cut at {_named(self.starts)}, {self.slots} slot(s), staying: {_named(self.stays)}, keeping graphs: "
-            f"{_named(self.keeps)}, of them to host memory: {_named(self.graphs_at_host)}, to the disk: "
+            f"cut at {_named(self.starts)}, {self.slots} slot(s), staying: {_named(self.stays)}, by their weights: "
+            f"{_named(self.weights_stay)}, keeping graphs: {_named(self.keeps)}, of them to host memory: "
+            f"{_named(self.graphs_at_host)}, to the disk: "
             f"{_named(self.offloads - self.graphs_at_host)}, boundaries on {', '.join(self.tiers) or DEVICE}, {heap}"
         )
 
@@ -49,8 +51,8 @@ class Answers:
         ends, part, tier = (*self.starts[1:], blocks), like.partitions[0], "ram" if like.device.startswith("CPU") else "pinned"
         parts = tuple(
             replace(
-                part, first=first, last=last, stays=p in self.stays, graph=self._graph(p, tier),
-                boundary_tier=tier_at(self.tiers, p),
+                part, first=first, last=last, stays=p in self.stays, weights_stay=p in self.weights_stay,
+                graph=self._graph(p, tier), boundary_tier=tier_at(self.tiers, p),
             )
             for p, (first, last) in enumerate(zip(self.starts, ends, strict=True))
         )  # fmt: skip
@@ -92,14 +94,15 @@ class Space:
         count = random.randint(2, len(self.starts))
         tiers = tiers_of(self._boundaries(random, count))
         every = range(count)
-        stays = frozenset(p for p in every if not self.streams or random.random() < 0.5)
+        there = [random.choice(("stays", "stays", "weights", "in turn")) if self.streams else "stays" for _ in every]
+        stays, weights = (frozenset(p for p in every if there[p] == what) for what in ("stays", "weights"))
         # The last partition's graph is always there.
         ways = (AGAIN, KEPT, *self.graph_tiers)
         graphs = [random.choice(ways) for _ in every[:-1]]
         kept, host, disk = (frozenset(p for p, way in enumerate(graphs) if way == at) for at in (KEPT, "host", "disk"))
         return Answers(
             starts=(0, *sorted(random.sample(self.starts[1:], count - 1))), tiers=tiers, stays=stays,
-            keeps=kept | host | disk, offloads=host | disk, graphs_at_host=host,
+            weights_stay=weights, keeps=kept | host | disk, offloads=host | disk, graphs_at_host=host,
             slots=min(count - len(stays), random.randint(1, 2)) if self.streams else count,
             keeps_heap=self.heap and not tiers and random.random() < 0.5,
         )  # fmt: skip
