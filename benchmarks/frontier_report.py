@@ -98,11 +98,16 @@ def predicted(point: dict[str, Any]) -> float | None:
     return median(found) if found else None
 
 
+def _staying(run: dict[str, Any]) -> str:
+    weights = run.get("weights_stay")
+    return f"{len(run['stays'])} stay" + (f", weights of {len(weights)}" if weights else "")
+
+
 def table(part: str, points: Points, found: dict[str, Any]) -> str:
     lines = [f"{part}: {'arm':32} {'peak':>9} {'s/update':>9} {'predicted':>9} {'x plain':>8}  plan"]
     for name, point in ended(points).items():
         run, expected = point["runs"][0], predicted(point)
-        plan = f"{run['method']}, {run['partitions']} partitions, {len(run['stays'])} stay" if "method" in run else ""
+        plan = f"{run['method']}, {run['partitions']} partitions, {_staying(run)}" if "method" in run else ""
         seconds = f"{expected:9.3f}" if expected else " " * 9
         lines.append(
             f"  {name:37} {point['peak'] / 1e6:6.0f} MB {point['seconds']:9.3f} {seconds} {point['to plain']:8.2f}  {plan}"

@@ -59,12 +59,12 @@ class Moves(Reporter):
             moves[p][-1] += (event.bytes_written,)
 
 
-def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=frozenset(), **options):
+def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=frozenset(), weights_stay=frozenset(), **options):
     """The traffic of a whole run, by update and partition."""
 
     def only(problem, method, micro_batch):
         parts = parts_of(problem, micro_batch, problem.starts)
-        return predict(problem, method, micro_batch, parts, Resources(slots=slots), keeps)
+        return predict(problem, method, micro_batch, parts, Resources(slots=slots, weights_stay=weights_stay), keeps)
 
     forced.plans(patch, only)
     machine.known(patch)
@@ -95,6 +95,19 @@ def test_weights_come_at_most_twice_and_go_home_once(micro_batches, slots, optim
         ]
         assert counted.saves[p] == [(weights + state,)] * (UPDATES - 1) + [(weights,)]
         assert counted.gradients[p] == [()] * (UPDATES + 1)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("clips", [False, True])
+def test_weights_that_stay_come_once_and_go_home_at_the_end(slots, clips, tmp_path, monkeypatch):
+    options = {"clip_grad_norm": 0.5} if clips else {}
+    counted = moves(
+        tmp_path, monkeypatch, micro_batches=2, slots=slots, optimizer="adam", weights_stay=frozenset(range(4)), **options
+    )
+    for p, (weights, state) in enumerate(zip(WEIGHTS, STATE["adam"], strict=True)):
+        gradients = weights if clips and p else 0
+        assert sum(map(sum, counted.loads[p])) == weights + (UPDATES - 1) * state + UPDATES * gradients
+        assert sum(map(sum, counted.saves[p])) == (UPDATES - 1) * state + weights
 
 
 def test_kept_graphs_save_work_and_cost_no_traffic(tmp_path, monkeypatch):
