@@ -23,6 +23,9 @@ def console() -> None:
             from seqpart.memory.heap import restarted
 
             restarted()
+        from seqpart.memory.process_limits import load_torch
+
+        load_torch()
         from seqpart.train import run_command
 
         sys.exit(run_command(command, arguments))

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 
 if __name__ == "__main__":
     from seqpart.memory.heap import restarted
+    from seqpart.memory.process_limits import load_torch
 
     restarted()  # before torch is loaded
+    load_torch()
 
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor

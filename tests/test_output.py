@@ -176,6 +176,28 @@ def test_a_working_directory_that_is_gone_is_one_message(tmp_path):
     assert done.stderr.startswith("seqpart: the working directory cannot be used")
 
 
+def test_a_process_that_is_too_small_for_the_libraries_is_one_message(tmp_path):
+    """A traceback of the import of libtorch_cpu.so."""
+    done = through_shell(tmp_path, "ulimit -v 1000000; $TRAIN")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("seqpart: PyTorch does not fit into this process, whose size is limited (ulimit -v)")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("v", marks=pytest.mark.slow), "d"])
+def test_a_limit_beyond_what_the_process_may_have_is_refused_and_auto_keeps_below_it(kind, tmp_path):
+    """Allocations failed inside the limit until memory ran out, and the advice was a larger one."""
+    code = "from seqpart.memory.process_limits import room; import torch; print(room())"
+    size = 6_000_000 if kind == "v" else 2_000_000
+    inside = subprocess.run(
+        ["bash", "-c", f"ulimit -{kind} {size}; exec '{sys.executable}' -c '{code}'"],
+        capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    assert 200e6 < int(inside.stdout) < 1024 * size
+    refused = through_shell(tmp_path, f"ulimit -{kind} {size}; $TRAIN --mem-limit 7GB")
+    assert refused.returncode == 2 and "7.00 GB were asked for, and this process may have (ulimit -v, -d)" in refused.stderr
+    assert through_shell(tmp_path, f"ulimit -{kind} {size}; $TRAIN --mem-limit auto --dry-run").returncode == 0
+
+
 def test_too_few_files_are_one_message(tmp_path):
     """The thread that watches the memory died of it in a traceback, and the run went on without."""
     done = through_shell(tmp_path, "ulimit -n 8; $TRAIN")

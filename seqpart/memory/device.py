@@ -21,6 +21,7 @@ from seqpart.files.direct import aligned
 from seqpart.hardware.table import Hardware
 from seqpart.memory.gpu_tables import release_gpu_tables
 from seqpart.memory.heap import RETURNED_FROM, Heap
+from seqpart.memory.process_limits import room
 
 _ALLOCATION_FAILED = (
     "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread",
@@ -71,10 +72,11 @@ class Device:
         return f"CPU, {torch.get_num_threads()} threads"
 
     def total_memory(self) -> int:
-        return min(int(psutil.virtual_memory().total), _cgroup_limit())
+        return min(int(psutil.virtual_memory().total), _cgroup_limit(), room())
 
     def free_memory(self) -> int:
-        return min(int(psutil.virtual_memory().available), _cgroup_free())
+        # Stacks and arenas of threads that are yet to begin are reserved of what the process may have.
+        return min(int(psutil.virtual_memory().available), _cgroup_free(), room() * 7 // 8)
 
     def used(self) -> int:
         """Bytes of it that this process has, where nobody else can say that."""

@@ -11,6 +11,7 @@ import torch
 from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
 from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.memory.device import Device
+from seqpart.memory.process_limits import room
 from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.units import format_limit, format_size, parse_size
 
@@ -41,8 +42,10 @@ def limit_of(asked: str | int | float, device: Device) -> int:
     if limit < 1 << 16:
         raise OptionError(f"--mem-limit: expected a size such as 2GB; {asked!r} is {limit} bytes, less than any process has.")
     if limit > total:
+        small = device.shares_memory and total == room()
+        there = "this process may have (ulimit -v, -d)" if small else "the device has"
         raise OptionError(
-            f"--mem-limit: {format_size(limit)} were asked for, and the device has {format_size(total)}. Give less, or auto."
+            f"--mem-limit: {format_size(limit)} were asked for, and {there} {format_size(total)}. Give less, or auto."
         )
     return limit
 

@@ -1,9 +1,11 @@
-"""What a run needs of the process that it is in: files and threads. Looked at first, since libraries that lack one of these
-end the process, each in its own words."""
+"""What a run needs of the process that it is in: files, threads and memory. Looked at first, since libraries that lack one of
+these end the process, each in its own words."""
 
 import contextlib
 import resource
+import sys
 import threading
+from pathlib import Path
 
 from seqpart.errors import OptionError
 
@@ -12,6 +14,36 @@ FILES = 32
 THREADS = 4
 """Of its own: the reader, two that move homes, and the sampler."""
 _STACK = 128 << 10
+_SIZES = {"-v": (resource.RLIMIT_AS, "VmSize:"), "-d": (resource.RLIMIT_DATA, "VmData:")}
+"""By the flag of ulimit: a limit on a process's memory, and the kernel's figure that it is on."""
+
+
+def load_torch() -> None:
+    """Import it, or end the program in words where this process may not be large enough for it."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        small = [flag for flag, (kind, _) in _SIZES.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY]
+        if not small or "map" not in str(error):
+            raise
+        sys.stderr.write(
+            f"seqpart: PyTorch does not fit into this process, whose size is limited (ulimit {' '.join(small)}): {error}. "
+            "Allow more; what a run itself may take is said by --mem-limit.\n"
+        )
+        sys.exit(OptionError.exit_code)
+
+
+def room() -> int:
+    """Bytes that ulimit -v and ulimit -d let this process hold, what it holds now among them; 1 << 62 without these. Both count
+    what is reserved too: libraries, stacks."""
+    limits = {name: resource.getrlimit(kind)[0] for kind, name in _SIZES.values()}
+    finite = {name: soft for name, soft in limits.items() if soft != resource.RLIM_INFINITY}
+    if not finite:
+        return 1 << 62
+    fields = dict(line.split(None, 1) for line in Path("/proc/self/status").read_text().splitlines() if line.endswith("kB"))
+    used = {name: 1024 * int(text.split()[0]) for name, text in fields.items()}
+    held = used["RssAnon:"] + used["RssShmem:"]
+    return max(0, min(soft - used[name] for name, soft in finite.items()) + held)
 
 
 def refuse_poor_surroundings(computing: int) -> None:

@@ -211,7 +211,7 @@ def _tried(
         if batch is None:
             return Reduction(Kind.WHOLE)
         if isinstance(error, _CannotBeTried):
-            raise
+            raise OptionError(error.with_flags) from None
         cure = _one_shape(shape, labels) or (
             f"It was tried with a few rows: one that takes whole batches alone goes with --micro-batch-size {batch}."
         )
