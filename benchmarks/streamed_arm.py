@@ -150,7 +150,8 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         "loss": result.train_losses[-1],
         "violations": result.proof.violations, "runtime": plan.runtime,
         "partitions": len(plan.partitions), "slots": plan.slots, "boundary_tiers": plan.tiers,
-        "stays": sorted(plan.stays), "weights_stay": sorted(plan.weights_stay), "keeps": sorted(plan.keeps), "offloads": sorted(plan.offloads),
+        "stays": sorted(plan.stays), "weights_stay": sorted(plan.weights_stay),
+        "keeps": sorted(plan.keeps), "offloads": sorted(plan.offloads),
         "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,
         "verbs": {name: round(seconds / max(1, len(ends) - 1), 4) for name, seconds in watch.verbs.items()},
     }  # fmt: skip
