@@ -24,6 +24,8 @@ _CURES = {
     _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`; a loss that is not finite ends a run anyway.",
     _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
 }
+_OF_ONE_HOT = ("for target with class probabilities", "to match target batch_size")
+_ONE_HOT_LABELS = " If labels are one-hot rows of whole numbers, give their classes (y.argmax(1)) or floats (y.float())."
 _CALLS = {
     torch.Tensor.__bool__: _BRANCH,
     **dict.fromkeys(
@@ -80,7 +82,8 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
                 raise _refusal(loss, watch.asked or _NUMBER) from error
             if not values and isinstance(error, DynamicOutputShapeException):
                 raise _refusal(loss, _SHAPE) from error
-            raise DataError(f"the loss cannot judge outputs of shape {shape}{against}: {error}") from error
+            cure = _ONE_HOT_LABELS if any(said in str(error) for said in _OF_ONE_HOT) else ""
+            raise DataError(f"the loss cannot judge outputs of shape {shape}{against}: {error}{cure}") from error
     if watch.one_hot:
         raise _refusal(loss, _ONE_HOT)
 

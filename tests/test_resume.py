@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import seqpart.planning.exact as exactplan
-from seqpart.errors import DoesNotFit, Interrupted, OptionError, OutOfMemory
+from seqpart.errors import DoesNotFit, Interrupted, OptionError, OutOfMemory, SeqpartError
 from seqpart.execution.executor import Executor
 from seqpart.files.scratch import has_checkpoint
 from seqpart.offload.store import Store
@@ -335,6 +335,40 @@ def test_partitions_that_stay_are_what_they_were_when_memory_ends_an_update_half
             assert failed == [updated], "partitions that had made their step"
     assert ended(results[0]) == ended(results[1])
     assert results[0].final_micro_batch == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}], ids=["", "clipped"])
+@pytest.mark.parametrize("how", [How(weights=1), How(slots=2, weights=1, keeps=0)], ids=str)
+def test_statistics_are_what_they_were_when_memory_ends_a_backward_pass_though_weights_stay(arms, how, options, monkeypatch):
+    """Where the weights stayed, so did the statistics of the update that never was, and went home with them."""
+    results = []
+    for way in (How(), how):
+        arm = arms(statistics, (12,), way, partitions=(0, 2, 4), optimizer="adam", micro_batch_size=4, **options)
+        with monkeypatch.context() as patched:
+            failed = fail_once(patched, Verb.BACKWARD, 2, 3)
+            results.append(ended(arm.fit("run", overwrite=True)))
+            assert failed == [0]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("put", [2, 3])
+@pytest.mark.parametrize("how", [How(slots=2, weights=1), How(slots=2, stays=0.34, weights=1)], ids=str)
+def test_state_that_could_not_be_written_is_in_no_checkpoint_though_weights_stay(arms, how, put, monkeypatch, tmp_path):
+    """A visit without a slot forgot that it was on its way: the next checkpoint had the state of the update before."""
+    arm = arms(dropping, (12,), how, partitions=(0, 2, 3), optimizer="adam", micro_batch_size=4, epochs=2, test_every=1)
+    whole, real, calls = ended(arm.fit("whole", save_every="1")), Store._put, []
+
+    def full(store, name, *arguments):
+        calls.append(name)
+        if name.endswith("optimizer") and calls.count(name) == put:
+            raise OSError(28, "No space left on device")
+        return real(store, name, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "_put", full)
+        with pytest.raises((SeqpartError, OSError)):
+            arm.fit("stopped", save_every="1")
+    assert ended(arm.fit("stopped", save_every="1", resume=tmp_path / "stopped")) == whole
 
 
 def test_a_run_that_is_stopped_after_memory_ran_out_goes_on_with_the_smaller_micro_batch(arm, monkeypatch):

@@ -226,6 +226,9 @@ CASES = {
     "streamed and clipped, the weights of two stay": {
         **STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"weights": [1, 2], "slots": 2},
     },
+    "streamed and tested between epochs, whose weights stay": {
+        **STREAMED, "epochs": 2, "test_every": 1, "way": {"weights": [0, 1, 2]},
+    },
     "streamed statistics, whose weights stay": {**STREAMED, "model": normalized, "way": {"weights": [0, 1, 2]}},
     "streamed and clipped, all stay": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"stays": [0, 1, 2]}},
     "streamed and clipped, the last stays": {**STREAMED, **SLICED, "clip_grad_norm": 1.0, "way": {"stays": [2], "slots": 2}},

@@ -22,7 +22,7 @@ from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
-from seqpart.model.inspection import cure_of_types, frozen_in
+from seqpart.model.inspection import cure_of_types, frozen_in, in_other_words
 from seqpart.model.packs import ROWS, Value, has_gradients
 from seqpart.offload.layout import Layout
 
@@ -240,11 +240,11 @@ def _measure_module(
     except Exception as error:
         if Device().is_out_of_memory(error) or asks_for_values(error):  # the block may well take these rows
             raise
-        reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
+        reason, known = in_other_words((str(error).splitlines() or [repr(error)])[0].rstrip("."))
         kind = "" if dtype == torch.float32 else f" and type {dtype}"
-        cure = cure_of_types(tensors.values(), dtype) or "Change the block, or the rows."
+        cure = known or cure_of_types(tensors.values(), dtype) or "Change the block, or the rows."
         text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. {cure}"
-        if block.number:
+        if block.number or known:
             raise ModelError(text) from error
         if not dtype.is_floating_point:
             text += " Whole numbers of 64 bits are tokens, for an embedding: give quantities as floats."

@@ -2,10 +2,12 @@
 their place, for a module whose shapes depend on values, as those of an expert depend on the tokens that are sent to it."""
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from seqpart.costs.counting import tensors_in
+from seqpart.errors import ModelError
 from seqpart.memory.compiler import enter, leave, without_compiler
 from seqpart.model.blocks import Block, tensors_of, with_tensors
 from seqpart.model.inspection import listed
@@ -137,6 +140,20 @@ def quiet_log() -> Iterator[None]:
 
 @contextmanager
 def quiet_random() -> Iterator[None]:
-    """Measuring must not move the run's random state."""
+    """Measuring must not move the run's random state. Raises ModelError where a module moved that of Python or of numpy."""
+    before, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
+    moved = [name for name, same in (("Python's", random.getstate() == before), ("numpy's", _is_same(of_numpy))) if not same]
+    random.setstate(before)
+    np.random.set_state(of_numpy)
+    if moved:
+        raise ModelError(
+            f"it draws random numbers from {moved[0]} generator: a layer that is run again would draw others. Draw them from "
+            "torch (torch.rand), whose state is kept for each layer and step."
+        )
+
+
+def _is_same(before: Any) -> bool:
+    now: Any = np.random.get_state()
+    return before[2] == now[2] and bool((before[1] == now[1]).all())

@@ -150,6 +150,10 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
     if not len(x.shape) or len(x) != len(labels):
         rows = len(x) if len(x.shape) else "no"
         raise DataError(f"{name} data: {rows} rows of x and {len(labels)} labels; the numbers must be equal.")
+    if len(x.shape) == 1 and len(x):
+        raise DataError(f"{name} data: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
+    if getattr(x, "layout", torch.strided) is not torch.strided:
+        raise DataError(f"{name} data: expected x with all its numbers; found {x.layout}. Give x.to_dense().")
     if isinstance(x, np.ndarray) and x.dtype.kind not in "buif":
         raise DataError(f"{name} data: expected x to be numbers; found an array of type {x.dtype}.")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.errors import DataError, Diverged, OutOfMemory
+from seqpart.errors import DataError, Diverged, OptionError, OutOfMemory
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, StepDone
 from seqpart.execution.partition import Partition
@@ -238,7 +238,7 @@ class Executor:
         p = step.partition
         again = self.progress.needs_state(p, self._phases[step.phase].stage)
         streams = again and p in self._phases[step.phase].streams
-        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams)
+        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams, stay=again)
         if slot is not None:
             self._slots.give(slot, free)
         del self._loaded[p]
@@ -328,6 +328,7 @@ class Executor:
             if slot is not None:
                 self._slots.give(slot, free)
         self._loaded.clear()
+        self._wait_for_homes()
 
     def _bring_home(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # the error that is on its way says what is wrong
@@ -359,7 +360,12 @@ class Executor:
 
 
 def _explained(error: Exception) -> Exception:
-    """In words, where the message does not say what is wrong with the rows."""
+    """In words, where the message does not say what is wrong with the rows, or the loss."""
+    if re.search(r"of type _Place|through the graph a second time|size of tensor [ab] \(0\)", str(error)):
+        return OptionError(
+            "loss: its graph reaches layers of other partitions, as by an attribute that a layer keeps in its forward pass: "
+            "what they were is gone by then. Return that with the output, or train with --method full."
+        )
     if not isinstance(error, IndexError):
         return error
     if re.match(r"Target -?\d+ is out of bounds", str(error)):

@@ -21,7 +21,7 @@ from seqpart.costs.blocks import BlockCost
 from seqpart.costs.partition import Flow, borrowed_costs, gradient_layouts, slot_bytes, state_layouts
 from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.saved_tensors import Graph, packing
-from seqpart.execution.slots import Slot, Wait, divided
+from seqpart.execution.slots import Slot, Wait, bring_back, divided
 from seqpart.memory.compiler import take_step, without_symbols
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied, attach, detach
@@ -108,11 +108,12 @@ class Partition:
                 states += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
         before = [self.transfer, *(lender.transfer for lender in self.lenders)]
         made = self._device.mark()  # what computes may not be through with what the memory of weights was before
+        first = self._own is not None and not self._filled
 
         def ready() -> None:
             if slot is not None:
                 slot.free()
-            if self._own is not None:
+            if first:
                 self._device.after(made)
             for transfer in before:
                 transfer.follow()
@@ -122,7 +123,8 @@ class Partition:
         waits = weights or (to_update and any(block.state_home not in self._store for block in self.blocks))
         self._weights = self._store.begin_get(weights, ready) if waits else Transfer(self._device)
         self._state = self._store.begin_get(states, ready) if slot is not None else Transfer(self._device)
-        self.transfer = self._weights.with_other(self._state)
+        # A visit without a slot waits for nothing, and state of the last one may still be on its way home.
+        self.transfer = self._weights.with_other(self._state).with_other(self.transfer.going_on())
 
     def finish_load(self, *, learns: bool) -> int:
         """Let the modules' tensors be views of the slot, once its weights are there. Returns the bytes read from the disk."""
@@ -130,6 +132,8 @@ class Partition:
         self._put.follow()  # what is on its way home must rest
         self._filled = self._own is not None
         self._attach()
+        if self._filled:
+            self.buffers.begin_visit()
         self.buffers.come_back()
         self.learn(learns)
         if self._to_update:
@@ -301,8 +305,8 @@ class Partition:
 
         again: the next update does so too, and until then its files need no checksums. weights: those that stay go too.
         """
-        if self.changed:
-            self._gather_replaced()
+        for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True) if self.changed else ():
+            bring_back(block.module, cost.layout.views(region))
         self.unsaved = self.unsaved or self.changed
         items = self._weights_home() if weights and self.unsaved else []
         if self.changed and keep_state and self._to_update:
@@ -310,7 +314,10 @@ class Partition:
                 (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
             ]
         self.changed, mark = False, self._device.mark()
-        self.transfer = self._store.begin_put(items, lambda: self._device.after(mark), checksummed=not again)
+        earlier = self.transfer.going_on()
+        self.transfer = self._store.begin_put(items, lambda: self._device.after(mark), checksummed=not again).with_other(
+            earlier
+        )
         self._put = self.transfer if weights and self._own is not None else self._put
         return self.transfer
 
@@ -328,19 +335,21 @@ class Partition:
         self._put = self._store.begin_put(self._weights_home(), lambda: self._device.after(mark), checksummed=False)
         return self._put
 
-    def begin_drop(self, *, keep_state: bool, gradients: bool = False, again: bool = False) -> tuple[Slot | None, Wait, int]:
+    def begin_drop(
+        self, *, keep_state: bool, gradients: bool = False, again: bool = False, stay: bool = False
+    ) -> tuple[Slot | None, Wait, int]:
         """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
-        Weights that stay do so until the next visit, if it comes `again`.
+        stay: weights that stay do so until the next visit.
 
         Without `keep_state` its optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
         """
         if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
             self.buffers.leave()
-        self.buffers.restore()
+        self.buffers.end_visit()
         self.finish_state()  # also where no step was made
         waiting = self._gradients_home() if gradients else Transfer(self._device)
         keep_state = keep_state or self._choice.average is not None  # an average is what the run is to leave
-        saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and again))
+        saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and stay))
         if not keep_state:
             for block in [block for block, state in zip(self.blocks, self._states, strict=True) if state.specs]:
                 self._store.discard(block.state_home)
@@ -367,20 +376,6 @@ class Partition:
         self._waiting = names
         mark = self._device.mark()
         return self._store.begin_put(items, lambda: self._device.after(mark), checksummed=False)
-
-    def _gather_replaced(self) -> None:
-        """A module may assign a new tensor to a name instead of writing into it: bring it back into the slot."""
-        for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True):
-            views = cost.layout.views(region)
-            # Each name, also of a tensor that has two; and all values before any place, since they may lie in one another's.
-            named = [*block.module.named_parameters(), *block.module.named_buffers(remove_duplicate=False)]
-            moved = [
-                (views[name], tensor.detach().clone())
-                for name, tensor in named
-                if name in views and tensor.data_ptr() != views[name].data_ptr()
-            ]
-            for view, value in moved:
-                view.copy_(value)
 
     def _let_go(self) -> None:
         for block in self.blocks:

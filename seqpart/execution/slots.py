@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from seqpart.memory.device import Device
 from seqpart.offload.layout import Layout
@@ -43,6 +44,19 @@ def divided(buffer: torch.Tensor, groups: Sequence[Sequence[Layout]]) -> list[li
             offset += layout.padded_nbytes
         found.append(regions)
     return found
+
+
+def bring_back(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
+    """A module may assign a new tensor to a name instead of writing into it: its value goes into the view of that name."""
+    # Each name, also of a tensor that has two; and all values before any place, since they may lie in one another's.
+    named = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
+    moved = [
+        (views[name], tensor.detach().clone())
+        for name, tensor in named
+        if name in views and tensor.data_ptr() != views[name].data_ptr()
+    ]
+    for view, value in moved:
+        view.copy_(value)
 
 
 def at_once() -> None:

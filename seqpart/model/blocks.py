@@ -254,7 +254,8 @@ def _find_tied(chain: Chain) -> None:
             if owner is block:
                 continue
             if not isinstance(tensor, nn.Parameter):
-                problems.append(f"{block.exported(name)} is {owner.exported(owner_name)}")
+                one, other = block.exported(name), owner.exported(owner_name)
+                problems.append(f"{one} is {other}" if one != other else f"{one} is of a module that is called twice")
             block.tied += (Tied(name, owner, owner_name),)
     if problems:
         raise ModelError(

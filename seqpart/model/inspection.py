@@ -49,6 +49,24 @@ def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> str:
     return f"Its weights are {said} and it is given {other}, as which rows of floats are read: give {cure}."
 
 
+_OTHER_WORDS = {
+    "SparseTensorImpl": (
+        "its gradients are sparse, and have no home here",
+        "Give nn.Embedding sparse=False: the same gradients, with their zeros.",
+    ),
+    "does not require grad and does not have a grad_fn": (
+        "it asks for gradients in its forward pass (torch.autograd.grad), where none are recorded",
+        "A model that differentiates itself cannot be cut into blocks.",
+    ),
+}
+"""Of what torch says: what is meant, and what helps."""
+
+
+def in_other_words(reason: str) -> tuple[str, str]:
+    """(what torch meant by `reason`, what helps); the reason itself and "" where nothing is known of it."""
+    return next((words for said, words in _OTHER_WORDS.items() if said in reason), (reason, ""))
+
+
 def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Collection[str]) -> int:
     """How many weights of `own`, tensors of the module by name, do not learn."""
     count = {name: t.numel() for name, t in own.items() if isinstance(t, nn.Parameter) and name not in trainable}

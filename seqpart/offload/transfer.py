@@ -36,5 +36,9 @@ class Transfer:
             if part.exception() is None:
                 self._device.wait(part.result())
 
+    def going_on(self) -> "Transfer":
+        """What of it is not over, or failed and has not been heard; its bytes were told before."""
+        return Transfer(self._device, [part for part in self._parts if not part.done() or part.exception() is not None])
+
     def with_other(self, other: "Transfer") -> "Transfer":
         return Transfer(self._device, [*self._parts, *other._parts], self.nbytes + other.nbytes)

@@ -52,7 +52,17 @@ class EarlierBuffers:
         self._blocks, self._attach = blocks, attach
         self._at_update: list[_Copy] = []
         self._before: list[_Copy] = []
+        self._at_visit: list[_Copy] = []
         self._left: list[torch.Tensor] = []
+
+    def begin_visit(self) -> None:
+        """Their memory is all that has them, as that of weights that stay: keep what they are until the update is made."""
+        self._at_visit = self._copied()
+
+    def end_visit(self) -> None:
+        """Without an update: let them be what they were before it, or before the forward pass that will be done again."""
+        self._put_back(self._at_visit or self._before)
+        self.forget()
 
     def begin_update(self) -> None:
         """Keep them as they are now, for `undo`."""
@@ -60,7 +70,7 @@ class EarlierBuffers:
 
     def remember(self) -> None:
         """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
-        self._before = self._before or self._copied()
+        self._before = self._before or self._at_visit or self._copied()
 
     def restore(self) -> None:
         """Let running statistics be what they were before the forward pass that will be done again."""
@@ -70,12 +80,12 @@ class EarlierBuffers:
     def undo(self) -> None:
         """Let them be what they were when the update began, and forget what the visit left."""
         self._left = []
-        self._put_back(self._at_update or self._before)
+        self._put_back(self._at_update or self._at_visit or self._before)
         self.forget()
 
     def forget(self) -> None:
         """The update is over, or the visit."""
-        self._at_update, self._before = [], []
+        self._at_update, self._at_visit, self._before = [], [], []
 
     def leave(self) -> None:
         """Keep them as this visit made them, for the next one."""

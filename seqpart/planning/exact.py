@@ -105,7 +105,7 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
         frozenset() if method.stays or not problem.auto else asked - sharing(problem, parts)
         for asked in (saved.stays, saved.weights_stay)
     )
-    weights = frozenset(p for p in weights if parts[p][2].state)
+    weights = frozenset(p for p in weights - stays if parts[p][2].state)
     tiers, host = problem.graph_tiers, saved.graphs_at_host
     offloads = (host if "host" in tiers else frozenset()) | (saved.offloads - host if "disk" in tiers else frozenset())
     offloads -= {len(parts) - 1}

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.asking import judging
 from seqpart.costs.blocks import BlockCost, measure_chain, measure_loss
+from seqpart.costs.fake_mode import quiet_log
 from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
 from seqpart.costs.partition import LossCost
@@ -394,6 +395,6 @@ class Inputs:
             return value.loss if isinstance(value, Verdict) else value
 
         against = f" against {self.classes or 'float'} {'classes' if self.classes else 'labels'}"
-        with judging(name_of(self._final_loss), shape, against, values=False):
+        with judging(name_of(self._final_loss), shape, against, values=False), quiet_log():
             peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels])
         return max(0, peak - targets), targets

@@ -30,14 +30,12 @@ from seqpart.tracing.program import (
     needed_for,
     with_fields,
 )
+from seqpart.tracing.unrecorded import LARGEST, Layers, ReadNumbers, why_not
 
 _CONSTANTS = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, type, Enum, range,
     FunctionType, BuiltinFunctionType, type(None), type(Ellipsis),
 )  # fmt: skip
-
-
-_TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
 class Inside(Exception):
@@ -51,12 +49,13 @@ class Inside(Exception):
 class Recorder(TorchFunctionMode):
     """Inside it, calls of `blocks` ({module: path}) and torch functions outside of them become ops.
 
-    names: of each parameter and buffer of the model, by its identity. autocast: what the model is run under.
+    names: of each parameter and buffer of the model, by its identity. autocast: what the model is run under. largest: whether
+    numbers that `torch.rand` draws are the largest that may be; else they are 0. again: tensors of an earlier run may be met.
     """
 
     def __init__(
         self, blocks: Mapping[nn.Module, str], paths: Mapping[nn.Module, str], names: Mapping[int, str],
-        autocast: torch.dtype | None = None,
+        autocast: torch.dtype | None = None, *, largest: bool = False, again: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.ops: list[Op] = []
@@ -69,6 +68,8 @@ class Recorder(TorchFunctionMode):
         """So that no identity is used again."""
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._parameters = {block: _parameters_of(block) for block in blocks}
+        self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
+        self._again = again
         self._count, self._inside = 0, 0
         self._stack: list[nn.Module] = []
 
@@ -121,6 +122,8 @@ class Recorder(TorchFunctionMode):
         if module in self._blocks:
             if _parameters_of(module) != self._parameters[module]:  # as by a parametrization that is there for this call alone
                 raise self.failed(RuntimeError("its parameters are others while it is called"), self._blocks[module])
+            if why := self._layers.why_not(module):
+                raise self.failed(RuntimeError(why), self._blocks[module])
             buffers = tuple(module.buffers())
 
             def run() -> Any:
@@ -131,8 +134,12 @@ class Recorder(TorchFunctionMode):
                         raise
                     return run_for_real(module, args, kwargs)
 
-            return self._record(self._blocks[module], run, args, kwargs, buffers)
+            found = self._record(self._blocks[module], run, args, kwargs, buffers)
+            self._layers.called(module)
+            return found
         self._stack.append(module)
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise self.failed(RuntimeError("its hooks on gradients would be left out"))
         found = before(module, *args, **kwargs)  # where it fails the stack says where
         self._stack.pop()
         return found
@@ -141,9 +148,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        if func in _TENSOR_HOOKS:
-            why = RuntimeError("a hook on a tensor between layers would be left out")
-            raise self.failed(why, func.__name__, self._line(sys._getframe(1)))
+        if why := why_not(func, args, self._names):
+            raise self.failed(RuntimeError(why), func.__name__.strip("_"), self._line(sys._getframe(1)))
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args))
 
@@ -151,7 +157,11 @@ class Recorder(TorchFunctionMode):
             if any(isinstance(leaf, FakeTensor) for leaf in leaves(_opened((args, kwargs)))):
                 return func(*args, **kwargs)
             with unset_fake_temporarily():  # positions and masks are what they are, and the code may look at them
-                return func(*args, **kwargs)
+                found = func(*args, **kwargs)
+                if func is torch.rand:
+                    with torch.no_grad():
+                        found.fill_(LARGEST if self._largest else 0)
+                return found
 
         return self._record(func, run, args, kwargs)
 
@@ -168,6 +178,8 @@ class Recorder(TorchFunctionMode):
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
             made = [leaf for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)]
+            if why := self._numbers_read.why_not(function, given, changed, made, found):
+                raise RuntimeError(why)
             if made or changed or buffers:
                 self._note(function, args, kwargs, found, changed, self._line(places), keeps=bool(buffers))
         except Inside:
@@ -208,7 +220,7 @@ class Recorder(TorchFunctionMode):
                 return Own(self._names[id(leaf)])
             if id(leaf) in self._numbers:
                 return Ref(self._numbers[id(leaf)])
-            if type(leaf) is torch.Tensor and not leaf.requires_grad:
+            if self._again or (type(leaf) is torch.Tensor and not leaf.requires_grad):
                 return leaf  # made before the model ran, and no buffer of it
             raise TypeError("it takes a tensor that is neither a parameter nor a buffer of the model, and requires grad")
         if isinstance(leaf, torch.device):
@@ -217,14 +229,17 @@ class Recorder(TorchFunctionMode):
             return leaf
         raise TypeError(f"it takes a {type(leaf).__name__}, in which tensors may hide")
 
+    def remembers(self, module: nn.Module, why: str) -> Inside:
+        path = self._paths.get(module, "")
+        return Inside(module, path, f"{path or 'the model'} ({type(module).__name__})", why)
+
     def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
         """Raises Inside where a forward outside of blocks put another tensor in the place of a buffer: that is not seen."""
         for module, buffers in before.items():
             for name, tensor in buffers.items():
                 if module._buffers.get(name) is not tensor:
-                    path = self._paths.get(module, "")
                     why = f"it puts another tensor in the place of its buffer {name}: let it write into the buffer instead"
-                    raise Inside(module, path, f"{path or 'the model'} ({type(module).__name__})", why)
+                    raise self.remembers(module, why)
 
     def failed(self, error: Exception, what: str = "", where: str = "") -> Inside:
         module = self._stack[-1]

@@ -1,6 +1,6 @@
 """Any nn.Module as a chain of blocks (DESIGN: models come in as they are)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -22,6 +22,7 @@ from seqpart.tracing.inputs import Form, described, refuse_misfit, unpacked
 from seqpart.tracing.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
 from seqpart.tracing.program import Differs, Program, by_name, generalised, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
+from seqpart.tracing.unrecorded import extremes, refuse_memory, state_of
 
 _ROWS, _OTHER_ROWS = 4, 6
 """Of the batches that are run: their difference tells what follows the rows."""
@@ -34,6 +35,11 @@ def chain_of(
 
     shape, dtype: of one row. form: how it is made of several inputs. autocast: what it is trained under.
     """
+    if torch.is_anomaly_enabled():
+        raise ModelError(
+            "anomaly detection is on (torch.autograd.set_detect_anomaly): it looks at the values of every gradient, and a "
+            "model is measured on tensors without values. Turn it off; what is not finite ends a run in words."
+        )
     whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
     if form and not whole:
         raise ModelError(
@@ -117,7 +123,8 @@ def _in_mode(
     except Differs as error:
         raise ModelError(
             f"the model does other things with {_OTHER_ROWS} rows than with {_ROWS}, in {error.op.where}: what it does must "
-            "not depend on the number of rows. Let that be inside a layer, or give the model as a list of blocks."
+            "not depend on the number of rows, nor on a random number that it draws. Let that be inside a layer, or give the "
+            "model as a list of blocks."
         ) from None
 
 
@@ -138,31 +145,43 @@ def _recorded(
         model.train(training)
         rows = torch.zeros(shape, dtype=dtype)
         paths, names = {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()}
-        recorder = Recorder(blocks, paths, names, autocast)
-        assert recorder.number(rows) == ROWS
         named = {} if labels is None else {labels.name: torch.zeros((shape[0], *labels.shape), dtype=labels.dtype)}
-        assert [recorder.number(tensor) for tensor in named.values()] in ([], [LABELS])
-        stack.enter_context(recorder.calls())
-        stack.enter_context(recorder)
+        stack.enter_context(extremes(largest=shape[0] != _ROWS))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
         inside = {part for block in blocks for part in block.modules()}
-        buffers = {part: dict(part._buffers) for part in model.modules() if part not in inside}
-        try:
-            found = _ran(model, rows, form, named)
-            recorder.refuse_replaced_buffers(buffers)
-        except (Inside, ModelError):
-            raise
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError | MemoryError) or not recorder._stack:
-                raise
-            raise recorder.failed(error) from error
+        outside = [part for part in model.modules() if part not in inside]
+        buffers, before = {part: dict(part._buffers) for part in outside}, state_of(outside)
+
+        def ran(*, again: bool = False) -> tuple[Recorder, Any]:
+            recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)
+            assert recorder.number(rows) == ROWS
+            assert [recorder.number(tensor) for tensor in named.values()] in ([], [LABELS])
+            return recorder, _recorded_by(recorder, lambda: _ran(model, rows, form, named))
+
+        recorder, found = ran()
+        recorder.refuse_replaced_buffers(buffers)
+
+        refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
         if labels is None:
             return program_of(recorder, recorder.known(_output(model, found)))
         judged, loss = split_off(recorder, model, found)
         program = program_of(recorder, judged, following(recorder.ops))
         refuse_labels_in_layers(model, program.ops)
         return replace(program, loss=loss)
+
+
+def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:
+    """What `run` returns. Raises Inside where it cannot be recorded."""
+    with recorder.calls(), recorder:
+        try:
+            return run()
+        except (Inside, ModelError):
+            raise
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError | MemoryError) or not recorder._stack:
+                raise
+            raise recorder.failed(error) from error
 
 
 def _ran(model: nn.Module, rows: torch.Tensor, form: Form, labels: Mapping[str, torch.Tensor]) -> Any:

@@ -1,0 +1,195 @@
+"""What a model does between its layers that no program holds: it would be done when the model is looked at, and never again.
+
+Such models are refused by name: a counter in a buffer that is read as a number, a module that remembers something from one step
+to the next, a layer that is changed from outside, hooks, gradients that are asked for in a forward pass.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_HOOK = "a hook on a tensor between layers would be left out"
+_GRADIENTS = (
+    "it asks for gradients in its forward pass, between layers; one layer may, that has what is differentiated inside it, "
+    "under torch.enable_grad()"
+)
+_BY_DATA = "it changes a tensor by its .data, which would be left out: one layer may do so"
+_CALLS: Mapping[Any, str] = {
+    torch.Tensor.register_hook: _HOOK,
+    torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
+    **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad), _GRADIENTS),
+}
+_DRAWS = (
+    torch.bernoulli, torch.multinomial, torch.normal, torch.randint, torch.randn, torch.Tensor.bernoulli,
+    torch.Tensor.bernoulli_, torch.Tensor.multinomial, torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_,
+)  # fmt: skip
+"""Their numbers must not be looked at. Those of `torch.rand` are the least and the largest in two runs, which then differ."""
+LARGEST = 1 - 2**-24
+_RANDOM = "a random number"
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that each module has."""
+
+State = Mapping[tuple[nn.Module, str], object]
+
+
+def why_not(function: Any, args: Sequence[Any], names: Mapping[int, str]) -> str:
+    """Why a call of `function` cannot be recorded; "" where it can. names: of the model's own tensors, by their identities."""
+    if function in _CALLS:
+        return _CALLS[function]
+    if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        return _BY_DATA
+    if function is torch.Tensor.requires_grad_ and args and id(args[0]) in names:
+        return f"it changes whether {names[id(args[0])]} learns, in its forward pass"
+    return ""
+
+
+class ReadNumbers:
+    """Numbers that the model's code looks at while it runs: they must be the same at every step."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """names: of the model's own tensors, by their identities."""
+        self._names = names
+        self._of: dict[int, frozenset[str]] = {}
+        """Of tensors that have values while the model runs, by their identities: the buffers that these are made of."""
+        self._alive: list[torch.Tensor] = []
+        self._data: set[int] = set()
+        """Identities of other names of tensors, that `.data` has given."""
+        self._read: set[str] = set()
+        self._written: set[str] = set()
+
+    def why_not(
+        self, function: Any, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor], made: Sequence[torch.Tensor],
+        found: object,
+    ) -> str:  # fmt: skip
+        """Why it cannot go on behind this call, which took, changed and made these tensors and returned `found`."""
+        if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            self._alive += made
+            self._data.update(map(id, made))
+        if any(id(tensor) in self._data for tensor in changed):
+            return _BY_DATA
+        self._written |= {self._names[id(tensor)] for tensor in changed if id(tensor) in self._names}
+        real = [tensor for tensor in given if _has_values(tensor)]
+        if len(real) < len(given):  # then what it makes has no values
+            return ""
+        names = frozenset(name for tensor in real for name in self._of.get(id(tensor), ()))
+        names |= {self._names[id(tensor)] for tensor in real if id(tensor) in self._names}
+        names |= {_RANDOM} if function in _DRAWS else set()
+        if not made and found is not None and not changed:
+            self._read |= names
+        elif names:
+            self._alive += made
+            self._of.update(dict.fromkeys(map(id, made), names))
+        if _RANDOM in self._read:
+            return "it draws a random number and looks at it: every step would do what the first did"
+        both = sorted(self._read & self._written)
+        if both:
+            return f"it changes its buffer {both[0]} and reads it as a number (item(), an if): one layer may do both"
+        return ""
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """A fake tensor of one number may have its value beside it."""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+@contextmanager
+def extremes(*, largest: bool) -> Iterator[None]:
+    """Inside, Python's and numpy's evenly distributed numbers are the least or the largest: what is done with a probability
+    between 0 and 1 is done in one of two such runs alone."""
+
+    def least(*sizes: int) -> Any:
+        return np.full(sizes, LARGEST * largest) if sizes else LARGEST * largest
+
+    def between(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+        found = low + (high - low) * LARGEST * largest
+        return found if size is None else np.full(size, found)
+
+    with ExitStack() as stack:
+        for module, name in ((random, "random"), (np.random, "rand"), (np.random, "random")):
+            stack.enter_context(patch.object(module, name, least))
+        for module in (random, np.random):
+            stack.enter_context(patch.object(module, "uniform", between))
+        yield
+
+
+class Layers:
+    """Layers as they are while the model runs: what it changes of them from outside would be left out."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._known = {block: _looks(block) for block in blocks}
+
+    def why_not(self, block: nn.Module) -> str:
+        """Why it cannot be called."""
+        known, now = self._known[block], _looks(block)
+        for (kind, *what), before in known.items():
+            if now.get((kind, *what)) != before:
+                return f"it changes {'.'.join(map(str, what))} of this layer from outside, which would be left out"
+        return "" if len(now) == len(known) else "it gives this layer something from outside, which would be left out"
+
+    def called(self, block: nn.Module) -> None:
+        """What it does to itself is its own."""
+        self._known[block] = _looks(block)
+
+
+def _looks(block: nn.Module) -> dict[tuple[str, ...], object]:
+    found: dict[tuple[str, ...], object] = {}
+    for path, part in block.named_modules():
+        for name, value in vars(part).items():
+            if name == "training" or (name not in _OF_TORCH and _is_plain(value)):
+                found["setting", f"{path}.{name}".lstrip(".")] = value
+            elif name not in _OF_TORCH and isinstance(value, torch.Tensor):
+                found["tensor", f"{path}.{name}".lstrip(".")] = id(value)
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            found["tensor", f"{path}.{name}".lstrip(".")] = id(tensor)
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def state_of(modules: Iterable[nn.Module]) -> State:
+    """What modules remember in plain attributes: numbers, tensors with their versions, lengths of lists."""
+    found: dict[tuple[nn.Module, str], object] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH:
+                found[module, name] = _remembered(value)
+    return found
+
+
+def _remembered(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    return (type(value), len(value)) if isinstance(value, list | dict) else value if _is_plain(value) else type(value)
+
+
+def refuse_memory(
+    before: State, modules: Sequence[nn.Module], again: Callable[[], object], failed: Callable[[nn.Module, str], Exception]
+) -> None:
+    """Raises what `failed` makes where the model has remembered something from which the next step would go on.
+
+    before: the state before the model ran. again: runs it once more.
+    """
+    now = state_of(modules)
+    changed = [key for key, value in now.items() if key not in before or before[key] != value]
+    for module, name in changed:
+        tensor = vars(module)[name]
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            why = "which has gradients that nobody would see: return it too, as a part of the output"
+            raise failed(module, f"it keeps {name} beside what it returns, {why}")
+    if not changed:
+        return
+    again()
+    later = state_of(modules)
+    for module, name in changed:
+        if later.get((module, name)) != now[module, name]:
+            why = "which would stay what it was at first: one layer may"
+            raise failed(module, f"it keeps {name} from one step for the next, {why}")
