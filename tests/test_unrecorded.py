@@ -184,7 +184,7 @@ WORDS = {
     DrawsAndLooks: "nor on a random number|calls other modules when it trains", DrawsInPython: "nor on a random number",
     DrawsInNumpy: "nor on a random number", DrawsWholeNumbers: "draws a random number and looks at it",
     DrawsInALayer: "draws random numbers from Python's generator", OtherMode: "changes training of this layer from outside",
-    Masked: "changes mask of this layer from outside|gives this layer something from outside",
+    Masked: "changes mask of this layer from outside",
     Functional: "changes weight of this layer from outside", Momentum: "changes a tensor by its .data",
     MomentumInPlace: "changes a tensor by its .data", Differentiates: "asks for gradients in its forward pass",
     Backward: "asks for gradients in its forward pass", Hooked: "its hooks on gradients would be left out",
@@ -218,6 +218,26 @@ class Caches(Net):
         return h + self.table
 
 
+class SharesAPart(Net):
+    """What one layer does to a part that another has too is no change from outside."""
+
+    class Layer(nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.own, self.part = nn.Linear(16, 16), part
+
+        def forward(self, x):
+            self.part.calls = getattr(self.part, "calls", 0) + 1
+            return self.part(self.own(x))
+
+    def begin(self):
+        part = nn.Tanh()
+        self.b, self.d = self.Layer(part), self.Layer(part)
+
+    def between(self, h):
+        return self.d(h)
+
+
 class ReadsConstant(Net):
     def begin(self):
         self.register_buffer("times", torch.tensor(2))
@@ -231,7 +251,7 @@ class ForwardHooked(Net):
         self.register_forward_hook(lambda _, __, output: 2 * output)
 
 
-@pytest.mark.parametrize("kind", [Drops, Caches, ReadsConstant, ForwardHooked], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Drops, Caches, SharesAPart, ReadsConstant, ForwardHooked], ids=lambda kind: kind.__name__)
 def test_what_is_the_same_at_every_step_is_done_as_in_a_plain_loop(kind, tmp_path):
     torch.manual_seed(0)
     model = kind()

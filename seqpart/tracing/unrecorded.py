@@ -104,8 +104,8 @@ def extremes(*, largest: bool) -> Iterator[None]:
     """Inside, Python's and numpy's evenly distributed numbers are the least or the largest: what is done with a probability
     between 0 and 1 is done in one of two such runs alone."""
 
-    def least(*sizes: int) -> Any:
-        return np.full(sizes, LARGEST * largest) if sizes else LARGEST * largest
+    def least(*sizes: Any) -> Any:
+        return np.full(sizes[0] if len(sizes) == 1 else sizes, LARGEST * largest) if sizes else LARGEST * largest
 
     def between(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
         found = low + (high - low) * LARGEST * largest
@@ -123,32 +123,28 @@ class Layers:
     """Layers as they are while the model runs: what it changes of them from outside would be left out."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._known = {block: _looks(block) for block in blocks}
+        self._known = {part: _looks(part) for block in blocks for part in block.modules()}
 
     def why_not(self, block: nn.Module) -> str:
         """Why it cannot be called."""
-        known, now = self._known[block], _looks(block)
-        for (kind, *what), before in known.items():
-            if now.get((kind, *what)) != before:
-                return f"it changes {'.'.join(map(str, what))} of this layer from outside, which would be left out"
-        return "" if len(now) == len(known) else "it gives this layer something from outside, which would be left out"
+        for path, part in block.named_modules():
+            now = _looks(part)
+            known = self._known.get(part, now)
+            if changed := [name for name in known | now if known.get(name) != now.get(name)]:
+                name = f"{path}.{changed[0]}".lstrip(".")
+                return f"it changes {name} of this layer from outside, which would be left out"
+        return ""
 
     def called(self, block: nn.Module) -> None:
-        """What it does to itself is its own."""
-        self._known[block] = _looks(block)
+        """What it does to itself is its own; parts may be those of other blocks too."""
+        self._known.update({part: _looks(part) for part in block.modules()})
 
 
-def _looks(block: nn.Module) -> dict[tuple[str, ...], object]:
-    found: dict[tuple[str, ...], object] = {}
-    for path, part in block.named_modules():
-        for name, value in vars(part).items():
-            if name == "training" or (name not in _OF_TORCH and _is_plain(value)):
-                found["setting", f"{path}.{name}".lstrip(".")] = value
-            elif name not in _OF_TORCH and isinstance(value, torch.Tensor):
-                found["tensor", f"{path}.{name}".lstrip(".")] = id(value)
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            found["tensor", f"{path}.{name}".lstrip(".")] = id(tensor)
-    return found
+def _looks(part: nn.Module) -> dict[str, object]:
+    """Its settings, and which tensors it has."""
+    own = {name: value for name, value in vars(part).items() if name == "training" or name not in _OF_TORCH}
+    tensors = part._parameters | part._buffers | {n: value for n, value in own.items() if isinstance(value, torch.Tensor)}
+    return {n: repr(value) for n, value in own.items() if _is_plain(value)} | {n: id(tensor) for n, tensor in tensors.items()}
 
 
 def _is_plain(value: object) -> bool:
@@ -168,7 +164,7 @@ def state_of(modules: Iterable[nn.Module]) -> State:
 def _remembered(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    return (type(value), len(value)) if isinstance(value, list | dict) else value if _is_plain(value) else type(value)
+    return (type(value), len(value)) if isinstance(value, list | dict) else repr(value) if _is_plain(value) else type(value)
 
 
 def refuse_memory(
@@ -187,8 +183,10 @@ def refuse_memory(
             raise failed(module, f"it keeps {name} beside what it returns, {why}")
     if not changed:
         return
+    alive = [vars(module)[name] for module, name in changed]  # so that no identity is used again
     again()
     later = state_of(modules)
+    del alive
     for module, name in changed:
         if later.get((module, name)) != now[module, name]:
             why = "which would stay what it was at first: one layer may"
