@@ -16,6 +16,10 @@ THREADS = 4
 _STACK = 128 << 10
 _SIZES = {"-v": (resource.RLIMIT_AS, "VmSize:"), "-d": (resource.RLIMIT_DATA, "VmData:")}
 """By the flag of ulimit: a limit on a process's memory, and the kernel's figure that it is on."""
+_LIMITS = {
+    name: soft for kind, name in _SIZES.values() if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+}  # fmt: skip
+"""As the process began: a run sets one itself."""
 
 
 def load_torch() -> None:
@@ -36,14 +40,12 @@ def load_torch() -> None:
 def room() -> int:
     """Bytes that ulimit -v and ulimit -d let this process hold, what it holds now among them; 1 << 62 without these. Both count
     what is reserved too: libraries, stacks."""
-    limits = {name: resource.getrlimit(kind)[0] for kind, name in _SIZES.values()}
-    finite = {name: soft for name, soft in limits.items() if soft != resource.RLIM_INFINITY}
-    if not finite:
+    if not _LIMITS:
         return 1 << 62
     fields = dict(line.split(None, 1) for line in Path("/proc/self/status").read_text().splitlines() if line.endswith("kB"))
     used = {name: 1024 * int(text.split()[0]) for name, text in fields.items()}
     held = used["RssAnon:"] + used["RssShmem:"]
-    return max(0, min(soft - used[name] for name, soft in finite.items()) + held)
+    return max(0, min(soft - used[name] for name, soft in _LIMITS.items()) + held)
 
 
 def refuse_poor_surroundings(computing: int) -> None:

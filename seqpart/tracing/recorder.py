@@ -178,7 +178,7 @@ class Recorder(TorchFunctionMode):
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
             made = [leaf for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)]
-            if why := self._numbers_read.why_not(function, given, changed, made, found):
+            if why := self._numbers_read.why_not(function, given, changed, made):
                 raise RuntimeError(why)
             if made or changed or buffers:
                 self._note(function, args, kwargs, found, changed, self._line(places), keeps=bool(buffers))

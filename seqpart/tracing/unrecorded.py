@@ -31,6 +31,12 @@ _DRAWS = (
     torch.Tensor.bernoulli_, torch.Tensor.multinomial, torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_,
 )  # fmt: skip
 """Their numbers must not be looked at. Those of `torch.rand` are the least and the largest in two runs, which then differ."""
+_READS = (
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__bool__,
+    torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__contains__, torch.is_nonzero,
+    torch.Tensor.is_nonzero, torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose,
+)  # fmt: skip
+"""What gives numbers, and not what a tensor is like."""
 LARGEST = 1 - 2**-24
 _RANDOM = "a random number"
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -65,10 +71,9 @@ class ReadNumbers:
         self._written: set[str] = set()
 
     def why_not(
-        self, function: Any, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor], made: Sequence[torch.Tensor],
-        found: object,
-    ) -> str:  # fmt: skip
-        """Why it cannot go on behind this call, which took, changed and made these tensors and returned `found`."""
+        self, function: Any, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> str:
+        """Why it cannot go on behind this call, which took, changed and made these tensors."""
         if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             self._alive += made
             self._data.update(map(id, made))
@@ -81,7 +86,7 @@ class ReadNumbers:
         names = frozenset(name for tensor in real for name in self._of.get(id(tensor), ()))
         names |= {self._names[id(tensor)] for tensor in real if id(tensor) in self._names}
         names |= {_RANDOM} if function in _DRAWS else set()
-        if not made and found is not None and not changed:
+        if function in _READS:
             self._read |= names
         elif names:
             self._alive += made
