@@ -152,7 +152,7 @@ def test_behind_a_training_that_kept_its_heap_the_limit_holds_where_a_worker_has
     assert ran.out.count("violations 0") == 2 and "their moving average on the 40 test rows" in ran.out
     # The last line is of the evaluation too: it took 374 MB where the proof of the training said 354.
     training, whole = (int(line.split(" samples")[0].rsplit(", ")[-1]) for line in ran.out.splitlines() if "proof:" in line)
-    assert json.loads((ran.directory / "result.json").read_text())["proof"]["samples"] == whole > training
+    assert json.loads((tmp_path / "run/result.json").read_text())["proof"]["samples"] == whole > training
 
 
 def test_without_test_rows_it_is_written_and_not_tested(tmp_path):

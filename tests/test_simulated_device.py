@@ -352,6 +352,7 @@ WAYS = [
     (How(slots=2), ADAM | {"clip_grad_norm": 0.1, "save_every": 2, "partitions": (0, 4)}),
     (How(slots=2, keeps=0, offloads="host"), ADAM),
     (How(slots=1, keeps=0, offloads="disk"), ADAM | {"micro_batch_size": 2}),
+    (How(slots=2, weights=1), {"save_every": 1}),
 ]
 
 

@@ -66,9 +66,8 @@ class Partition:
         self._filled = self.unsaved = False
         """Whether they are there, and newer than their homes."""
         self._regions: list[list[torch.Tensor]] = []
-        self.transfer = self._weights = self._state = self._put = Transfer(device)
-        """The last one, in or out, which the next follows. Of one in: weights, and what only the optimizer step needs. The last
-        one out of the memory of weights that stay."""
+        self.transfer = self._weights = self._state = Transfer(device)
+        """The last one, in or out, which the next follows. Of one in: weights, and what only the optimizer step needs."""
         self._to_update = self.changed = False
         self._waiting: list[str] | None = None
         """Parameters whose gradients are at home."""
@@ -129,7 +128,6 @@ class Partition:
     def finish_load(self, *, learns: bool) -> int:
         """Let the modules' tensors be views of the slot, once its weights are there. Returns the bytes read from the disk."""
         self._weights.follow()
-        self._put.follow()  # what is on its way home must rest
         self._filled = self._own is not None
         self._attach()
         if self._filled:
@@ -139,7 +137,7 @@ class Partition:
         if self._to_update:
             self._build_optimizer()
             self._fetch_gradients()
-        return self.transfer.nbytes
+        return self._weights.nbytes + self._state.nbytes
 
     def learn(self, learns: bool) -> None:
         """Whether gradients of the parameters are wanted; those that the user froze stay frozen."""
@@ -318,7 +316,6 @@ class Partition:
         self.transfer = self._store.begin_put(items, lambda: self._device.after(mark), checksummed=not again).with_other(
             earlier
         )
-        self._put = self.transfer if weights and self._own is not None else self._put
         return self.transfer
 
     def _weights_home(self) -> list[tuple[str, Layout, torch.Tensor]]:
@@ -332,8 +329,9 @@ class Partition:
     def save_weights(self) -> Transfer:
         """Start to send home those that stay, wherever the rest is."""
         mark = self._device.mark()
-        self._put = self._store.begin_put(self._weights_home(), lambda: self._device.after(mark), checksummed=False)
-        return self._put
+        put = self._store.begin_put(self._weights_home(), lambda: self._device.after(mark), checksummed=False)
+        self.transfer = put.with_other(self.transfer.going_on())
+        return put
 
     def begin_drop(
         self, *, keep_state: bool, gradients: bool = False, again: bool = False, stay: bool = False
@@ -386,9 +384,9 @@ class Partition:
 
     def release(self) -> None:
         """Hold nothing on the device any more, whatever happened before."""
-        for transfer in self.transfer, self._state, self._put:
+        for transfer in self.transfer, self._state:
             transfer.settle()  # its bytes must not arrive in memory that is gone
-        self.transfer = self._state = self._put = Transfer(self._device)  # nor its error in the next visit
+        self.transfer = self._state = Transfer(self._device)  # nor its error in the next visit
         self._graphs, self._waiting = {}, None
         self.buffers.release()
         self._own, self._filled, self.unsaved = None, False, False
