@@ -106,8 +106,8 @@ class Partition:
             if self._waiting is not None:
                 states += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
         before = [self.transfer, *(lender.transfer for lender in self.lenders)]
-        made = self._device.mark()  # what computes may not be through with what the memory of weights was before
         first = self._own is not None and not self._filled
+        made = self._device.mark() if first else None  # what computes may not be through with what that memory was before
 
         def ready() -> None:
             if slot is not None:
@@ -311,11 +311,8 @@ class Partition:
             items += [
                 (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
             ]
-        self.changed, mark = False, self._device.mark()
-        earlier = self.transfer.going_on()
-        self.transfer = self._store.begin_put(items, lambda: self._device.after(mark), checksummed=not again).with_other(
-            earlier
-        )
+        self.changed = False
+        self.transfer = self._begin_put(items, checksummed=not again).with_other(self.transfer.going_on())
         return self.transfer
 
     def _weights_home(self) -> list[tuple[str, Layout, torch.Tensor]]:
@@ -328,8 +325,7 @@ class Partition:
 
     def save_weights(self) -> Transfer:
         """Start to send home those that stay, wherever the rest is."""
-        mark = self._device.mark()
-        put = self._store.begin_put(self._weights_home(), lambda: self._device.after(mark), checksummed=False)
+        put = self._begin_put(self._weights_home(), checksummed=False)
         self.transfer = put.with_other(self.transfer.going_on())
         return put
 
@@ -372,8 +368,12 @@ class Partition:
                     names.append(f"{block.home}.{name}")
             items.append((block.gradient_home, layout, region))
         self._waiting = names
+        return self._begin_put(items, checksummed=False)
+
+    def _begin_put(self, items: Sequence[tuple[str, Layout, torch.Tensor]], *, checksummed: bool) -> Transfer:
+        """Start to send these home, behind what computes now."""
         mark = self._device.mark()
-        return self._store.begin_put(items, lambda: self._device.after(mark), checksummed=False)
+        return self._store.begin_put(items, lambda: self._device.after(mark), checksummed=checksummed)
 
     def _let_go(self) -> None:
         for block in self.blocks:

@@ -27,7 +27,7 @@ def load_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        small = [flag for flag, (kind, _) in _SIZES.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY]
+        small = [flag for flag, (_, name) in _SIZES.items() if name in _LIMITS]
         if not small or "map" not in str(error):
             raise
         sys.stderr.write(

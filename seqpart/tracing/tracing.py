@@ -161,7 +161,6 @@ def _recorded(
 
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)
-
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
         if labels is None:
             return program_of(recorder, recorder.known(_output(model, found)))
