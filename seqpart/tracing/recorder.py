@@ -67,7 +67,6 @@ class Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []
         """So that no identity is used again."""
         self._storages: dict[int, list[torch.Tensor]] = {}
-        self._parameters = {block: _parameters_of(block) for block in blocks}
         self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
         self._again = again
         self._count, self._inside = 0, 0
@@ -120,8 +119,6 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return before(module, *args, **kwargs)
         if module in self._blocks:
-            if _parameters_of(module) != self._parameters[module]:  # as by a parametrization that is there for this call alone
-                raise self.failed(RuntimeError("its parameters are others while it is called"), self._blocks[module])
             if why := self._layers.why_not(module):
                 raise self.failed(RuntimeError(why), self._blocks[module])
             buffers = tuple(module.buffers())
@@ -264,10 +261,6 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         path = self._paths.get(module, "")
         return f"{path or 'the model'} ({type(module).__name__}{found})"
-
-
-def _parameters_of(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 def _opened(tree: Any) -> Any:

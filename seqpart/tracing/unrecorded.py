@@ -134,7 +134,7 @@ class Layers:
         """Why it cannot be called."""
         for path, part in block.named_modules():
             now = _looks(part)
-            known = self._known.get(part, now)
+            known = self._known.get(part, {})  # as of a parametrization that is there for this call alone
             if changed := [name for name in known | now if known.get(name) != now.get(name)]:
                 name = f"{path}.{changed[0]}".lstrip(".")
                 return f"it changes {name} of this layer from outside, which would be left out"
