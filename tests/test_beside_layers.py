@@ -1,6 +1,7 @@
 """What a user's model, loss or optimizer does beside its layers: done as in a plain loop, or refused, and never left out."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -214,3 +215,21 @@ def test_a_model_that_a_session_has_is_refused_by_name_until_it_is_over(tmp_path
             with pytest.raises(OptionError, match="is in a session or a run that is not over"):
                 call()
     assert Trainer(both, **asked).evaluate((x, y)).loss > 0
+
+
+def test_another_model_is_taken_where_one_was_whose_preparation_was_dropped_and_never_closed(tmp_path):
+    """Tensors were known by their address, which Python gives to the next one: a new model was said to be in a session."""
+    x, y = data()
+    asked = {"mem_limit": "1GB", "method": "full", "batch_size": BATCH, "quiet": True, "output_dir": tmp_path}
+    addresses = set[int]()
+    for _ in range(10):
+        model = nn.Sequential(*layers())
+        Trainer(model, **asked).prepare((x, y))
+        addresses.update(map(id, model.parameters()))
+        del model
+    gc.collect()
+    others = [nn.Sequential(*layers()) for _ in range(50)]
+    again = [model for model in others if not addresses.isdisjoint(map(id, model.parameters()))]
+    for model in again[:2]:
+        assert Trainer(model, **asked).evaluate((x, y)).loss > 0
+    assert again

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
@@ -105,13 +106,14 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> t
     return like
 
 
-_away: set[int] = set()
-"""Identities of tensors that are in the file of a run or a session."""
+_away = WeakTensorKeyDictionary()
+"""The tensors that are in the file of a run or a session. One that is gone is not: another may have its address."""
 
 
 def refuse_away(model: object) -> None:
     """Raises OptionError for a model that a run, or a session, has at that moment: it is empty, whoever else asks for it."""
-    if any(id(tensor) in _away for module in modules_of(model) for tensor in module._parameters.values()):
+    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values() if tensor is not None)
+    if any(tensor in _away for tensor in parameters):
         raise OptionError(
             "the model, or a part of it, is in a session or a run that is not over, and empty until it is. Evaluate by "
             "`session.evaluate`, or end the session first."
@@ -130,7 +132,7 @@ class LiveModules:
         self._taken: dict[int, dict[str, _Taken]] = {}
         """By the number of the block and the name in it."""
         self._pieces: list[_Piece] = []
-        self._identities = set[int]()
+        self._emptied: list[torch.Tensor] = []
         self.empty_tensors = {block.number: set(_without_values(block)) for block in self._blocks}
         """By block, names of tensors whose storage is empty."""
 
@@ -169,8 +171,8 @@ class LiveModules:
                     for tensors in self._taken.values():
                         for taken in tensors.values():
                             taken.tensor.data = torch.empty(0, dtype=taken.tensor.dtype, device=taken.piece.device)
-                            self._identities.add(id(taken.tensor))
-                    _away.update(self._identities)
+                            self._emptied.append(taken.tensor)
+                            _away[taken.tensor] = True
         except OSError as error:
             raise explained(error, self._folder) from None
 
@@ -221,8 +223,10 @@ class LiveModules:
             os.close(self._file)
             self._meta.give_back()
             self._file, self._taken, self._pieces = -1, {}, []
-            _away.difference_update(self._identities)
-            self._identities.clear()
+            for tensor in self._emptied:
+                if tensor in _away:  # it has several names
+                    del _away[tensor]
+            self._emptied.clear()
 
     def _found(self) -> tuple[dict[int, dict[str, _Taken]], list[_Piece]]:
         pieces: dict[int, _Piece] = {}
