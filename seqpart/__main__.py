@@ -2,7 +2,8 @@
 
 import sys
 
-from seqpart.errors import BadInput
+from seqpart.errors import BadInput, StoreError
+from seqpart.report.output import lasting_output
 
 COMMANDS = {
     "train": "train a model under a memory limit: seqpart train --mem-limit 2GB",
@@ -33,8 +34,10 @@ def console() -> None:
     usage = [f"usage: seqpart {{{','.join(COMMANDS)}}} [options]", ""]
     usage += [f"  {name:<8}{does}" for name, does in COMMANDS.items()]
     usage += ["", "seqpart COMMAND --help shows the options of each."]
-    print("\n".join(usage), file=sys.stdout if asked else sys.stderr)
-    sys.exit(0 if asked else BadInput.exit_code)
+    with lasting_output() as output:
+        print("\n".join(usage), file=sys.stdout if asked else sys.stderr)
+        output.flush()
+    sys.exit(BadInput.exit_code if not asked else StoreError.exit_code if output.lost else 0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from seqpart.cli.doctor import doctor
 from seqpart.cli.job import DIGITS, Job, opened, saved_plan
 from seqpart.cli.sizing import smallest_limit_named
 from seqpart.data.splits import Split
-from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError
+from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError
 from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _guarded(
         lambda: _train(gathered(arguments, Job), alone=argv is None),
         debug="--debug" in arguments,
+        prints=not {"-h", "--help", "--dry-run"}.isdisjoint(arguments),
     )
 
 
@@ -67,14 +68,20 @@ def run_command(command: str, arguments: list[str]) -> int:
     if command == "plan":
         return main([*arguments, "--dry-run"])
     work = {"verify": verified, "doctor": doctor, "report": reported}[command]
-    return _guarded(lambda: work(arguments), debug=command == "verify" and "--debug" in arguments)
+    debug = command == "verify" and "--debug" in arguments
+    return _guarded(lambda: work(arguments), debug=debug, prints=command == "doctor")
 
 
-def _guarded(work: Callable[[], None], *, debug: bool) -> int:
-    """Run `work`; a user's mistake becomes one message and its exit code."""
+def _guarded(work: Callable[[], None], *, debug: bool, prints: bool) -> int:
+    """Run `work`; a user's mistake becomes one message and its exit code.
+
+    prints: what it prints is all that it is for, and must arrive.
+    """
     atexit.register(end_at_once)
-    with lasting_output(), like_ctrl_c(), printing():
-        return _ended(work, debug=debug)
+    with lasting_output() as output, like_ctrl_c(), printing():
+        code = _ended(work, debug=debug)
+        output.flush()
+    return StoreError.exit_code if prints and not code and output.lost else code
 
 
 def _ended(work: Callable[[], None], *, debug: bool) -> int:
@@ -100,7 +107,7 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
     except SystemExit as error:
         origin = _origin(error)
         if origin is None:  # the command line's parser has said why, or shown the help
-            raise
+            return int(error.code or 0)
         if debug:
             traceback.print_exc()
         print(f"SystemExit: {origin} ended the program with {error.code!r}. Let it return, or raise an error.", file=sys.stderr)

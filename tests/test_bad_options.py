@@ -225,7 +225,7 @@ MODELS = {
     "desk_own:module": "a model must be an nn.Module; found ModuleList; give list(model)",
     "desk_own:empty": "the model has no blocks: give at least one",
     "desk_own:no_module": "block 0 (<lambda>): the factory returned a int, not an nn.Module",
-    "desk_own:few": "the network ends with outputs of shape (5,), and the labels have 10 classes. Let the last block have",
+    "desk_own:few": "the network ends with outputs of shape (5,), and the labels have 10 classes, counted from 0. Let",
 }
 
 

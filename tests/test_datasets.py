@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from seqpart import Trainer
 from seqpart.data.classes import count_classes
 from seqpart.data.splits import ROWS_AT_ONCE, as_split
 from seqpart.errors import DataError, OptionError
@@ -146,6 +148,27 @@ def test_npz_with_float_labels_is_a_regression(tmp_path):
     train, test = datasets.load(f"npz:{tmp_path / 'a.npz'}")
     assert train.labels.dtype == torch.float32
     assert count_classes(train, test) == 0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"x": np.zeros((0, 3)), "y": np.zeros(0, np.int64)}, "training data: the set is empty"),
+        ({"x": np.zeros((9, 3)), "y": np.full(9, 2**63 + 5, np.uint64)}, r"count from 0; found one of 2\*\*63 or more"),
+        ({"x": np.full((9, 3), 1e300), "y": np.arange(9) % 2}, r"NaN or infinity \(as a 32-bit float\) in row 0"),
+    ],
+)
+def test_an_npz_file_that_teaches_nothing_is_named_with_the_reason(arrays, words, tmp_path):
+    """Blamed before: the labels that a loss leaves out, a negative class, and a line of numpy's as well."""
+    np.savez(tmp_path / "a.npz", **arrays)
+    trainer = Trainer([nn.Linear(3, 2)], mem_limit="2GB", method="full", output_dir=tmp_path / "run")
+    with pytest.raises(DataError, match=words):
+        trainer.fit(*datasets.load(f"npz:{tmp_path / 'a.npz'}"))
+
+
+def test_a_file_without_its_kind_is_refused_with_what_may_be_meant(tmp_path):
+    with pytest.raises(OptionError, match=r"found 'rows\.npz'\. Did you mean npz:rows\.npz\?"):
+        datasets.load("rows.npz")
 
 
 def test_a_pass_over_an_npz_file_does_not_hold_it_whole(tmp_path):

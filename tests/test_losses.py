@@ -96,11 +96,12 @@ def test_a_regression_is_the_mean_squared_error_of_one_output_per_row(shape):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (torch.arange(8) % 7, r"outputs of shape \(5,\), and the labels have 7 classes. Let the last block have 7 outputs"),
+        (torch.arange(8) % 7, r"outputs of shape \(5,\), and the labels have 7 classes, .*Let the last block have 7 outputs\."),
+        (1 + torch.arange(8) % 5, r"have 6 classes, .* have 6 outputs, or take 1 from every label: none is 0\."),
         (torch.rand(8), r"labels are torch.float32 of shape \(\). Give classes as integers \(labels.long\(\)\), or the prob"),
         (torch.zeros(8, 1).long(), r"labels have the shape \(rows, 1\). Give labels.squeeze\(1\)"),
     ],
-    ids=["more classes", "floats", "a column"],
+    ids=["more classes", "from 1 on", "floats", "a column"],
 )
 @pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)])
 def test_labels_that_cross_entropy_cannot_take_are_told_before_training(loss, labels, words):

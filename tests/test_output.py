@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 
+from seqpart.errors import StoreError
 from seqpart.session.fitting import RESULT
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, SMALL, call, command, refused
@@ -46,6 +47,15 @@ def test_a_closed_or_full_output_ends_the_output_and_not_the_training(line, err,
     done = through_shell(tmp_path, line)
     assert (done.returncode, done.stderr) == (0, err)
     assert json.loads((tmp_path / "out" / RESULT).read_text())["proof"]["violations"] == 0
+
+
+@pytest.mark.parametrize("line", ["$SEQPART --help", "$SEQPART doctor", "$TRAIN --help", "$TRAIN --dry-run"])
+def test_what_is_there_to_be_read_alone_ends_with_an_error_where_the_disk_is_full(line, tmp_path):
+    """The help, the machine's figures and a plan ended with 0, and a file had half of them."""
+    ran = through_shell(tmp_path, f"SEQPART='{sys.executable} -m seqpart'; {line} >/dev/full")
+    assert ran.returncode == StoreError.exit_code
+    assert ran.stderr.startswith("the output is not complete: No space left on device.")
+    assert through_shell(tmp_path, f"SEQPART='{sys.executable} -m seqpart'; {line} | head -n 1").returncode == 0
 
 
 def test_a_mistake_has_its_exit_code_where_no_message_can_be_written(tmp_path):

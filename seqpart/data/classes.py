@@ -60,6 +60,8 @@ def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
         counted = counts_as_class(piece, ignored)
         if len(counted):
             found += (int(n) for n in counted.aminmax())
+    if not split.count:
+        raise DataError(f"{split.name} data: the set is empty. Give at least one row.")
     if not found:
         raise DataError(f"{split.name} labels: every label is one that the loss leaves out. Give rows to learn from.")
     return min(found), max(found)

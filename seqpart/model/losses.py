@@ -173,9 +173,10 @@ def refuse_unlike(loss: LossFunction, shape: tuple[int, ...], classes: int, labe
         )
     found = shape[0] if shape and classes_first(shape, positions) else (shape or (0,))[-1]
     if of_classes and found < classes:
+        one_less = found == classes - 1 and labels.numel() and labels.min() > 0
         raise DataError(
-            f"the network ends with outputs of shape {shape}, and the labels have {classes} classes. "
-            f"Let the last block have {classes} outputs."
+            f"the network ends with outputs of shape {shape}, and the labels have {classes} classes, counted from 0. "
+            f"Let the last block have {classes} outputs{', or take 1 from every label: none is 0' if one_less else ''}."
         )
 
 

@@ -32,6 +32,12 @@ class Output:
         stream = self._present()
         return self.error is None and stream is not None and not stream.closed and stream.isatty()
 
+    @property
+    def lost(self) -> str:
+        """Why some of the text did not arrive where somebody waits for it; empty where all did, or nobody waits."""
+        error = self.error
+        return error.strerror or "" if isinstance(error, OSError) and error.errno not in _SILENT else ""
+
     def _do(self, work: Callable[[IO[str]], object]) -> None:
         stream = self._present()
         if self.error is None and stream is not None:
@@ -51,20 +57,22 @@ def standard_output() -> IO[str]:
 
 
 @contextlib.contextmanager
-def lasting_output() -> Iterator[None]:
-    """Inside, printing raises no error, whoever prints; behind it the interpreter's own last flush meets none either."""
+def lasting_output() -> Iterator[Output]:
+    """Inside, printing raises no error, whoever prints; behind it the interpreter's own last flush meets none either.
+
+    Its value is the standard output, whose `lost` says so when some of it is.
+    """
     _open_missing()
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nowhere:  # in the place of one that is not there: libraries ask streams about themselves
         out, err = Output(lambda: before[0] or nowhere), Output(lambda: before[1] or nowhere)
         sys.stdout, sys.stderr = cast("Any", out), cast("Any", err)
         try:
-            yield
+            yield out
         finally:
             out.flush()
-            if isinstance(out.error, OSError) and out.error.errno not in _SILENT:
-                said = f"the output is not complete: {out.error.strerror}. What a run prints is in its events.jsonl too."
-                print(said, file=err)
+            if why := out.lost:
+                print(f"the output is not complete: {why}. What a run prints is in its events.jsonl too.", file=err)
             err.flush()
             sys.stdout, sys.stderr = before
             for output, stream in zip((out, err), before, strict=True):

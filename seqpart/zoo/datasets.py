@@ -74,9 +74,11 @@ def load(
                 f"--data {name}: expected a pair (training, test), where test may be None; found {type(found).__name__}."
             )
         return found[0], found[1]
+    kind = "npz:" if name.endswith(".npz") else "text:" if name.endswith(".txt") else ""
+    hint = f" Did you mean {kind}{name}?" if kind else ""
     raise OptionError(
         f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, imagefolder:DIR, text:FILE, hf-text:FILE or "
-        f"package.module:function; found {name!r}."
+        f"package.module:function; found {name!r}.{hint}"
     )
 
 
@@ -312,9 +314,12 @@ def _npz_split(path: Path, title: str, x: str, y: str, keep: Callable[[Any], Any
         for rows in stream():
             kept = rows[keep(np.arange(start, start + len(rows)))]
             start += len(rows)
-            yield torch.from_numpy(kept.astype(np.float32) / np.float32(scale))
+            with np.errstate(over="ignore"):  # infinity is refused where rows are looked at
+                yield torch.from_numpy(kept.astype(np.float32) / np.float32(scale))
 
     kind = np.float32 if label_dtype.kind == "f" else np.int64
     own = () if math.prod(label_shape) == label_shape[0] else label_shape[1:]
     labels = np.concatenate([np.zeros((0, *own), kind), *(rows.reshape(-1, *own).astype(kind) for rows in label_stream())])
+    if label_dtype.kind == "u" and (labels < 0).any():
+        raise DataError(f"{path}: expected labels in {y} to be classes that count from 0; found one of 2**63 or more.")
     return Split(name=title, count=len(chosen), shape=shape[1:], labels=as_labels(labels[chosen], title), open=passes)
