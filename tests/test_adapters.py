@@ -196,7 +196,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_lora_has_the_bits_of_a_plain_loop_and_its_base_those_it_had(name, tmp_path):
     build = functools.partial(adapted, **MODELS[name])
     expected, model = plain(build()).state_dict(), build()
@@ -220,7 +220,7 @@ def test_under_autocast_too(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_adapter_alone_is_what_pefts_own_save_writes_and_loads_onto_the_base(name, tmp_path):
     model = adapted(**MODELS[name])
     result = trained(tmp_path / "run", model)
@@ -296,6 +296,7 @@ def test_the_base_is_not_written_back(tmp_path):
     assert 0 < written["adapted"] <= 1.5 * share * written["whole"]
 
 
+@pytest.mark.slow
 def test_with_ema_the_averaged_adapter_may_be_written(tmp_path):
     result = trained(tmp_path / "run", adapted(), ema=0.5)
     result.save_adapter(tmp_path / "average", average=True)

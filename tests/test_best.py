@@ -87,6 +87,7 @@ def arm_of(monkeypatch, folder, how, **options):
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.few(2)
 def test_the_result_is_that_of_the_best_evaluation(how, monkeypatch, tmp_path):
     """Nine updates, an evaluation behind every two and the last: the best is the second, behind update 4."""
     arm = arm_of(monkeypatch, tmp_path, how)

@@ -122,7 +122,7 @@ def said(cwd, code):
     ],
     ids=["sil", "streamed", "full", "sequences", "others", "masked", "ist"],
 )  # fmt: skip
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_no_run_loads_the_compiler(tmp_path, runs):
     at_end, _ = said(tmp_path, "\n".join(f"fitted({run})" for run in runs))
     assert at_end == "[]"

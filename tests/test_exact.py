@@ -297,7 +297,6 @@ def fresh(model):
 
 QUICK = [
     "mlp, adam, clipped, bf16",
-    "statistics, sgd, clipped",
     "tied, adam, clipped",
 ]
 

@@ -210,7 +210,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_that_an_error_of_a_block_ended_goes_on_to_the_bits_of_one_without(options, tmp_path):
     """What had been trained since the last checkpoint was lost: ten minutes, or all."""
     whole = fit(tmp_path, network(lambda: Picky(None, call=10**9)), "whole", **options)

@@ -41,6 +41,7 @@ def within_the_band(proof):
 
 
 @pytest.mark.parametrize("method", only_quick(["sil", "full", "streamed", "checkpointed"], ["sil", "streamed"]))
+@pytest.mark.few(1)
 def test_where_there_is_room_the_heap_is_kept_and_the_peak_is_what_was_predicted(method, tmp_path):
     cut = () if method in ("full", "sil") else ("--partitions", "4")
     plan, proof, _, out = proof_of(tmp_path, "--mem-limit", "1GB", "--method", method, *cut)
@@ -85,6 +86,7 @@ def test_a_heap_has_room_for_gradients_that_do_not_fit_where_activations_were(al
         assert size(alive << 20, replaced << 20, several=False) >= needed << 20
 
 
+@pytest.mark.slow
 def test_recovery_has_a_heap_of_its_own(tmp_path):
     plan, proof, _, _ = proof_of(tmp_path, "--mem-limit", "1GB", "--partitions", "3", "--recovery-epochs", "1")
     assert plan["heap"] and within_the_band(proof), proof
@@ -127,6 +129,7 @@ print(pieces_join(), heap.arena - heap.in_use)
 """
 
 
+@pytest.mark.slow
 def test_a_heap_has_fewer_holes_without_the_cache_of_small_pieces(tmp_path):
     """Of several partitions it grew to 4.5 times what was alive, as small objects lay in pieces of what tensors had left."""
     joined, held = [], []
@@ -155,6 +158,7 @@ with open("starts", "a") as file:
         ("glibc.malloc.tcache_count=3", ["glibc.malloc.tcache_count=3"]),
     ],
 )
+@pytest.mark.few(1)
 def test_the_command_begins_anew_without_that_cache_unless_the_user_has_set_it(given, starts, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(STARTS)
     environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "GLIBC_TUNABLES": given}

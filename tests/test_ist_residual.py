@@ -155,7 +155,7 @@ def with_statistics(whole, rows):
 @machine
 @pytest.mark.parametrize("options", [{}, {"subnet_moments": "zero"}, {"partitions": 3}], ids=str)
 @pytest.mark.parametrize("subnets", [2, 3])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_is_a_plain_loop_over_shallower_networks_parameter_by_parameter(subnets, options, tmp_path):
     found = fitted(
         tmp_path / "ist", stages(), subnets=subnets, local_steps=LOCAL, micro_batch_size=BATCH, **options

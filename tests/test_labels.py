@@ -124,7 +124,7 @@ def trained(folder, model, loss, data, **options):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_labels_of_any_shape_train_to_the_bits_of_a_plain_loop_however_a_batch_is_divided(name, tmp_path):
     model, x, y, loss, same = CASES[name]
     network, tested = plain(model, same, x, y)
@@ -145,6 +145,7 @@ def test_labels_of_any_shape_train_to_the_bits_of_a_plain_loop_however_a_batch_i
 
 
 @pytest.mark.parametrize("name", ["a mask of which a part counts", "several yes-or-no labels", "boxes and their classes"])
+@pytest.mark.few(1)
 def test_exact_methods_have_the_bits_of_full_with_such_labels(name, tmp_path):
     model, x, y, loss, _ = CASES[name]
     full = trained(tmp_path / "full", model, loss, (x, y), micro_batch_size=3)

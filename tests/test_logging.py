@@ -54,6 +54,7 @@ def test_what_is_said_is_printed_where_nobody_has_set_logging_up(tmp_path):
 
 
 @pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.few(1)
 def test_a_handler_of_the_programs_own_gets_all_of_it_once(quiet, tmp_path):
     out, err = program(tmp_path, setup=INFO, quiet=quiet)
     lines = err.splitlines()

@@ -92,6 +92,7 @@ def assert_both_serve(root, at_least, budget):
 
 
 @disk_and_ram
+@pytest.mark.few(2)
 def test_a_run_that_dies_before_any_change_of_the_disk_can_go_on(runs):
     """Each call that changes the disk, of a run that resumes, updates and saves, is once the last one it came to.
 
@@ -124,6 +125,7 @@ def wait_until(holds):
 
 
 @disk_and_ram
+@pytest.mark.few(2)
 def test_a_run_killed_at_any_time_can_go_on(runs):
     chance, last = random.Random(0), 0
     for saves in (0, 1, 2, 3, 4, 5):

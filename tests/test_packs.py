@@ -61,7 +61,7 @@ def full(tmp_path_factory):
 
 
 WAYS = {f"{name}: {how}": (name, how) for name in MODELS for how in HOWS}
-QUICK = [way for way, (name, how) in WAYS.items() if name == "unet" or how in HOWS[::7]]
+QUICK = [way for way, (name, how) in WAYS.items() if name == "unet" or how in HOWS[::14]]
 
 
 @pytest.mark.parametrize("way", only_quick(WAYS, QUICK))

@@ -78,7 +78,7 @@ def order(rows, epoch, *, seed=5):
 @pytest.mark.parametrize("model", [convolutional, dense])
 @pytest.mark.parametrize("micro", [12, 5])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_training_in_pairs_is_that_of_the_whole_network_but_for_rounding(model, micro, optimizer, tmp_path):
     """In float64, where what the order of additions rounds off is 1e-13 of a weight, and adam divides by gradients of 1e-8."""
     data = images(dtype=torch.float64)
@@ -128,6 +128,7 @@ def plain(model, data, *, micro, epochs=2, lr=1e-2):
 
 @pytest.mark.parametrize("model", [convolutional, dense])
 @pytest.mark.parametrize("micro", [12, 5])
+@pytest.mark.few(2)
 def test_its_bits_are_those_of_a_plain_loop_over_pairs_in_the_order_that_is_documented(model, micro, tmp_path):
     data = images()
     found = load_file(fit(tmp_path / "run", model(), data, micro_batch_size=micro).weights)
@@ -148,6 +149,7 @@ def test_elements_of_all_pairs_add_up_to_the_loss(classes, rows, seed):
 
 
 @pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.few(1)
 def test_factories_and_models_given_alive_begin_alike_and_alive_ones_have_their_trained_weights(classes, tmp_path):
     data = images(classes)
     alive = nn.Sequential(*(block() for block in psnet((1, 16, 16), classes)))

@@ -25,6 +25,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.few(2)
 def test_frozen_layers_stay_and_the_others_learn_as_in_the_whole_network(name, tmp_path):
     """In float64, where the order of additions does not show."""
     data = images(dtype=torch.float64)
@@ -45,6 +46,7 @@ def test_frozen_layers_stay_and_the_others_learn_as_in_the_whole_network(name, t
 
 
 @pytest.mark.parametrize("micro", [12, 5])
+@pytest.mark.few(1)
 def test_under_autocast_its_bits_are_those_of_the_plain_loop_under_autocast(micro, tmp_path):
     data = images()
     found = load_file(fit(tmp_path / "run", convolutional(), data, micro_batch_size=micro, dtype="bf16").weights)

@@ -60,6 +60,7 @@ def test_an_adapter_on_a_base_without_values_is_what_peft_makes_on_one_with_valu
 
 
 @pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["the adapter alone", "with a layer of the base"])
+@pytest.mark.few(1)
 def test_it_learns_to_the_same_bits_and_the_base_stays_without_memory(saved, tmp_path):
     llama().save_pretrained(tmp_path / "base")
     text = torch.randint(0, 64, (32, 17), generator=torch.Generator().manual_seed(2))

@@ -51,6 +51,7 @@ def test_recovery_goes_on_with_the_micro_batch_that_it_was_planned_with(arm):
 
 
 @pytest.mark.parametrize("how", [How(slots=2), How(slots=2, weights=1), How(slots=2, stays=0.34, weights=1)], ids=str)
+@pytest.mark.few(1)
 def test_a_partition_that_is_on_its_way_home_and_asked_for_again_is_waited_for_before_a_save(arm, how, monkeypatch):
     """Nobody waited for it but the I/O threads themselves: with a third one the save found homes still being written. And so it
     did where weights stayed: a visit that needs no slot forgot the state that the last one had sent home."""

@@ -70,6 +70,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", only_quick(MODELS, ["nf4, prepared by peft with checkpoints"]))
+@pytest.mark.few(1)
 def test_a_lora_over_a_quantized_base_has_the_bits_of_a_plain_loop(name, directory, tmp_path):
     expected = plain(adapted(directory, **MODELS[name])).state_dict()
     for method in ("streamed", "checkpointed", "full"):

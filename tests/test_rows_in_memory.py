@@ -37,6 +37,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("method", only_quick(["sil", "full"], ["full"]))
+@pytest.mark.few(1)
 def test_where_there_is_room_rows_lie_in_memory_as_planned_and_have_the_bits_of_rows_on_the_disk(method, folder):
     how = ("--mem-limit", "1GB", "--method", method, *(("--partitions", "2") if method == "sil" else ()))
     plan, proof, weights, said = trained(folder, *how)

@@ -78,7 +78,7 @@ def assert_equal(path, modules):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("batch", "micro_batch"), [(32, 32), (50, 20), (120, 7)])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_path):
     (x, y), seed = data(), 3
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}

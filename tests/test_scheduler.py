@@ -64,6 +64,7 @@ def trained(folder, schedule, **options):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.few(6)
 def test_a_run_has_the_bits_of_a_plain_loop_that_steps_the_scheduler(schedule, name, tmp_path):
     model, (train, _) = network(), numbers((6,))
     x, y = train.open()[0].float(), train.labels

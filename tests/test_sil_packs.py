@@ -131,6 +131,7 @@ def test_a_damaged_value_that_all_rows_share_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "options", [{"cache_dtype": "bf16"}, {"cache_dtype": "bf16", "ram_limit": "100MB"}], ids=["disk", "ram"]
 )
+@pytest.mark.few(1)
 def test_what_learns_waits_in_bfloat16_and_masks_and_positions_as_they_are(options, tmp_path):
     exact = trained("decoder", tmp_path / "exact")[1]
     narrow = trained("decoder", tmp_path / "narrow", **options)[1]
@@ -235,6 +236,7 @@ def test_a_mask_that_passes_by_makes_no_cut_worse(tmp_path):
     assert 2 <= result.plan.partitions[1].first <= 3
 
 
+@pytest.mark.slow
 def test_more_partitions_than_such_places_are_cut_through_skips(tmp_path):
     assert len(trained("dense", tmp_path / "run", kind=Dense, partitions=4)[1].plan.partitions) == 4
     assert len(trained("unet", tmp_path / "unet", kind=UNet, partitions=4)[1].plan.partitions) == 4

@@ -264,7 +264,7 @@ def fit(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 def test_the_run_does_the_steps_and_moves_the_bytes_that_were_predicted(fit):
     predicted_steps = fit.predicted_steps()
     assert [seen.done.step for seen in fit.steps] == [predicted.step for predicted in predicted_steps]
@@ -274,7 +274,7 @@ def test_the_run_does_the_steps_and_moves_the_bytes_that_were_predicted(fit):
         )
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(fit):
     # Not planned one by one: labels, the optimizer's scalars and the sums of losses, a page each at most, and the page
     # before a slot's buffer.
@@ -291,6 +291,7 @@ def test_no_step_takes_more_live_bytes_than_was_predicted_and_the_peak_is_close(
     assert highest_predicted <= 1.4 * highest_seen + (1 << 18), "the highest step is predicted far above what it takes"
 
 
+@pytest.mark.few(5)
 def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(fit):
     *_, last = fit.steps
     assert last.done.step.verb is Verb.DROP

@@ -61,6 +61,7 @@ def lines_of(text):
 @pytest.mark.parametrize(
     "columns", [40, pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)]
 )
+@pytest.mark.few(1)
 def test_a_run_fits_the_terminal(columns, tmp_path):
     """At 80 columns the table's cells were cut to `1.…`, and the bar's line had neither its ETA nor its peak."""
     code, text = on_a_terminal(

@@ -129,6 +129,7 @@ def test_tensorboard_shows_the_run(tmp_path):
     assert result["proof"]["predicted"] == pytest.approx(result["proof"]["peak"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_goes_on_shows_each_step_once(tmp_path):
     pytest.importorskip("tensorboard")
     arguments = [*SMALL, "--method", "full", "--epochs", "400", "--save-every", "200", "--log", "tensorboard", "-o", "out"]

@@ -44,6 +44,7 @@ print(json.dumps([proof.predicted, proof.peak, proof.violations]))
 """
 
 
+@pytest.mark.slow
 def test_the_peak_of_an_lstm_is_predicted_although_its_gates_are_inside_one_operation(tmp_path):
     """They are other operations on fake tensors: the prediction was 22 % under the measured peak."""
     done = subprocess.run([sys.executable, "-c", RUN, str(tmp_path / "run")], capture_output=True, text=True, check=True)
@@ -226,6 +227,7 @@ def test_the_cut_of_sil_does_not_hang_on_what_real_runs_take(tmp_path, monkeypat
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("outputs", [2, 3])
+@pytest.mark.few(2)
 def test_auto_takes_the_simplest_method_of_those_that_tie(outputs, factor, tmp_path, monkeypatch):
     """`full` for a network with 2 outputs and `streamed` with 3: the rates of the disk and the kernels are noise."""
     monkeypatch.chdir(tmp_path)

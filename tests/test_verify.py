@@ -358,6 +358,7 @@ class LooksAtGradMode(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["streamed", "checkpointed"])
+@pytest.mark.few(1)
 def test_a_block_that_looks_at_grad_mode_finds_the_same_in_every_pass(method):
     def model():
         return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), LooksAtGradMode(), nn.Linear(8, 4))

@@ -102,6 +102,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize(("kind", "shards"), in_turn(["traced", "sequential", "factories"], [False, True]))
+@pytest.mark.few(1)
 def test_a_model_without_memory_trains_to_the_bits_of_the_one_that_the_files_hold(kind, shards, tmp_path):
     whole, x = made(kind), data()
     weights = sharded(tmp_path / "shards", whole) if shards else saved(tmp_path / "some.safetensors", whole)
