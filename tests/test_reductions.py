@@ -221,6 +221,57 @@ def test_what_a_loss_says_of_itself_is_checked(loss, words):
         reduction_of(loss, (4,), torch.float32, LABELS, LABELS, batch=8)
 
 
+class Remembers(nn.Module):
+    """A weight that grows from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, labels):
+        self.calls += 1
+        return F.cross_entropy(output, labels) + min(1, self.calls / 1000) * output.pow(2).mean()
+
+
+class Centers(nn.Module):
+    """A running mean, changed in place, and one that is another tensor each time."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("center", torch.zeros(5))
+
+    def forward(self, output, labels):
+        loss, mean = F.cross_entropy(output - self.center, labels), output.detach().mean(0)
+        if self.in_place:
+            self.center.mul_(0.9).add_(mean)
+        else:
+            self.center = 0.9 * self.center + mean
+        return loss
+
+
+class Notes(nn.Module):
+    """What it remembers is for its user alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, labels):
+        self.calls += 1
+        self.latest = F.cross_entropy(output, labels)
+        return self.latest
+
+
+@pytest.mark.parametrize("loss", [Remembers(), Centers(True), Centers(False)], ids=["a count", "in place", "a new tensor"])
+@pytest.mark.parametrize("batch", [None, 8], ids=["whole", "divided"])
+def test_a_loss_that_remembers_is_refused_and_one_that_keeps_notes_is_not(loss, batch):
+    """Trials called it 23 times before training began, a checkpoint had no word of it, and it "draws random numbers"."""
+    with pytest.raises(OptionError, match="have another loss when it is called again"):
+        reduction_of(loss, (5,), torch.float32, torch.arange(8) % 5, torch.arange(8) % 5, batch=batch)
+    assert reduction_of(Notes(), (5,), torch.float32, torch.arange(8) % 5, torch.arange(8) % 5, batch=batch).kind is Kind.ROWS
+
+
 def test_a_loss_that_draws_random_numbers_is_taken_at_its_word():
     def noisy(output, labels):
         return F.cross_entropy(output + torch.randn_like(output), labels)

@@ -198,7 +198,6 @@ _VALUES = 32
 """Different labels of which rows are tried."""
 _LOOKED_AT = 1 << 22
 """Numbers among which they are looked for, of rows as large as images."""
-_CLOSE = 1e-4
 
 
 def _tried(
@@ -285,6 +284,8 @@ class _Trial:
                 raise _CannotBeTried(f"loss {name_of(self._loss)}: its outputs are too large for a trial. {_CURE}")
             return self._said
         change = self._outputs()
+        if self._differs(0, 0):
+            raise OptionError(f"loss {name_of(self._loss)}: {_REMEMBERS}")
         kinds, pairs = set(Kind) - {Kind.WHOLE}, False
         for labels in self._batches():
             output = change(torch.randn(len(labels), *self._shape, dtype=self._dtype))
@@ -292,7 +293,7 @@ class _Trial:
             whole, *parts = (self._judge(output[a:b], labels[a:b]) for a, b in ((0, None), (0, at), (at, None)))
             pairs = pairs or whole[1] is not None
             kinds &= self._fitting(whole, parts, at / len(labels))
-        if not kinds and self._is_random():
+        if not kinds and self._differs(0, 1):
             if self._said is None:
                 raise _CannotBeTried(f"loss {name_of(self._loss)}: it draws random numbers, so it cannot be tried. {_CURE}")
             return self._said
@@ -315,19 +316,15 @@ class _Trial:
 
     def _fitting(self, whole: tuple[float, float | None], parts: list[tuple[float, float | None]], share: float) -> set[Kind]:
         """Kinds by which the parts add up to the whole. share: of the first part's rows."""
-        (value, count), (one, count_one), (other, count_other) = whole, *parts
+        (value, _), (one, _), (other, _) = whole, *parts
+        counts = [count for _, count in (whole, *parts) if count is not None]
         scale = abs(value) + abs(one) + abs(other)
         found = {Kind.ROWS} if _near(value, share * one + (1 - share) * other, scale) else set()
         if _near(value, one + other, scale):
             found.add(Kind.SUM)
-        if (
-            count is not None
-            and count_one is not None
-            and count_other is not None
-            and _near(count, count_one + count_other, count)
-        ):
+        if len(counts) == 3 and _near(counts[0], counts[1] + counts[2], counts[0]):
             # Of (sum, count) `value` is the sum already.
-            sums = (value, one + other) if self._said is None else (value * count, one * count_one + other * count_other)
+            sums = (value, one + other) if self._said is None else (value * counts[0], one * counts[1] + other * counts[2])
             if _near(*sums, abs(sums[0]) + abs(sums[1])):
                 found.add(Kind.COUNTED)
         return found
@@ -345,14 +342,16 @@ class _Trial:
             return float(total.detach()), count
         return float(_one(found).detach()), count
 
-    def _is_random(self) -> bool:
+    def _differs(self, *seeds: int) -> bool:
+        """Whether the same outputs are judged differently with these seeds of torch's generator."""
         output, labels = self._outputs()(torch.randn(sum(self._rows), *self._shape, dtype=self._dtype)), next(self._batches())
-        return self._judge(output, labels) != self._judge(output, labels)
+        (one, _), (other, _) = [(torch.manual_seed(seed), self._judge(output, labels))[1] for seed in seeds]
+        return abs(one - other) > 1e-6 * abs(one)
 
     def _outputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """What random numbers must become for this loss to be finite: scores, probabilities, or their logarithms."""
         output, labels, problem = torch.randn(sum(self._rows), *self._shape, dtype=self._dtype), next(self._batches()), ""
-        for change in (_as_they_are, torch.sigmoid, functools.partial(F.log_softmax, dim=-1)):
+        for change in (torch.positive, torch.sigmoid, functools.partial(F.log_softmax, dim=-1)):
             try:
                 if math.isfinite(self._judge(change(output), labels)[0]):
                     return change
@@ -379,12 +378,14 @@ class _Trial:
             yield torch.cat([torch.full_like(real[:few], value.item()), real[few:]])
 
 
-def _as_they_are(output: torch.Tensor) -> torch.Tensor:
-    return output
-
-
 def _near(one: float, other: float, scale: float) -> bool:
-    return abs(one - other) <= _CLOSE * scale
+    return abs(one - other) <= 1e-4 * scale
+
+
+_REMEMBERS = (
+    "the same outputs have another loss when it is called again. What it counts or remembers from call to call is in no "
+    "checkpoint, and changed by trials. Set such a number between updates: in a callback's on_step, or in a loop of your own."
+)
 
 
 _CURE = (
