@@ -115,8 +115,9 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     from seqpart.execution.partition import Partition
     from seqpart.execution.slots import Slot, at_once
     from seqpart.files.direct import probe_disk
-    from seqpart.model.blocks import as_chain, tensors_of
+    from seqpart.model.blocks import as_chain
     from seqpart.model.optimizers import choose
+    from seqpart.model.tensors import tensors_of
     from seqpart.offload.store import Store
     from seqpart.zoo.models import ResidualBlock
 

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from seqpart.errors import ModelError
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
-from seqpart.model.blocks import as_chain, attach, detach, layout_of, run_fake, tensors_of
+from seqpart.model.blocks import as_chain
+from seqpart.model.tensors import attach, detach, layout_of, run_fake, tensors_of
 
 
 def linear():

@@ -15,8 +15,9 @@ from seqpart.costs.blocks import _watch_inference, _watch_training, measure_chai
 from seqpart.costs.counting import LiveBytes
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
-from seqpart.model.blocks import as_chain, layout_of, tensors_of
+from seqpart.model.blocks import as_chain
 from seqpart.model.packs import Value
+from seqpart.model.tensors import layout_of, tensors_of
 from seqpart.zoo import models
 
 BATCH = 6

@@ -9,7 +9,8 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, OutOfMemory
-from seqpart.model.blocks import as_chain, tensors_of
+from seqpart.model.blocks import as_chain
+from seqpart.model.tensors import tensors_of
 from seqpart.parts.hidden import Hidden, Side
 from seqpart.parts.parting import Parting
 from seqpart.parts.parts import parted
@@ -262,10 +263,8 @@ def test_too_few_rows_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_limit_that_a_refusal_names_is_enough_and_no_larger_than_it_must_be(tmp_path):
-    """It was 16 MB more: as for blocks that could not be run for real, which those of the whole network never are.
-
-    In processes of their own, whose memory does not depend on the tests before.
-    """
+    """It was 16 MB more: as for blocks that could not be run for real, which those of the whole network never are. In
+    processes of their own, whose memory does not depend on the tests before."""
     options = ["--method", "ist", "--subnets", "2", "--width", "256", "--depth", "2", "--epochs", "1", "--overwrite"]
     refusal = command.run(tmp_path, *options, "--mem-limit", "250MB", "--dry-run")
     named = int(re.search(r"smallest limit that fits: (\d+)MB", refusal.err)[1])

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart.errors import ModelError, OptionError
-from seqpart.model.blocks import as_chain, tensors_of
+from seqpart.model.blocks import as_chain
+from seqpart.model.tensors import tensors_of
 from seqpart.parts.indices import index_sets
 from seqpart.parts.parts import parted
 from tests.command import run as command

@@ -14,8 +14,9 @@ from torch import nn
 from seqpart import SeqpartError, Trainer
 from seqpart.errors import StoreError
 from seqpart.memory.usage import read_process
-from seqpart.model.blocks import Block, as_chain, tensors_of
+from seqpart.model.blocks import Block, as_chain
 from seqpart.model.live_modules import LiveModules
+from seqpart.model.tensors import tensors_of
 from seqpart.units import parse_size
 from tests import given
 

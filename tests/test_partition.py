@@ -14,8 +14,9 @@ from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slot, at_once
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
-from seqpart.model.blocks import as_chain, tensors_of
+from seqpart.model.blocks import as_chain
 from seqpart.model.optimizers import choose
+from seqpart.model.tensors import tensors_of
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.store import Store
 

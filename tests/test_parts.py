@@ -10,7 +10,8 @@ from torch import nn
 from seqpart.errors import ModelError, OptionError
 from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
-from seqpart.model.blocks import as_chain, layout_of, tensors_of
+from seqpart.model.blocks import as_chain
+from seqpart.model.tensors import layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.store import Store
 from seqpart.parts import moving

@@ -21,9 +21,10 @@ from seqpart.costs.fake_mode import FakeMode, SameTypes, asks_for_values, quiet_
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
-from seqpart.model.blocks import Block, Chain, layout_of, run_fake, with_tensors
+from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import cure_of_types, frozen_in, in_other_words
 from seqpart.model.packs import ROWS, Value, has_gradients
+from seqpart.model.tensors import layout_of, run_fake, with_tensors
 from seqpart.offload.layout import Layout
 
 

@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_map_only
 from seqpart.costs.counting import tensors_in
 from seqpart.errors import ModelError
 from seqpart.memory.compiler import enter, leave, without_compiler
-from seqpart.model.blocks import Block, tensors_of, with_tensors
+from seqpart.model.blocks import Block
 from seqpart.model.inspection import listed
 from seqpart.model.packs import has_gradients
+from seqpart.model.tensors import tensors_of, with_tensors
 
 _CPU = torch.device("cpu")
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm

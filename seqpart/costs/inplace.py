@@ -12,7 +12,8 @@ import torch
 from seqpart.costs.blocks import BlockCost, cast
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Block, with_tensors
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import with_tensors
 
 
 def refuse_lost_gradients(

@@ -28,9 +28,10 @@ from seqpart.memory.device import Device
 from seqpart.memory.heap import page_faults, seconds_per_fault
 from seqpart.memory.limit import Grant
 from seqpart.memory.usage import HighWater, Reservations
-from seqpart.model.blocks import Block, run_fake, with_tensors
+from seqpart.model.blocks import Block
 from seqpart.model.inspection import Kind, structure_of
 from seqpart.model.packs import has_gradients
+from seqpart.model.tensors import run_fake, with_tensors
 
 _LOGGER = logging.getLogger("seqpart.planning")
 

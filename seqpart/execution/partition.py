@@ -24,9 +24,10 @@ from seqpart.execution.saved_tensors import Graph, packing
 from seqpart.execution.slots import Slot, Wait, bring_back, divided
 from seqpart.memory.compiler import take_step, without_symbols
 from seqpart.memory.device import Device
-from seqpart.model.blocks import Block, Tied, attach, detach
+from seqpart.model.blocks import Block, Tied
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Pack
+from seqpart.model.tensors import attach, detach
 from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store
 from seqpart.offload.transfer import Transfer

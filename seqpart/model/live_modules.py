@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
 from seqpart.interrupts import undivided
-from seqpart.model.blocks import Block, tensors_of
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import tensors_of
 
 _ALIGNED = 64
 """A piece begins at a multiple of so many bytes of its storage, and so of every element's size."""

@@ -9,7 +9,8 @@ from torch import nn
 
 from seqpart.costs.fake_mode import FakeMode
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Block, tensors_of
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import tensors_of
 from seqpart.offload.layout import lies_dense
 from seqpart.parts.hidden import HiddenLayer, Spot
 from seqpart.parts.indices import Ints, places

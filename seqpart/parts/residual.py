@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from seqpart.errors import ModelError
-from seqpart.model.blocks import tensors_of
 from seqpart.model.inspection import is_listened_to, structure_of
+from seqpart.model.tensors import tensors_of
 from seqpart.parts.hidden import kind_of, wrapped
 from seqpart.parts.indices import index_sets, widths
 

@@ -14,7 +14,8 @@ from seqpart.data.splits import write_rows
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile, ModelError
 from seqpart.files.direct import REQUEST, aligned, bytes_of
-from seqpart.model.blocks import Block, attach, detach, layout_of, tensors_of
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import attach, detach, layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store

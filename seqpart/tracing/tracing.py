@@ -10,10 +10,11 @@ from torch import nn
 
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Chain, as_chain, refuse_without_values, with_tensors
+from seqpart.model.blocks import Chain, as_chain, refuse_without_values
 from seqpart.model.inspection import cure_of_types, is_listened_to, left_as_they_are, listed
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
+from seqpart.model.tensors import with_tensors
 from seqpart.tiling.separation import Score
 from seqpart.tiling.tiling import tile_of
 from seqpart.tracing.choice import blocks_of

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from seqpart.model.blocks import Block, tensors_of
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import tensors_of
 from seqpart.offload.layout import Layout, TensorSpec
 
 Modules = Callable[[Block], nn.Module]

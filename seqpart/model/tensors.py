@@ -1,21 +1,88 @@
-"""Tensors of a model that lie in one another's memory, which homes of their own cannot keep.
+"""Tensors of a module: which they are, others in their places for a while, and which lie in one another's memory.
 
 Every parameter and buffer has a home, and is in memory of its own while it is on the device. Where a plain loop would see a
 change of one tensor in another, training here would go on with two that drift apart: such models are refused by name.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.stateless import _reparametrize_module
 
 from seqpart.errors import ModelError
-from seqpart.offload.layout import lies_dense
+from seqpart.model.inspection import listed
+from seqpart.offload.layout import Layout, lies_dense, spec_of
 
 _MOST_MARKED = 1 << 26
 """Elements between two ends that are looked at one by one."""
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers (also those that a state_dict leaves out) by name; each tensor once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    return Layout.of(spec_of(name, tensor) for name, tensor in tensors.items())
+
+
+def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
+    """Let the module's tensors be `views`. The memory stays with its owner, who must outlive the attachment."""
+    for name, parameter in module.named_parameters():
+        if name in views:
+            parameter.data = views[name]
+    buffers = _places(module)
+    # `.data` counts its own versions. Views count together, and autograd would take a change of one buffer (a
+    # BatchNorm's statistics) for a change of every other that it saved.
+    own = {name: views[name].data for name, _ in buffers if name in views}
+    # A buffer that two submodules share has one home, under its first name; both get the same tensor.
+    home = {id(buffer): name for name, buffer in buffers if name in views}
+    for name, buffer in buffers:
+        _put_buffer(module, name, own[name] if name in own else own.get(home.get(id(buffer), ""), buffer))
+
+
+def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
+    """Empty the module: its tensors keep their types and own nothing. Parameters in `spare` are somebody else's."""
+    for name, parameter in module.named_parameters():
+        if name in spare:
+            continue
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    empty: dict[int, torch.Tensor] = {}
+    for name, buffer in _places(module):
+        _put_buffer(module, name, empty.setdefault(id(buffer), torch.empty(0, dtype=buffer.dtype)))
+
+
+def _places(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every name of every buffer."""
+    return list(module.named_buffers(remove_duplicate=False))
+
+
+def _put_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path)._buffers[leaf] = tensor
+
+
+def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
+    """Inside, the module's tensors are `tensors`: also for what runs again in backward, as `torch.utils.checkpoint` does."""
+    return _reparametrize_module(module, dict(tensors), tie_weights=True)
+
+
+def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `module` gives for what it takes, with `tensors` in place of its own."""
+    own = tensors_of(module)
+    with listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}):
+        output = functional_call(module, dict(tensors), taken)
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):
+        return output
+    raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
 
 
 def refuse_sharing(tensors: Mapping[str, torch.Tensor], attributes: Mapping[str, torch.Tensor] | None = None) -> None:
