@@ -6,7 +6,7 @@ operation is not seen, and belongs to the plan's margin.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,7 +24,7 @@ from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import cure_of_types, frozen_in, in_other_words
 from seqpart.model.packs import ROWS, Value, has_gradients
-from seqpart.model.tensors import layout_of, run_fake, with_tensors
+from seqpart.model.tensors import layout_of, run_fake, tensors_of, with_tensors
 from seqpart.offload.layout import Layout
 
 
@@ -258,19 +258,21 @@ def _measure_module(
         layout=layout,
         gradient_layout=Layout.of(spec for spec in layout.specs if spec.name in trainable),
         trainable=tuple(name for name in trainable if name in own),
-        tied=sum(_nbytes(tensors[tie.name]) for tie in block.tied),
-        gradients=sum(round_up(_nbytes(tensors[name]), granule) for name in trainable),
+        tied=sum(tensors[tie.name].nbytes for tie in block.tied),
+        gradients=sum(round_up(tensors[name].nbytes, granule) for name in trainable),
         frozen=frozen_in(module, own, trainable),
-        buffers=sum(_nbytes(tensor) for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
+        buffers=sum(tensor.nbytes for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
         inference_peak=inference,
         flops=flops,
-        held=_held(module),
+        held=_held(module, tensors),
     )
 
 
-def _held(module: nn.Module) -> int:
+def _held(module: nn.Module, known: Collection[str]) -> int:
+    """Bytes of tensors in plain attributes, and of buffers that are not `known`."""
     tensors = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
-    return sum({tensor.untyped_storage()._cdata: _nbytes(tensor) for tensor in tensors}.values())
+    tensors += [tensor for name, tensor in tensors_of(module).items() if name not in known]
+    return sum({tensor.untyped_storage()._cdata: tensor.nbytes for tensor in tensors}.values())
 
 
 @contextmanager
@@ -279,10 +281,6 @@ def cast(autocast: torch.dtype | None) -> Iterator[None]:
     those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
     with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
         yield
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _watch_training(
@@ -316,7 +314,7 @@ def _watch_training(
             forward_peak, saved = live.peak - before, live.live - before
             saved_sizes = tuple(size for key, size in live.sizes.items() if key not in others)
             gives = tuple(
-                Value(number, tuple(y.shape), y.dtype, round_up(_nbytes(y), granule), rows, y.requires_grad, block.number, ())
+                Value(number, tuple(y.shape), y.dtype, round_up(y.nbytes, granule), rows, y.requires_grad, block.number, ())
                 for number, y in zip(block.gives, ys, strict=True)
             )
             roots = [y for y in ys if y.requires_grad]

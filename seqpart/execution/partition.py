@@ -378,7 +378,8 @@ class Partition:
 
     def _let_go(self) -> None:
         for block in self.blocks:
-            detach(block.module, () if self._borrows else [tie.name for other, tie in self.tied if other is block])
+            others = [] if self._borrows else [tie.name for other, tie in self.tied if other is block]
+            detach(block.module, [*others, *block.buffers_made])
         self.buffers.forget()
         self.optimizer, self._slot, self._regions = None, None, []
         self.trainable, self._modules, self.changed = {}, [], False

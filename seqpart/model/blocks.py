@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
 from seqpart.model.inspection import left_as_they_are, packed_in, structure_of
-from seqpart.model.tensors import refuse_sharing, tensors_in_attributes, tensors_of
+from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.offload.layout import stride_of
 from seqpart.units import format_size
 
@@ -53,6 +53,7 @@ class Block:
         self.takes = (number,) if takes is None else takes
         self.gives = (number + 1,) if gives is None else gives
         self._module: nn.Module | None = None
+        self._buffers = frozenset[str]()
         self.alive = source if isinstance(source, nn.Module) else None
         """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
         self.places: dict[str, int] = {}
@@ -131,7 +132,7 @@ class Block:
         """The real module, its random initial weights keyed by (seed, block)."""
         device.seed(seed, "build", self.number)
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
-        self._module = module
+        self._module, self._buffers = module, buffer_names(module)
         return module
 
     def another(self) -> nn.Module:
@@ -161,6 +162,11 @@ class Block:
         """Those of its `tensors` that have their home in this block."""
         tied = {tie.name for tie in self.tied}
         return {name: tensor for name, tensor in tensors.items() if name not in tied}
+
+    @property
+    def buffers_made(self) -> list[str]:
+        """Names of buffers that it did not have when it was built."""
+        return buffers_made(self.module, self._buffers)
 
     @property
     def module(self) -> nn.Module:

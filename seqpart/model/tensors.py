@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -47,7 +46,7 @@ def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
 
 
 def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
-    """Empty the module: its tensors keep their types and own nothing. Parameters in `spare` are somebody else's."""
+    """Empty the module, but for the tensors in `spare`: the others keep their types and own nothing."""
     for name, parameter in module.named_parameters():
         if name in spare:
             continue
@@ -55,11 +54,32 @@ def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
     empty: dict[int, torch.Tensor] = {}
     for name, buffer in _places(module):
+        if name in spare:
+            continue
         _put_buffer(module, name, empty.setdefault(id(buffer), torch.empty(0, dtype=buffer.dtype)))
 
 
-def _places(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def buffers_made(module: nn.Module, known: Collection[str]) -> list[str]:
+    """Names of buffers that are not `known`: a forward pass has registered them, as a cache of a mask. They are no part of the
+    weights, and stay where they are, as tensors in plain attributes do."""
+    return [name for name, _ in _places(module) if name not in known]
+
+
+def bring_to_cpu(module: nn.Module) -> None:
+    """What it has made on a GPU beside its weights, in attributes and buffers, goes where these are: a cache of a mask."""
+    for part in module.modules():
+        for attributes in (vars(part), part._buffers):
+            for name, value in attributes.items():
+                if isinstance(value, torch.Tensor) and value.is_cuda:
+                    attributes[name] = value.cpu()
+
+
+def buffer_names(module: nn.Module) -> frozenset[str]:
     """Every name of every buffer."""
+    return frozenset(name for name, _ in _places(module))
+
+
+def _places(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return list(module.named_buffers(remove_duplicate=False))
 
 
@@ -74,15 +94,33 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Abst
 
 
 def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `module` gives for what it takes, with `tensors` in place of its own."""
+    """What `module` gives for what it takes, with `tensors` in place of its own. Raises ModelError where it gives its buffers
+    other shapes or types, and for a parameter that is made in the forward pass."""
     own = tensors_of(module)
-    with listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}):
-        output = functional_call(module, dict(tensors), taken)
+    with (
+        listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}),
+        with_tensors(module, tensors),
+    ):
+        output = module(*taken)
+        _refuse_other_tensors(module, tensors, known=own)
     if isinstance(output, torch.Tensor):
         return (output,)
     if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):
         return output
     raise ModelError(f"it returned a {type(output).__name__}; a boundary must be one tensor.")
+
+
+def _refuse_other_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
+    for name, tensor in tensors_of(module).items():
+        before = tensors.get(name)
+        if before is not None and (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
+            raise ModelError(
+                f"its forward pass makes {name} a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}, and it came "
+                f"with {tuple(before.shape)} and {before.dtype}: a weight or buffer stays as large as it is. Make it so in "
+                "__init__, or keep the tensor in a plain attribute."
+            )
+        if isinstance(tensor, nn.Parameter) and name not in known:
+            raise ModelError(f"its forward pass makes the parameter {name}, which no optimizer knows. Make it in __init__.")
 
 
 def refuse_sharing(tensors: Mapping[str, torch.Tensor], attributes: Mapping[str, torch.Tensor] | None = None) -> None:

@@ -15,7 +15,7 @@ from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile, ModelError
 from seqpart.files.direct import REQUEST, aligned, bytes_of
 from seqpart.model.blocks import Block
-from seqpart.model.tensors import attach, detach, layout_of, tensors_of
+from seqpart.model.tensors import attach, bring_to_cpu, detach, layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store
@@ -168,5 +168,6 @@ class Homes:
                 if cost.weights:
                     self.store.get(block.home, flat)
                 attach(block.module, cost.layout.views(flat))
+                bring_to_cpu(block.module)
                 block.restore_modes()
                 self._preparation.live_modules.keep(block)

@@ -45,7 +45,7 @@ def named_tensors(blocks: Sequence[Block], layouts: Sequence[Layout], module_of:
     for block, layout in zip(blocks, layouts, strict=True):
         module, place = module_of(block), {spec.name: spec for spec in layout.specs}
         tensors = tensors_of(module)
-        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors).items()}
+        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors).items() if name in place}
         for tie in block.tied:  # under both names, as a state_dict has it
             owned = next(spec for spec in layouts[tie.owner.number].specs if spec.name == tie.owner_name)
             source[id(tensors[tie.name])] = tie.owner, owned
