@@ -29,7 +29,7 @@ from seqpart.memory.heap import page_faults, seconds_per_fault
 from seqpart.memory.limit import Grant
 from seqpart.memory.usage import HighWater, Reservations
 from seqpart.model.blocks import Block
-from seqpart.model.inspection import Kind, structure_of
+from seqpart.model.inspection import Kind, remembered, structure_of
 from seqpart.model.packs import has_gradients
 from seqpart.model.tensors import run_fake, with_tensors
 
@@ -182,7 +182,8 @@ class Trials:
         while True:
             try:
                 with _left_alone(block, self._device):
-                    return self._once(number, fewer).times(-(-rows // fewer))
+                    found, changed = self._once(number, fewer)
+                remembers = bool(changed) and not self._does_the_same(number, fewer)
             except Exception as error:
                 if self._device.is_out_of_memory(error) and fewer > 1:
                     fewer = -(-fewer // 2)
@@ -193,6 +194,33 @@ class Trials:
                     raise ModelError(f"{block} cannot be run on this processor{cure}. torch says: {reason}") from error
                 self.untold.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
                 return Excess()
+            if remembers:
+                raise ModelError(
+                    f"{block} gives other outputs for the same rows when it is called again: it remembers something in an "
+                    f"attribute ({', '.join(sorted(changed))}), which is in no checkpoint, and goes on where the block is run "
+                    "again. Let it be a buffer (register_buffer), made in __init__."
+                )
+            return found.times(-(-rows // fewer))
+
+    def _does_the_same(self, number: int, rows: int) -> bool:
+        """Whether a block's outputs are made of its weights, buffers, rows and random numbers alone: the same when it is called
+        again, and whatever its first rows and random numbers were."""
+        xs, others = self._rows(number, rows), self._rows(number, rows)
+        tensors, buffers, found = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[tuple[torch.Tensor, ...]]()
+        for first, seed in ((others, 1), (xs, 2)):
+            with _left_alone(self._chain[number], self._device):
+                module, own = real_module(self._chain[number], self._device.torch)
+                tensors = tensors or own
+                buffers = buffers or {name: t.clone() for name, t in own.items() if not isinstance(t, nn.Parameter)}
+                module.train()
+                for taken, draws in ((first, seed), (xs, 0), (xs, 0)):
+                    for name, buffer in buffers.items():
+                        tensors[name].copy_(buffer)
+                    torch.manual_seed(draws)
+                    with with_tensors(module, tensors), torch.no_grad():
+                        found.append(self._forward(module, tensors, [x.clone() for x in taken]))
+                del found[-3]
+        return all(_alike(one, found[0]) for one in found)
 
     def _rows_within(self, number: int, rows: int, available: int) -> int:
         """`rows`, halved until they fit as a run with a few says.
@@ -207,14 +235,15 @@ class Trials:
             fewer = -(-fewer // 2)
         return fewer
 
-    def _once(self, number: int, rows: int) -> Excess:
+    def _once(self, number: int, rows: int) -> tuple[Excess, set[str]]:
         """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
-        Then one without a graph."""
+        Then one without a graph. Also names of what it has remembered."""
         self._begun = self._meter.now()
         module, tensors = real_module(self._chain[number], self._device.torch)
         cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
         with with_tensors(module, tensors):
             module.train()
+            before = remembered(module.modules())
             self._train(module, tensors, xs)
             kept = self._kept(module, tensors, xs) if _has(module, nn.RNNBase) else 0
             faults = page_faults()
@@ -224,6 +253,7 @@ class Trials:
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
                 again = self._train(module, tensors, xs)
                 seconds = min(seconds[0], again.forward_seconds), min(seconds[1], again.backward_seconds)
+            now = remembered(module.modules())
             module.eval()
             with torch.no_grad():
                 held = self._meter.restart()
@@ -234,7 +264,7 @@ class Trials:
             kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
         # oneDNN's workspace of an LSTM is 16 times what fake tensors show of it, and two thirds of that are never touched.
         reserves = _has(module, nn.LSTM)
-        return Excess(
+        found = Excess(
             forward=max(0, seen.forward - cost.forward_peak), saved=max(0, seen.saved - cost.saved),
             hidden=max(0, kept - sum(round_up(size, LINE) for size in cost.saved_sizes)),
             untouched=max(0, kept - max(seen.saved, cost.saved)) if reserves else 0,
@@ -242,6 +272,7 @@ class Trials:
             backward=max(0, seen.backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
             forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
+        return found, {name for (part, name), value in now.items() if before.get((part, name)) != value}
 
     def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> int:
         """Bytes of the storages that autograd saves, with their place in a range (execution/graph_offload.py)."""
@@ -310,6 +341,14 @@ class Trials:
     ) -> tuple[torch.Tensor, ...]:
         with without_symbols(), self._device.autocast(self._autocast):
             return run_fake(module, tensors, *xs)
+
+
+def _alike(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """But for the order in which a GPU adds up."""
+    return all(
+        torch.equal(one, other) or (has_gradients(one.dtype) and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True))
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def _alone(cost: BlockCost) -> int:

@@ -170,3 +170,35 @@ def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[No
     finally:
         for attributes, name, value in changed:
             attributes[name] = value
+
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that each module has."""
+Remembered = Mapping[tuple[nn.Module, str], object]
+_SHORT = 32
+
+
+def remembered(modules: Iterable[nn.Module]) -> Remembered:
+    """Plain attributes of modules: numbers, tensors with their versions, short lists; and which buffers they have."""
+    found: dict[tuple[nn.Module, str], object] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in OF_TORCH:
+                found[module, name] = _looks(value)
+        found |= {(module, name): True for name, buffer in module._buffers.items() if buffer is not None}
+    return found
+
+
+def is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _looks(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, list | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return type(value), len(value), repr(value) if len(value) <= _SHORT and all(map(is_plain, parts)) else ""
+    return repr(value) if is_plain(value) else type(value)

@@ -11,7 +11,7 @@ from torch import nn
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, refuse_without_values
-from seqpart.model.inspection import cure_of_types, is_listened_to, left_as_they_are, listed
+from seqpart.model.inspection import cure_of_types, is_listened_to, left_as_they_are, listed, remembered
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.model.tensors import with_tensors
@@ -23,7 +23,7 @@ from seqpart.tracing.inputs import Form, described, refuse_misfit, unpacked
 from seqpart.tracing.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
 from seqpart.tracing.program import Differs, Program, by_name, generalised, leaves
 from seqpart.tracing.recorder import Inside, Recorder, program_of
-from seqpart.tracing.unrecorded import extremes, refuse_memory, state_of
+from seqpart.tracing.unrecorded import extremes, refuse_memory
 
 _ROWS, _OTHER_ROWS = 4, 6
 """Of the batches that are run: their difference tells what follows the rows."""
@@ -152,7 +152,7 @@ def _recorded(
         stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
         inside = {part for block in blocks for part in block.modules()}
         outside = [part for part in model.modules() if part not in inside]
-        buffers, before = {part: dict(part._buffers) for part in outside}, state_of(outside)
+        buffers, before = {part: dict(part._buffers) for part in outside}, remembered(outside)
 
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
             recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)

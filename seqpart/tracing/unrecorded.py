@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from seqpart.model.inspection import OF_TORCH, Remembered, is_plain, remembered
+
 _HOOK = "a hook on a tensor between layers would be left out"
 _GRADIENTS = (
     "it asks for gradients in its forward pass, between layers; one layer may, that has what is differentiated inside it, "
@@ -39,10 +41,6 @@ _READS = (
 """What gives numbers, and not what a tensor is like."""
 LARGEST = 1 - 2**-24
 _RANDOM = "a random number"
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that each module has."""
-
-State = Mapping[tuple[nn.Module, str], object]
 
 
 def why_not(function: Any, args: Sequence[Any], names: Mapping[int, str]) -> str:
@@ -147,39 +145,19 @@ class Layers:
 
 def _looks(part: nn.Module) -> dict[str, object]:
     """Its settings, and which tensors it has."""
-    own = {name: value for name, value in vars(part).items() if name == "training" or name not in _OF_TORCH}
+    own = {name: value for name, value in vars(part).items() if name == "training" or name not in OF_TORCH}
     tensors = part._parameters | part._buffers | {n: value for n, value in own.items() if isinstance(value, torch.Tensor)}
-    return {n: repr(value) for n, value in own.items() if _is_plain(value)} | {n: id(tensor) for n, tensor in tensors.items()}
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def state_of(modules: Iterable[nn.Module]) -> State:
-    """What modules remember in plain attributes: numbers, tensors with their versions, lengths of lists."""
-    found: dict[tuple[nn.Module, str], object] = {}
-    for module in modules:
-        for name, value in vars(module).items():
-            if name not in _OF_TORCH:
-                found[module, name] = _remembered(value)
-    return found
-
-
-def _remembered(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    return (type(value), len(value)) if isinstance(value, list | dict) else repr(value) if _is_plain(value) else type(value)
+    return {n: repr(value) for n, value in own.items() if is_plain(value)} | {n: id(tensor) for n, tensor in tensors.items()}
 
 
 def refuse_memory(
-    before: State, modules: Sequence[nn.Module], again: Callable[[], object], failed: Callable[[nn.Module, str], Exception]
+    before: Remembered, modules: Sequence[nn.Module], again: Callable[[], object], failed: Callable[[nn.Module, str], Exception]
 ) -> None:
     """Raises what `failed` makes where the model has remembered something from which the next step would go on.
 
     before: the state before the model ran. again: runs it once more.
     """
-    now = state_of(modules)
+    now = remembered(modules)
     changed = [key for key, value in now.items() if key not in before or before[key] != value]
     for module, name in changed:
         tensor = vars(module)[name]
@@ -190,9 +168,9 @@ def refuse_memory(
         return
     alive = [vars(module)[name] for module, name in changed]  # so that no identity is used again
     again()
-    later = state_of(modules)
+    later = remembered(modules)
     del alive
     for module, name in changed:
         if later.get((module, name)) != now[module, name]:
-            why = "which would stay what it was at first: one layer may"
+            why = "which would stay what it was at first: one layer may, in a buffer"
             raise failed(module, f"it keeps {name} from one step for the next, {why}")

@@ -1,0 +1,154 @@
+"""Layers that go on from what they remember: in buffers a run that is stopped has it again, and in attributes nobody would."""
+
+import pytest
+import torch
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import Interrupted, ModelError
+from tests.resuming import Stopping, ended
+
+pytestmark = pytest.mark.usefixtures("known_machine")
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.begin()
+
+    def begin(self):
+        pass
+
+
+class Counts(Layer):
+    def begin(self):
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1 + self.calls / 100)
+
+
+class CountsInAList(Layer):
+    def begin(self):
+        self.calls = [0]
+
+    def forward(self, x):
+        self.calls[0] += 1
+        return self.linear(x) * (1 + self.calls[0] / 100)
+
+
+class Mean(Layer):
+    def begin(self):
+        self.mean = torch.zeros(8)
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return self.linear(x) - self.mean
+
+
+class FirstMean(Layer):
+    """Where the first rows decide."""
+
+    def begin(self):
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return self.linear(x) - self.mean
+
+
+class Drawn(Layer):
+    """Random features of its own, drawn when they are first needed."""
+
+    def begin(self):
+        self.features = None
+
+    def forward(self, x):
+        if self.features is None:
+            self.features = torch.randn(8, 8)
+        return self.linear(x) @ self.features
+
+
+class OwnGenerator(Layer):
+    def begin(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return self.linear(x) + torch.rand(8, generator=self.generator)
+
+
+class CountsInABuffer(Layer):
+    def begin(self):
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1 + int(self.calls) / 100)
+
+
+class MeanInABuffer(Mean):
+    def begin(self):
+        self.register_buffer("mean", torch.zeros(8))
+
+
+class Notes(Layer):
+    """For its user alone: what it last gave, and how often it was called."""
+
+    def begin(self):
+        self.calls, self.latest, self.shapes = 0, None, {}
+
+    def forward(self, x):
+        self.calls += 1
+        self.shapes[tuple(x.shape)] = self.calls
+        self.latest = self.linear(x)
+        return self.latest + nn.functional.dropout(x, 0.1, self.training)
+
+
+def data():
+    chance = torch.Generator().manual_seed(1)
+    return torch.randn(40, 8, generator=chance), torch.randint(0, 4, (40,), generator=chance)
+
+
+def trained(kind, folder, method, *, stop=None, resume=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), nn.ReLU(), nn.Linear(8, 4))
+    place = {} if resume else {"output_dir": folder}
+    trainer = Trainer(
+        model, mem_limit="1GB", method=method, batch_size=8, epochs=2, seed=5, quiet=True,
+        **({} if method == "full" else {"partitions": 2}), **place,
+    )  # fmt: skip
+    return trainer.fit(data(), data(), resume=resume, reporter=Stopping(stop))
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Counts, "calls"), (CountsInAList, "calls"), (Mean, "mean"), (FirstMean, "mean"), (Drawn, "features"),
+        (OwnGenerator, "generator"),
+    ],
+)  # fmt: skip
+@pytest.mark.few(6)
+def test_a_layer_whose_outputs_hang_on_an_attribute_that_it_changes_is_refused_by_name(kind, name, method, tmp_path):
+    """A run that was stopped and went on had other weights, in silence: no checkpoint has an attribute."""
+    with pytest.raises(
+        ModelError, match=rf"gives other outputs for the same rows .* in an attribute \({name}\).*register_buffer"
+    ):
+        trained(kind, tmp_path, method)
+
+
+@pytest.mark.parametrize("method", ["full", "streamed", "checkpointed"])
+@pytest.mark.parametrize("kind", [CountsInABuffer, MeanInABuffer])
+@pytest.mark.few(3)
+def test_in_a_buffer_it_is_there_again_when_a_run_goes_on(kind, method, tmp_path):
+    whole = ended(trained(kind, tmp_path / "whole", method))
+    with pytest.raises(Interrupted):
+        trained(kind, tmp_path / "stopped", method, stop=12)
+    assert ended(trained(kind, tmp_path / "stopped", method, resume=tmp_path / "stopped")) == whole
+
+
+def test_what_a_layer_notes_for_its_user_alone_is_no_matter(tmp_path):
+    trained(Notes, tmp_path, "streamed")
