@@ -205,7 +205,8 @@ class Trials:
     def _does_the_same(self, number: int, rows: int) -> bool:
         """Whether a block's outputs are made of its weights, buffers, rows and random numbers alone: the same when it is called
         again, and whatever its first rows and random numbers were."""
-        xs, others = self._rows(number, rows), self._rows(number, rows)
+        with _left_alone(self._chain[number], self._device):
+            xs, others = self._rows(number, rows), self._rows(number, rows)
         tensors, buffers, found = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[tuple[torch.Tensor, ...]]()
         for first, seed in ((others, 1), (xs, 2)):
             with _left_alone(self._chain[number], self._device):
