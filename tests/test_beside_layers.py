@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqpart import Trainer
 from seqpart.errors import ModelError, OptionError
@@ -46,6 +47,20 @@ class KeepsStatistics(nn.Module):
         self.norm.eval()
 
 
+class Attends(nn.Module):
+    """With another kernel of attention than the process has: its last bits were those of the default one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        h = self.first(x).view(len(x), 4, 4, 4).transpose(1, 2)
+        with sdpa_kernel(SDPBackend.MATH):
+            h = F.scaled_dot_product_attention(h, h, h)
+        return self.last(h.transpose(1, 2).flatten(1))
+
+
 class FrozenNorm(nn.BatchNorm1d):
     def train(self, mode=True):
         return super().train(False)
@@ -81,6 +96,7 @@ MODELS = {
     "a model whose train leaves a part in evaluation": KeepsStatistics,
     "a layer whose train does": lambda: nn.Sequential(nn.Linear(8, 16), FrozenNorm(16), nn.ReLU(), nn.Linear(16, 3)),
     "a complex value beside a layer": Spectral,
+    "attention by another kernel": Attends,
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class Op:
     """Whether it ran where gradients are wanted."""
     autocast: torch.dtype | None = None
     """Of the model's own autocast around it: float32 where it turns off the one it is trained under."""
+    attention: tuple[SDPBackend, ...] | None = None
+    """Of `torch.nn.attention.sdpa_kernel` around it in the model; None: those of the process."""
     effect: bool = False
     """Whether it changes a buffer: then it runs also where nobody takes what it makes."""
     changes_own: bool = False
@@ -119,6 +122,18 @@ def by_name(found: Any) -> dict[str, Any]:
     if hasattr(found, "_fields"):
         return dict(found._asdict())
     return fields_of(found) if holds_fields(found) else {}
+
+
+def attention_kernels() -> tuple[SDPBackend, ...]:
+    """Those that `scaled_dot_product_attention` may choose among."""
+    cuda: Any = torch.backends.cuda
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+    }
+    return tuple(kernel for kernel, may in enabled.items() if may)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from seqpart.tracing.program import (
     OwnBackward,
     Program,
     Ref,
+    attention_kernels,
     fields_of,
     holds_fields,
     leaves,
@@ -69,7 +70,7 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
         self._again = again
-        self._count, self._inside = 0, 0
+        self._count, self._inside, self._attention = 0, 0, attention_kernels()
         self._stack: list[nn.Module] = []
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -202,12 +203,13 @@ class Recorder(TorchFunctionMode):
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         own_autocast = None if autocast == self._autocast else autocast or torch.float32
+        attention = None if (kernels := attention_kernels()) == self._attention else kernels
         changes_own = any(id(tensor) in self._names for tensor in changed)
         self.ops.append(
             Op(
                 function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, changed=numbers,
                 grad=torch.is_grad_enabled(),
-                autocast=own_autocast, effect=keeps or changes_own, changes_own=changes_own, where=where,
+                autocast=own_autocast, attention=attention, effect=keeps or changes_own, changes_own=changes_own, where=where,
             )
         )  # fmt: skip
 

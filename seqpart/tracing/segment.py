@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 
 from seqpart.errors import ModelError
 from seqpart.tracing.program import OfDevice, OfRows, Op, Own, Ref, fields_of, holds_fields, leaves, mapped
@@ -151,7 +152,7 @@ class Segment(nn.Module):
 
         args, kwargs = mapped(op.args, resolved), mapped(op.kwargs, resolved)
         function = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
-        with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), _autocast(op, device):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), _autocast(op, device), _attention(op):
             found = function(*args, **kwargs)
         made = [leaf for leaf in leaves(_plain(found)) if isinstance(leaf, torch.Tensor)]
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
@@ -173,12 +174,17 @@ def _autocast(op: Op, device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, op.autocast)
 
 
+def _attention(op: Op) -> AbstractContextManager[object]:
+    return nullcontext() if op.attention is None else sdpa_kernel(list(op.attention))
+
+
 def _is_one_call(steps: Steps) -> bool:
     if len(steps.ops) != 1 or len(steps.takes) != 1 or len(steps.gives) != 1 or steps.rows is not None:
         return False
     (op,), (taken,), (given,) = steps.ops, steps.takes, steps.gives
     tensors = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | Own | torch.Tensor)]
-    return op.is_module and op.grad and op.autocast is None and tensors == [Ref(taken)] and op.makes == {given}
+    own = op.autocast is not None or op.attention is not None
+    return op.is_module and op.grad and not own and tensors == [Ref(taken)] and op.makes == {given}
 
 
 def _used_up(steps: Steps) -> list[list[int]]:
