@@ -83,6 +83,36 @@ def test_a_run_has_the_bits_of_a_plain_loop_that_steps_the_scheduler(schedule, n
         assert torch.equal(found[key], tensor), key
 
 
+@pytest.mark.parametrize("momentum", [{}, {"momentum": 0.5}], ids=["none of its own", "some"])
+@pytest.mark.parametrize(
+    "given", [None, lambda parameters: torch.optim.SGD(parameters, lr=0.01)], ids=["by name", "a function"]
+)
+def test_a_momentum_that_the_scheduler_sets_is_planned_and_kept(given, momentum, monkeypatch, tmp_path):
+    """SGD has none unasked, so that no state was planned; OneCycleLR gives it one, which each partition forgot as it left."""
+    if given is None:
+        arm = Trained(monkeypatch, tmp_path, network, numbers((6,)), partitions=(0, 2, 4))
+        options = {"optimizer": "sgd", "epochs": EPOCHS, "lr_schedule": one_cycle, **momentum}
+        whole = arm.run(FULL, **options)
+        assert first_difference(arm.run(How(), **options), whole) is None
+        assert any("momentum_buffer" in key for key in map(str, whole))
+    plan = Trainer(
+        network(), None, given or "sgd", mem_limit="2GB", method="full", batch_size=BATCH, epochs=EPOCHS, lr_schedule=one_cycle,
+        quiet=True, **({} if given else {"lr": 0.01, **momentum}),
+    ).plan(numbers((6,))[0])  # fmt: skip
+    assert sum(part.state for part in plan.partitions) >= sum(part.weights for part in plan.partitions)
+
+
+class Later(lr_scheduler.LRScheduler):
+    def get_lr(self):
+        self.optimizer.param_groups[0]["momentum"] = 0.9 * (self.last_epoch > 2)
+        return self.base_lrs
+
+
+def test_a_momentum_that_comes_later_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="begins without momentum and sets it later"):
+        trained(tmp_path, Later, optimizer="sgd")
+
+
 @pytest.mark.parametrize("how", [How(), How(slots=2, stays=0.5), How(method="checkpointed")], ids=str)
 def test_every_way_gives_the_bits_of_full_training(how, monkeypatch, tmp_path):
     options = {"optimizer": "adamw", "epochs": EPOCHS, "lr_schedule": one_cycle}

@@ -85,7 +85,10 @@ class Saving:
         self.settle(executor, partitions)
         self._save(executor.position, executor.compute.rested)
         self.told = True
-        return f"The run is saved as it stood there: go on with {resuming(self._root)}"
+        there = "as it stood there"
+        if executor.went_back:
+            there = f"as it stood behind {executor.went_back}, when all that stays on the device was saved last (--save-every)"
+        return f"The run is saved {there}: go on with {resuming(self._root)}"
 
     def _look_for_proof(self, executor: Executor) -> None:
         if executor is not self._executor:

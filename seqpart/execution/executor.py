@@ -86,6 +86,8 @@ class Executor:
         """Of the last optimizer step; of gradients as they were before they were clipped."""
         self._marked = start, compute.rested
         """Where the homes stood when all of them were last up to date, and the sums of the pass there."""
+        self.went_back = ""
+        """Where to, if an error took away updates that were done before the one in which it came."""
         self._do = {
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
@@ -348,7 +350,8 @@ class Executor:
                 f"memory ran out in {self.step} in the middle of an update, and the homes in host memory cannot be taken back: "
                 f"{text}. Resume from the last checkpoint with a larger --mem-limit or a smaller --micro-batch-size."
             )
-        position, self.compute.rested = self._marked
+        before, (position, self.compute.rested) = self.position, self._marked
+        self.went_back = f"update {position.updates} of {self._phases[position.phase]}" if position != before else ""
         self.progress = Progress(self._phases, position)
 
     def _release_all(self) -> None:

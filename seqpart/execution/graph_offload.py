@@ -27,15 +27,34 @@ class Offloaded:
     offset: int
     first: int
     """Elements from the storage's beginning to the tensor's."""
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    look: "Look"
 
     def on(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor in `flat`, which holds the range."""
-        begins = (flat.storage_offset() + self.offset) // self.dtype.itemsize + self.first
-        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), begins, self.shape, self.stride)
+        return self.look.at((int(flat.storage_offset()) + self.offset) // self.look.dtype.itemsize + self.first, flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a tensor reads the storage on which it lies."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+    """Of complex values, and their parts: what lies there is to be read so (`x.conj()` moves nothing)."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Look":
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def at(self, first: int, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor whose first element is so many elements behind the beginning of the storage of `flat`."""
+        found = torch.empty(0, dtype=self.dtype, device=flat.device)
+        found = found.set_(flat.untyped_storage(), first, self.shape, self.stride)
+        found = found.conj() if self.conjugate else found
+        return torch._neg_view(found) if self.negative else found
 
 
 class GraphOffload:
@@ -65,7 +84,7 @@ class GraphOffload:
         storage = tensor.untyped_storage()
         if self._key is None or (offset := self._place_of(storage, tensor._version)) is None:
             return None
-        return Offloaded(self._key, offset, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+        return Offloaded(self._key, offset, int(tensor.storage_offset()), Look.of(tensor))
 
     def _place_of(self, storage: torch.UntypedStorage, version: int) -> int | None:
         assert self._key is not None

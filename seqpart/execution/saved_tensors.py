@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from seqpart.errors import ModelError
-from seqpart.execution.graph_offload import GraphOffload, Offloaded
+from seqpart.execution.graph_offload import GraphOffload, Look, Offloaded
 from seqpart.model.packs import Pack
 
 
@@ -93,14 +93,10 @@ class _Place:
     """Where in a slot a tensor lies: `offset` in bytes."""
 
     offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    look: Look
 
     def on(self, buffer: torch.Tensor) -> torch.Tensor:
-        first = (buffer.storage_offset() + self.offset) // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        return empty.set_(buffer.untyped_storage(), first, self.shape, self.stride)
+        return self.look.at((int(buffer.storage_offset()) + self.offset) // self.look.dtype.itemsize, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,7 @@ def packing(
         if any(first <= tensor.data_ptr() < end for first, end in ranges):
             return tensor.clone()
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize - int(start)
-        return _Place(offset, tensor.shape, tensor.stride(), tensor.dtype)
+        return _Place(offset, Look.of(tensor))
 
     def unpack(packed: Any) -> torch.Tensor:
         if offload is not None and isinstance(packed, Offloaded):

@@ -84,6 +84,10 @@ def has_gradients(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _is_of_rows(value: Value) -> bool:
+    return value.shape[:1] == (value.rows,) and not value.dtype.is_complex
+
+
 class Handing:
     """Who gives and takes which values, once blocks are joined to partitions: one account for who simulates and who runs.
 
@@ -101,9 +105,9 @@ class Handing:
 
     @property
     def is_one_value(self) -> bool:
-        """Whether each partition hands one value of rows to the next, and nothing passes over it."""
+        """Whether each partition hands one value to the next, as a file of rows has it, and nothing passes over it."""
         pairs = zip(self.leaving, self.entering[1:], strict=False)
-        return all(given == taken and len(given) == 1 and given[0].shape[:1] == (given[0].rows,) for given, taken in pairs)
+        return all(given == taken and len(given) == 1 and _is_of_rows(given[0]) for given, taken in pairs)
 
     def tier_of(self, number: int, tiers: Tiers) -> str:
         """Where value `number` waits, or its gradient. Below 0: the gradient of a shared weight, which goes where any boundary

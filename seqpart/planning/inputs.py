@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import Optimizer, averaging, chosen
 from seqpart.model.reductions import Reduction, Verdict, ignored_label, name_of, reduction_of
 from seqpart.planning.plan import Plan, PlanRequest
-from seqpart.rates.scheduler import refuse_unfit
+from seqpart.rates.scheduler import refuse_unfit, scheduled
 from seqpart.settings import Settings
 from seqpart.tiling.separation import starts_of
 from seqpart.tracing.tracing import chain_and_loss, chain_of
@@ -67,8 +67,8 @@ class Inputs:
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
-        self._optimizer = averaging(optimizer, settings.ema) if optimizer is not None else None
-        self._reuse, self.folder, self.dry = reuse, folder, dry
+        own = None if optimizer is None else scheduled(settings.lr_schedule, averaging(optimizer, settings.ema))
+        self._optimizer, self._reuse, self.folder, self.dry = own, reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
@@ -320,8 +320,8 @@ class Inputs:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
-        more = settings.weight_decay, settings.momentum, settings.ema
-        return tuple(chosen(name, lr, *more) for name, lr in zip(names, rates, strict=True))
+        one = partial(chosen, weight_decay=settings.weight_decay, momentum=settings.momentum, ema=settings.ema)
+        return tuple(scheduled(settings.lr_schedule, optimizer) for optimizer in map(one, names, rates))
 
     def _label_row(self) -> int:
         return self.train.label_type.itemsize * (self.train.labels.numel() // max(1, len(self.train.labels)))
@@ -339,8 +339,8 @@ class Inputs:
         """Until the cut is known any partition may get any of them."""
         if self._optimizer is not None:
             return [self._optimizer]
-        settings = self.settings
-        return [chosen(name, 1.0, 0.0, settings.momentum, settings.ema) for name in values_of(settings.optimizer)]
+        names, momentum, ema = values_of(self.settings.optimizer), self.settings.momentum, self.settings.ema
+        return [scheduled(self.settings.lr_schedule, chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from seqpart.errors import OptionError
 from seqpart.memory.compiler import take_step, without_compiler
+from seqpart.model.optimizers import Optimizer, averaging, describe
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -96,7 +97,28 @@ def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: 
     """Raises OptionError for a scheduler that cannot be had, or ends before one of `runs`, of so many updates, does."""
     if not isinstance(schedule, str):
         for updates, build in itertools.product(runs, builds):
-            Scheduler(schedule, build).at(max(0, min(updates - 1, _TRIED)))
+            scheduler = Scheduler(schedule, build)
+            begins, ends = scheduler.at(0), scheduler.at(max(0, min(updates - 1, _TRIED)))
+            if any(not one.get("momentum", 1) and other["momentum"] for one, other in zip(begins, ends, strict=True)):
+                raise OptionError(
+                    "--lr-schedule: the scheduler begins without momentum and sets it later, which needs memory that was not "
+                    "planned. Let it begin with a small one."
+                )
+
+
+def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimizer:
+    """`optimizer` with the state that it keeps under such a scheduler: OneCycleLR gives SGD a momentum."""
+    if isinstance(schedule, str):
+        return optimizer
+    options = Scheduler(schedule, optimizer.build).at(0)
+
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        built = optimizer.build(parameters)
+        tune(built, options)
+        return built
+
+    found = averaging(describe(optimizer.name, build), optimizer.average)
+    return optimizer if found.state == optimizer.state else found
 
 
 def problems(schedule: str | SchedulerFactory, warmup: int, ema: float | None, method: str, *, recovers: bool) -> Iterator[str]:

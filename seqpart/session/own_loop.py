@@ -18,7 +18,7 @@ from seqpart.data.pairs import as_pair, is_pair
 from seqpart.data.reader import WINDOW
 from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, as_split, first_rows, said_of_labels, said_of_rows, write_rows
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
 from seqpart.interrupts import Interrupts
 from seqpart.kinds import EPOCHS, MOST, values_of
@@ -149,6 +149,13 @@ class OwnLoop:
                         yield
                 except BaseException as error:
                     self._ended = not (isinstance(error, Exception) and self._is_whole())
+                    done, self.updates = self.updates, self._left_of(self.updates)
+                    if self.updates < done:
+                        raise ModelError(
+                            f"an error in the middle of update {done + 1}, of which some partitions had made their step "
+                            f"({type(error).__name__}: {error}). The session went back to update {self.updates}, behind which "
+                            "all that stays on the device was at home last: as by evaluate(), state_dict() and export()."
+                        ) from error
                     raise
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(str(interrupt) or ("" if self._ended else _GOES_ON)) from None
@@ -163,10 +170,17 @@ class OwnLoop:
     def _is_whole(self) -> bool:
         """Behind an error: whether the weights are what the last update left."""
         untouched, self._untouched = self._untouched, False
-        if self._session.failed_at is None:
-            return untouched
-        self._session.failed_at, self._steps, self._rows.fed = None, None, self.updates
-        return True
+        return untouched or self._session.failed_at is not None
+
+    def _left_of(self, updates: int) -> int:
+        """Behind an error, the updates that are left: fewer, where it came when some partitions had made their step and there
+        are others, or weights, that stay on the device."""
+        at, self._session.failed_at = self._session.failed_at, None
+        if at is None:
+            return updates
+        left = at.phase if self._steps is not None else updates  # each batch is a phase of its own
+        self._steps, self._rows.fed = None, left
+        return left
 
     def step(self, batch: object, *others: object) -> float:
         """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
@@ -183,10 +197,10 @@ class OwnLoop:
         if self._most is not None and self.updates == self._most:
             raise OptionError(f"--max-steps {self._most}: all of them are done.")
         with self._working():
-            if self._steps is None or split.count != self._batch_rows:
-                self._begin_batches_of(split.count)
             with self._refusing():
                 self._rows.feed(split)
+            if self._steps is None or split.count != self._batch_rows:
+                self._begin_batches_of(split.count)
             assert self._steps is not None
             next(self._steps)
             self.updates += 1

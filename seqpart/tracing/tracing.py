@@ -227,8 +227,9 @@ def _left_as_it_is(model: nn.Module) -> Iterator[None]:
 
 
 def _faked(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
+    number = tensor.item() if not (tensor.ndim or tensor.is_floating_point() or tensor.is_meta) else None
     with mode:
-        if not tensor.ndim and not tensor.is_floating_point() and not tensor.is_meta:
-            return torch.tensor(tensor.item(), dtype=tensor.dtype)
+        if number is not None:
+            return torch.tensor(number, dtype=tensor.dtype)
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
