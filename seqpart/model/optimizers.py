@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from seqpart.errors import OptionError
 from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.offload.layout import Layout, TensorSpec
+from seqpart.rates.scheduler import Scheduler, SchedulerFactory, tune
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -198,6 +199,21 @@ def describe(name: str, build: Build) -> Optimizer:
         raise
     except Exception as error:
         raise OptionError(f"optimizer {name}: a trial step failed: {type(error).__name__}: {error}") from error
+
+
+def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimizer:
+    """`optimizer` with the state that it keeps under such a scheduler: OneCycleLR gives SGD a momentum."""
+    if isinstance(schedule, str):
+        return optimizer
+    options = Scheduler(schedule, optimizer.build).at(0)
+
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        built = optimizer.build(parameters)
+        tune(built, options)
+        return built
+
+    found = averaging(describe(optimizer.name, build), optimizer.average)
+    return optimizer if found.state == optimizer.state else found
 
 
 def _without_compiler(build: Build, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

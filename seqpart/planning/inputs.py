@@ -35,10 +35,10 @@ from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
-from seqpart.model.optimizers import Optimizer, averaging, chosen
+from seqpart.model.optimizers import Optimizer, averaging, chosen, scheduled
 from seqpart.model.reductions import Reduction, Verdict, ignored_label, name_of, reduction_of
 from seqpart.planning.plan import Plan, PlanRequest
-from seqpart.rates.scheduler import refuse_unfit, scheduled
+from seqpart.rates.scheduler import refuse_unfit
 from seqpart.settings import Settings
 from seqpart.tiling.separation import starts_of
 from seqpart.tracing.tracing import chain_and_loss, chain_of

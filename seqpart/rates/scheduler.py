@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from seqpart.errors import OptionError
 from seqpart.memory.compiler import take_step, without_compiler
-from seqpart.model.optimizers import Optimizer, averaging, describe
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -104,21 +103,6 @@ def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: 
                     "--lr-schedule: the scheduler begins without momentum and sets it later, which needs memory that was not "
                     "planned. Let it begin with a small one."
                 )
-
-
-def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimizer:
-    """`optimizer` with the state that it keeps under such a scheduler: OneCycleLR gives SGD a momentum."""
-    if isinstance(schedule, str):
-        return optimizer
-    options = Scheduler(schedule, optimizer.build).at(0)
-
-    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        built = optimizer.build(parameters)
-        tune(built, options)
-        return built
-
-    found = averaging(describe(optimizer.name, build), optimizer.average)
-    return optimizer if found.state == optimizer.state else found
 
 
 def problems(schedule: str | SchedulerFactory, warmup: int, ema: float | None, method: str, *, recovers: bool) -> Iterator[str]:
