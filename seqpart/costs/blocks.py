@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from seqpart.costs.counting import LiveBytes
-from seqpart.costs.fake_mode import FakeMode, SameTypes, asks_for_values, quiet_log, quiet_random, real_module
+from seqpart.costs.fake_mode import FakeMode, SameTypes, asks_for_values, cast, changed_in, quiet_log, quiet_random, real_module
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
@@ -42,7 +42,11 @@ class BlockCost:
     frozen: int = 0
     """Numbers in its parameters that do not learn."""
     buffers: int
-    """Of the layout: what is not a parameter. An update keeps a copy, in case it has to be done again."""
+    """Bytes of those that change: an update keeps a copy, in case it has to be done again."""
+    changing: tuple[str, ...] = ()
+    """Names of buffers that its forward pass changes: running statistics, and not a mask."""
+    tests_change: bool = False
+    """Whether it changes some in evaluation too."""
     forward_peak: int
     """Most bytes alive while it runs forward with a graph, beyond those before it."""
     saved: int
@@ -235,7 +239,9 @@ def _measure_module(
         with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
             with SameTypes():  # type: ignore[no-untyped-call]
                 inference, flops = _watch_inference(module, tensors, taken, granule, autocast)
-            training = _watch_training(block, module, tensors, taken, granule, autocast)
+            found = _watch_training(block, module, tensors, taken, granule, autocast)
+            xs = [_rows_of(value).detach() for value in taken]
+            changing, tests = (changed_in(module, tensors, xs, training=training) for training in (True, False))
     except ModelError as error:
         raise ModelError(f"{block}: {error.with_flags}") from None
     except Exception as error:
@@ -254,14 +260,16 @@ def _measure_module(
         raise DataError(text) from error
     layout = layout_of(own)
     return replace(
-        training,
+        found,
         layout=layout,
         gradient_layout=Layout.of(spec for spec in layout.specs if spec.name in trainable),
         trainable=tuple(name for name in trainable if name in own),
         tied=sum(tensors[tie.name].nbytes for tie in block.tied),
         gradients=sum(round_up(tensors[name].nbytes, granule) for name in trainable),
         frozen=frozen_in(module, own, trainable),
-        buffers=sum(tensor.nbytes for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)),
+        buffers=sum(tensors[name].nbytes for name in changing),
+        changing=changing,
+        tests_change=bool(tests),
         inference_peak=inference,
         flops=flops,
         held=_held(module, tensors),
@@ -273,14 +281,6 @@ def _held(module: nn.Module, known: Collection[str]) -> int:
     tensors = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
     tensors += [tensor for name, tensor in tensors_of(module).items() if name not in known]
     return sum({tensor.untyped_storage()._cdata: tensor.nbytes for tensor in tensors}.values())
-
-
-@contextmanager
-def cast(autocast: torch.dtype | None) -> Iterator[None]:
-    """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
-    those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
-    with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
-        yield
 
 
 def _watch_training(

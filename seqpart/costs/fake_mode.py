@@ -3,8 +3,8 @@ their place, for a module whose shapes depend on values, as those of an expert d
 
 import logging
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from seqpart.memory.compiler import enter, leave, without_compiler
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import listed
 from seqpart.model.packs import has_gradients
-from seqpart.model.tensors import tensors_of, with_tensors
+from seqpart.model.tensors import run_fake, tensors_of, with_tensors
 
 _CPU = torch.device("cpu")
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm
@@ -158,3 +158,43 @@ def quiet_random() -> Iterator[None]:
 def _is_same(before: Any) -> bool:
     now: Any = np.random.get_state()
     return before[2] == now[2] and bool((before[1] == now[1]).all())
+
+
+@contextmanager
+def cast(autocast: torch.dtype | None) -> Iterator[None]:
+    """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
+    those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
+    with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+        yield
+
+
+class Normalized(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Kernels of normalisations may write into running statistics without a word, as native_batch_norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.buffers: set[int] = set()
+        """Identities of all that they were given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in func.overloadpacket.__name__:
+            self.buffers |= {id(tensor) for tensor in tensors_in([*args, *(kwargs or {}).values()])}
+        return func(*args, **(kwargs or {}))
+
+
+def changed_in(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor], *, training: bool
+) -> tuple[str, ...]:  # fmt: skip
+    """Names of buffers that a forward pass changes. Of one in evaluation that fails nothing is known."""
+    buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    if not buffers:
+        return ()
+    changed = set[str]()
+    module.train(training)
+    try:
+        with torch.no_grad(), Normalized() as seen:
+            run_fake(module, tensors, *xs, changed=changed)
+    except Exception:
+        if training:
+            raise
+    return tuple(name for name, tensor in buffers.items() if name in changed or (training and id(tensor) in seen.buffers))

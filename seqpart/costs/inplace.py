@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import torch
 
-from seqpart.costs.blocks import BlockCost, cast
-from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
+from seqpart.costs.blocks import BlockCost
+from seqpart.costs.fake_mode import FakeMode, cast, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import with_tensors

@@ -184,7 +184,7 @@ class Simulator:
         return self._own + self._shared + self._sum
 
     def _keep(self, kind: str, p: int, m: int, nbytes: int) -> None:
-        nbytes *= 1 if kind == "gradients" else self._alike
+        nbytes *= 1 if kind in ("gradients", "buffers") else self._alike
         self._sum += nbytes - self._held.get((kind, p, m), 0)
         self._held[kind, p, m] = nbytes
 
@@ -195,6 +195,7 @@ class Simulator:
 
     def _load(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p = step.partition
+        self._free("buffers", p, 0)
         if self._resources.slots == 1 and p not in self._resources.stays:
             self._shared = max(self._shared, self._in_slot(p))
         self._first = read = 0 if p in self._filled else part.weights + (part.borrowed if self._resources.borrows else 0)
@@ -207,7 +208,7 @@ class Simulator:
         return 0, read, 0, read / self._speeds.read
 
     def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
-        p, written = step.partition, 0
+        p, written, waits = step.partition, 0, step.partition not in self._changed
         with_state = self.progress.loaded[p]
         again = self.progress.needs_state(p, self._phases[step.phase].stage)
         if p in self._changed:
@@ -224,6 +225,8 @@ class Simulator:
         if step.more:
             written += part.gradients
             self._free("gradients", p, 0)
+        if step.more or (waits and self._phases[step.phase].keeps_graph(p)):  # copies, see EarlierBuffers.leave
+            self._keep("buffers", p, 0, part.buffers)
         if p in self._resources.at_host:
             return 0, 0, 0, written / self._speeds.down
         return 0, 0, written, written / self._speeds.write
@@ -260,8 +263,7 @@ class Simulator:
             written = rows * part.output_row if p == phase.last and phase.hands_on(len(self._partitions)) else 0
             if p == phase.partition and phase.breadth_first:
                 self._hold_values(part.entering, step.micro_batch)
-            own = self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0
-            peak = self._now + part.inference_peak - own
+            peak = self._now + part.inference_peak - (self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0)
             if phase.partition != phase.last:
                 self._free_values(self._handing.used_up(p), step.micro_batch)
                 if p < phase.last:
@@ -328,8 +330,7 @@ class Simulator:
         return self._speeds.computing(part, min(rows, part.rows), forward=forward, backward=backward, keeps_heap=keeps_heap)
 
     def _hand_down(self, p: int, m: int) -> int:
-        """Bytes of gradients that partition p takes: of what it gave, and of what it took and others did behind it. The last
-        one takes none."""
+        """Bytes of gradients that p takes: of what it gave, and of what others took behind it too; the last one takes none."""
         given, again = self._partitions[p].leaving, self._handing.taken_again(p)
         return self._free_values(given, m) + sum(self._free("gradient", value.number, m) for value in (*given, *again))
 

@@ -272,7 +272,10 @@ class Executor:
     # --- work -----------------------------------------------------------------------------------------------------
 
     def _forward(self, step: Step) -> tuple[int, int]:
-        return self.compute.forward(step)
+        done = self.compute.forward(step)
+        if self._phases[step.phase].kind is PhaseKind.TEST:
+            self._loaded[step.partition].tested()
+        return done
 
     def _backward(self, step: Step) -> tuple[int, int]:
         traffic = self.compute.backward(step)

@@ -59,7 +59,7 @@ class Partition:
         """Parameters that learn in this visit, by their places in the model."""
         self._modules: list[list[nn.Module]] = []
         """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
-        self._buffered = [block for block, cost in zip(blocks, costs, strict=True) if cost.buffers]
+        self._buffered = {block: cost.changing for block, cost in zip(blocks, costs, strict=True) if cost.changing}
         self.buffers = EarlierBuffers(self._buffered, self._attach)
         self._slot: Slot | None = None
         self._own: torch.Tensor | None = None
@@ -224,7 +224,7 @@ class Partition:
 
     def packing(self, offload: GraphOffload | None) -> torch.autograd.graph.saved_tensors_hooks:
         """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
-        changing = [buffer for block in self.blocks for buffer in block.module.buffers()]
+        changing = [block.module.get_buffer(name) for block, names in self._buffered.items() for name in names]
         buffer = self._weights_in()
         assert buffer is not None
         return packing(buffer, self._weights_in, changing, offload)
@@ -272,6 +272,12 @@ class Partition:
         self.buffers.forget()
         self.changed = self.changed or self.optimizer is not None or bool(self._buffered)
         self.forget_gradients()
+
+    def tested(self) -> None:
+        """Behind a forward pass in evaluation: buffers that it changed are there to stay, as in a plain loop."""
+        if any(cost.tests_change for cost in self._costs):
+            self.buffers.forget()
+            self.changed = True
 
     def abandon_update(self) -> None:
         """Forget what the micro-batches of an unfinished update left: gradients, graphs and running statistics."""
@@ -334,9 +340,8 @@ class Partition:
         self, *, keep_state: bool, gradients: bool = False, again: bool = False, stay: bool = False
     ) -> tuple[Slot | None, Wait, int]:
         """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
-        stay: weights that stay do so until the next visit.
 
-        Without `keep_state` its optimizer state is forgotten at home too: an earlier visit's would be taken for this one's.
+        stay: weights that stay do so until the next visit. Without `keep_state` its optimizer state is forgotten at home too.
         """
         if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
             self.buffers.leave()

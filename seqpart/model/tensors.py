@@ -93,16 +93,22 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Abst
     return _reparametrize_module(module, dict(tensors), tie_weights=True)
 
 
-def run_fake(module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def run_fake(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor, changed: set[str] | None = None
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """What `module` gives for what it takes, with `tensors` in place of its own. Raises ModelError where it gives its buffers
-    other shapes or types, and for a parameter that is made in the forward pass."""
-    own = tensors_of(module)
+    other shapes or types, and for a parameter that is made in the forward pass. changed: gets names of tensors that it writes
+    into, or puts others in the place of."""
+    own, versions = tensors_of(module), {name: tensor._version for name, tensor in tensors.items()}
     with (
         listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}),
         with_tensors(module, tensors),
     ):
         output = module(*taken)
         _refuse_other_tensors(module, tensors, known=own)
+        if changed is not None:
+            now = tensors_of(module)
+            changed |= {n for n, old in tensors.items() if old._version > versions[n] or now.get(n, old) is not old}
     if isinstance(output, torch.Tensor):
         return (output,)
     if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):

@@ -1,7 +1,7 @@
 """Running statistics of BatchNorm made anew: the mean over the batches of a pass, in which nothing else is in training. And
 buffers as they were before passes that will be done again."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -47,9 +47,10 @@ class EarlierBuffers:
     """Buffers of a partition's blocks as they were when an update began, and before a forward pass that will be done again;
     and as a visit left them whose update belongs to a later one. The copies are its own memory."""
 
-    def __init__(self, blocks: Sequence[Block], attach: Callable[[], None]) -> None:
-        """attach: gives the modules the buffers that they had, where they put new tensors in the place of these."""
-        self._blocks, self._attach = blocks, attach
+    def __init__(self, changing: Mapping[Block, Sequence[str]], attach: Callable[[], None]) -> None:
+        """changing: names of buffers that passes change. attach: gives the modules the buffers that they had, where they put
+        new tensors in the place of these."""
+        self._changing, self._attach = changing, attach
         self._at_update: list[_Copy] = []
         self._before: list[_Copy] = []
         self._at_visit: list[_Copy] = []
@@ -89,23 +90,23 @@ class EarlierBuffers:
 
     def leave(self) -> None:
         """Keep them as this visit made them, for the next one."""
-        self._left = [buffer.clone() for buffer in self._own()]
+        self._left = [value for _, _, value in self._copied()]
 
     def come_back(self) -> None:
         """As the last visit left them."""
-        for buffer, value in zip(self._own(), self._left, strict=False):
-            buffer.copy_(value)
+        for (block, name), value in zip(self._own(), self._left, strict=False):
+            block.module.get_buffer(name).copy_(value)
         self._left = []
 
     def release(self) -> None:
         self._left = []
         self.forget()
 
-    def _own(self) -> list[torch.Tensor]:
-        return [buffer for block in self._blocks for buffer in block.module.buffers()]
+    def _own(self) -> list[tuple[Block, str]]:
+        return [(block, name) for block, names in self._changing.items() for name in names]
 
     def _copied(self) -> list[_Copy]:
-        return [(block, name, buffer.clone()) for block in self._blocks for name, buffer in block.module.named_buffers()]
+        return [(block, name, block.module.get_buffer(name).clone()) for block, name in self._own()]
 
     def _put_back(self, copied: list[_Copy]) -> None:
         if copied:

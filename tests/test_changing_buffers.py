@@ -1,0 +1,147 @@
+"""Which buffers a forward pass changes: those are kept twice while an update may be done again, and a mask is not."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.costs.blocks import measure_chain
+from seqpart.model.blocks import as_chain
+from tests.command import run
+
+WIDTH = 6
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.linear(x) * self.mask
+
+
+class Counts(Masked):
+    def forward(self, x):
+        self.mask += 1
+        return super().forward(x)
+
+
+class CountsInTraining(Masked):
+    def forward(self, x):
+        if self.training:
+            self.mask.mul_(1.01)
+        return super().forward(x)
+
+
+class Replaces(Masked):
+    def forward(self, x):
+        self.mask = 0.9 * self.mask + x.detach().mean(0)
+        return super().forward(x)
+
+
+class NormedByHand(Masked):
+    """A kernel that writes into statistics and does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return F.batch_norm(super().forward(x), self.mean, self.variance, training=self.training)
+
+
+class Inside(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(WIDTH), Masked())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changing", "tests_change"),
+    [
+        (Masked, (), False),
+        (Counts, ("mask",), True),
+        (CountsInTraining, ("mask",), False),
+        (Replaces, ("mask",), True),
+        (NormedByHand, ("mean", "variance"), False),
+        (Inside, ("0.running_mean", "0.running_var", "0.num_batches_tracked"), False),
+        (lambda: nn.Linear(WIDTH, WIDTH), (), False),
+    ],
+)
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_buffer_that_a_pass_changes_is_known_from_one_that_it_reads(kind, changing, tests_change, alive):
+    (cost,) = measure_chain(as_chain([kind() if alive else kind]), (WIDTH,), 4)
+    assert cost.changing == changing and cost.tests_change == tests_change
+    assert cost.buffers == sum(4 * WIDTH if name != "0.num_batches_tracked" else 8 for name in changing)
+
+
+class Watched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = Counts(), Replaces(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x).relu()).relu())
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "checkpointed", "partitions": 3}, {"method": "streamed", "partitions": 3}])
+@pytest.mark.usefixtures("known_machine")
+def test_what_tests_change_is_changed_by_every_method_as_in_a_plain_loop(options, tmp_path):
+    """Where partitions come and go, those whose homes were written last had what the tests made of them, and others had not."""
+    torch.manual_seed(0)
+    x, y, model = torch.randn(20, WIDTH), torch.arange(20) % 3, Watched()
+    torch.manual_seed(1)
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    Trainer(
+        model, None, "sgd", lr=0.1, mem_limit="1GB", batch_size=8, micro_batch_size=8, epochs=2, shuffle=False, quiet=True,
+        output_dir=tmp_path / "run", **{"method": "full", **options},
+    ).fit((x, y), (x[:8], y[:8]))  # fmt: skip
+    plain = Watched()
+    plain.load_state_dict(first)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        for at in range(0, 20, 8):
+            optimizer.zero_grad()
+            F.cross_entropy(plain(x[at : at + 8]), y[at : at + 8]).backward()
+            optimizer.step()
+    plain.eval()(x[:8])
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+MODEL = """
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(256, 256)
+            self.register_buffer("mask", torch.tril(torch.ones(2048, 2048, dtype=torch.bool)), persistent=False)
+
+        def forward(self, x):
+            return x + self.linear(x).masked_fill(~self.mask[:256, 1024], 0.0).relu()
+
+    def model():
+        return [lambda: nn.Linear(64, 256), *[Block for _ in range(24)], lambda: nn.Linear(256, 10)]
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [["--method", "streamed", "--clip-grad-norm", "1"], pytest.param(["--method", "auto"], marks=pytest.mark.slow)]
+)
+def test_large_masks_wait_nowhere_twice_and_a_plan_that_fits_does(options, tmp_path):
+    """Each partition whose gradients or graph waited elsewhere kept a copy of its masks: memory ran out again and again."""
+    (tmp_path / "masks.py").write_text(textwrap.dedent(MODEL))
+    ran = run(
+        tmp_path, "--model", "masks:model", "--mem-limit", "310MB", "--max-steps", 3, "--batch-size", 16, *options, "-o", "out"
+    )
+    assert ran.code == 0 and "going on" not in ran.err + ran.out, ran.err
+    proof = json.loads((tmp_path / "out" / "result.json").read_text())["proof"]
+    assert proof["peak"] <= 1.01 * proof["predicted"]
