@@ -47,6 +47,8 @@ class BlockCost:
     """Names of buffers that its forward pass changes: running statistics, and not a mask."""
     tests_change: bool = False
     """Whether it changes some in evaluation too."""
+    writes_late: bool = False
+    """Whether a kernel writes into what autograd has saved by then: its graph stays on the device."""
     forward_peak: int
     """Most bytes alive while it runs forward with a graph, beyond those before it."""
     saved: int
@@ -337,6 +339,7 @@ def _watch_training(
         layout=Layout(()), trainable=(), gradient_layout=Layout(()), gradients=0, held=0, buffers=0, forward_peak=forward_peak,
         saved=saved, saved_alone=saved_alone, saved_sizes=saved_sizes, backward_peak=peaks[0], accumulate_peak=peaks[1],
         inference_peak=0, takes=tuple(taken), gives=gives, flops=0, writes=written, passes=passes,
+        writes_late=live.writes_late,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, granule: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self.flops = 0
+        self.flops, self.writes_late = 0, False
         self._granule = granule
         self._known: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}
@@ -34,7 +34,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func.overloadpacket.__name__, args, result)
+        name = func.overloadpacket.__name__
+        self.flops += flops_of(name, args, result)
+        self.writes_late = self.writes_late or name in _WRITE_LATE
         for tensor in tensors_in(result):
             self._count(tensor.untyped_storage())
         return result
@@ -70,6 +72,8 @@ def tensors_in(result: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
+_WRITE_LATE = ("rrelu_with_noise", "rrelu_with_noise_")
+"""Kernels that write into a tensor behind the moment at which autograd saves it."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 

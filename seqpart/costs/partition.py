@@ -68,6 +68,8 @@ class PartitionCost:
     """Of the micro-batch that all this is for."""
     parameters: int
     """Trainable ones, counted."""
+    writes_late: bool = False
+    """Whether its graph has to stay on the device where it is kept."""
     frozen: int = 0
     """The others."""
     trainable: bool
@@ -126,7 +128,7 @@ def growing(
     heaps = [0] * len(shares)
     frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = graph = 0
-    trainable, seconds, with_heap = False, (0.0, 0.0), 0.0
+    trainable, late, seconds, with_heap = False, False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
     tied = lent = adding = adding_again = 0
@@ -179,6 +181,7 @@ def growing(
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
         parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
         largest = max([largest, *(spec.nbytes for spec in trained)])
+        late = late or block.writes_late
         trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
         loss_peak, targets = loss_of(block)
         came, leaving = flow.came, flow.leaving
@@ -200,7 +203,7 @@ def growing(
             inference_peak=own + heap + max(inference, output + loss_peak),
             update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
             row_flops=flops // rows,
-            parameters=parameters, frozen=frozen, trainable=trainable,
+            parameters=parameters, frozen=frozen, trainable=trainable, writes_late=late,
             forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
             kept_share=with_heap / sum(seconds) if with_heap else COMPUTING_SHARE,
         )  # fmt: skip

@@ -8,7 +8,6 @@ allocation that fails inside the limit ends it too, with everything at home as a
 
 import contextlib
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.errors import DataError, Diverged, OptionError, OutOfMemory
+from seqpart.errors import Diverged, OutOfMemory
 from seqpart.execution.compute import Compute
 from seqpart.execution.events import Event, StepDone
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
+from seqpart.model.inspection import explained_step
 from seqpart.offload.store import Store
 from seqpart.offload.transfer import Transfer
 from seqpart.parts.parting import Parting
@@ -122,7 +122,7 @@ class Executor:
             self.settle()
         except Exception as error:
             if not self._device.is_out_of_memory(error):
-                told = _explained(error)
+                told = explained_step(error)
                 told.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
                 if self._doing and self.step.verb in _CAN_BE_UNDONE:
                     self._bring_home(told)
@@ -363,28 +363,6 @@ class Executor:
             partition.release()
         self._loaded.clear()
         self._coming.clear()
-
-
-def _explained(error: Exception) -> Exception:
-    """In words, where the message does not say what is wrong with the rows, or the loss."""
-    if re.search(r"of type _Place|through the graph a second time|size of tensor [ab] \(0\)", str(error)):
-        return OptionError(
-            "loss: its graph reaches layers of other partitions, as by an attribute that a layer keeps in its forward pass: "
-            "what they were is gone by then. Return that with the output, or train with --method full."
-        )
-    if not isinstance(error, IndexError):
-        return error
-    if re.match(r"Target -?\d+ is out of bounds", str(error)):
-        return DataError(
-            f"the loss found a label that is no class: {error} The classes of K outputs are 0 to K - 1. Give such labels, or "
-            "let the last block have more outputs."
-        )
-    if "index out of range in self" not in str(error):
-        return error
-    return DataError(
-        "a row has a number that an nn.Embedding of the model has no vector for: a token that is not in its vocabulary, or a "
-        "row longer than its positions. Give rows of numbers from 0 to num_embeddings - 1, or a larger embedding."
-    )
 
 
 def _spoilt_weight(partition: Partition) -> str:

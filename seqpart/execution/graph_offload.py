@@ -63,6 +63,7 @@ class GraphOffload:
     def __init__(self, ranges: Mapping[int, Ranges]) -> None:
         self._ranges, self._every = ranges, list(dict.fromkeys(ranges.values()))
         self._key: Key | None = None
+        self._device = torch.device("cpu")
         self._flat, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         """Where storages begin that were gathered for this key, by identity and version; they may be dead."""
@@ -81,7 +82,7 @@ class GraphOffload:
 
     def pack(self, tensor: torch.Tensor) -> Offloaded | None:
         """Its place, or None where there is no room for it: what a block saves may be more than was counted."""
-        storage = tensor.untyped_storage()
+        storage, self._device = tensor.untyped_storage(), tensor.device
         if self._key is None or (offset := self._place_of(storage, tensor._version)) is None:
             return None
         return Offloaded(self._key, offset, int(tensor.storage_offset()), Look.of(tensor))
@@ -101,6 +102,8 @@ class GraphOffload:
         return offset
 
     def unpack(self, saved: Offloaded) -> torch.Tensor:
+        if saved.key == self._key:  # a block asks for gradients in its own forward pass
+            return saved.on(self._flat).to(self._device, copy=True)  # that memory is another graph's next
         return saved.on(self._open[saved.key])
 
     @contextmanager

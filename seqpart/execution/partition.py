@@ -227,7 +227,7 @@ class Partition:
         changing = [block.module.get_buffer(name) for block, names in self._buffered.items() for name in names]
         buffer = self._weights_in()
         assert buffer is not None
-        return packing(buffer, self._weights_in, changing, offload)
+        return packing(buffer, self._weights_in, changing, None if any(c.writes_late for c in self._costs) else offload)
 
     def _weights_in(self) -> torch.Tensor | None:
         """The buffer in which they lie, while it is loaded."""

@@ -2,6 +2,7 @@
 what they were: modes, caches, hooks."""
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.errors import ModelError
+from seqpart.errors import DataError, ModelError, OptionError
 
 Kind = tuple[object, ...]
 ACTIVATIONS = (
@@ -202,3 +203,30 @@ def _looks(value: object) -> object:
         parts = value.values() if isinstance(value, dict) else value
         return type(value), len(value), repr(value) if len(value) <= _SHORT and all(map(is_plain, parts)) else ""
     return repr(value) if is_plain(value) else type(value)
+
+
+def explained_step(error: Exception) -> Exception:
+    """In words, where the message does not say what is wrong with the rows, or the loss."""
+    if re.search(r"of type _Place|through the graph a second time|size of tensor [ab] \(0\)", str(error)):
+        return OptionError(
+            "loss: its graph reaches layers of other partitions, as by an attribute that a layer keeps in its forward pass: "
+            "what they were is gone by then. Return that with the output, or train with --method full."
+        )
+    if re.search(r"support saved tensor hooks|data pointer on an invalid python storage", str(error)):
+        return ModelError(
+            "a layer uses torch.func (grad, jvp, vjp), whose transforms cannot be taken apart where weights come and go. Train "
+            "with --method full, or let it call torch.autograd.grad(..., create_graph=True) under torch.enable_grad()."
+        )
+    if not isinstance(error, IndexError):
+        return error
+    if re.match(r"Target -?\d+ is out of bounds", str(error)):
+        return DataError(
+            f"the loss found a label that is no class: {error} The classes of K outputs are 0 to K - 1. Give such labels, or "
+            "let the last block have more outputs."
+        )
+    if "index out of range in self" not in str(error):
+        return error
+    return DataError(
+        "a row has a number that an nn.Embedding of the model has no vector for: a token that is not in its vocabulary, or a "
+        "row longer than its positions. Give rows of numbers from 0 to num_embeddings - 1, or a larger embedding."
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
@@ -49,11 +49,33 @@ class _Taken:
     piece: _Piece
     start: int
     """Bytes of the storage before its first element."""
-    empty: bool
+    has_no_values: bool
     """It has a shape, and its storage is empty: its values come from files."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    given: TensorWeakRef | None = None
+    """A buffer as it came, which somebody else may hold too: it keeps its values, and an empty one stands in its places."""
+
+    def empty(self) -> None:
+        """Let the module have nothing of it."""
+        empty = torch.empty(0, dtype=self.tensor.dtype, device=self.piece.device)
+        if not self.places:
+            self.tensor.data = empty
+            return
+        self.given, self.tensor = TensorWeakRef(self.tensor), empty
+        self.put(empty)
+
+    def back(self, value: torch.Tensor) -> None:
+        """Let the module have `value`, in the tensor that it came with."""
+        given = None if self.given is None else self.given()
+        self.tensor = self.tensor if given is None else given
+        self.tensor.data = value
+        self.put(self.tensor)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        for module, leaf in self.places:
+            module._buffers[leaf] = tensor
 
     def on(self, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
         """The tensor as it lay, on a storage whose byte 0 is byte `first` of the one it lay on."""
@@ -171,7 +193,7 @@ class LiveModules:
                     self._file = os.dup(file.fileno())
                     for tensors in self._taken.values():
                         for taken in tensors.values():
-                            taken.tensor.data = torch.empty(0, dtype=taken.tensor.dtype, device=taken.piece.device)
+                            taken.empty()
                             self._emptied.append(taken.tensor)
                             _away[taken.tensor] = True
         except OSError as error:
@@ -181,7 +203,7 @@ class LiveModules:
         """Copy a block's tensors, as they came, into `views` (without gaps, on the CPU). Raises StoreError."""
         for name, view in views.items():
             taken = self._taken[block.number][name]
-            if taken.empty:
+            if taken.has_no_values:
                 continue
             if taken.stride == view.stride():
                 self._read(
@@ -192,8 +214,10 @@ class LiveModules:
                 view.copy_(taken.on(self._storage(taken.piece, torch.device("cpu")), taken.piece.first))
 
     def keep(self, block: Block) -> None:
-        """Its module has other tensors now, which `give_back` is to leave there."""
-        self._taken.pop(block.number, None)
+        """Its module has other values now, which `give_back` is to leave there."""
+        for name, taken in self._taken.pop(block.number, {}).items():
+            if taken.places and block.alive is not None:
+                taken.back(block.alive.get_buffer(name))
 
     def give_back(self) -> None:
         """Let the modules be what they were, but for those to `keep`. Raises StoreError where the file cannot be read."""
@@ -208,15 +232,13 @@ class LiveModules:
             back: dict[int, tuple[torch.UntypedStorage, int]] = {}
             for tensors in self._taken.values():
                 for taken in tensors.values():
-                    if taken.empty:
+                    if taken.has_no_values:
                         taken.tensor.data = _empty(taken.shape, taken.stride, taken.tensor.dtype)
                         continue
                     piece, held = taken.piece, taken.piece.storage()
                     if id(piece) not in back:
                         back[id(piece)] = (self._storage(piece, piece.device), piece.first) if held is None else (held, 0)
-                    taken.tensor.data = taken.on(*back[id(piece)])
-                    for module, leaf in taken.places:
-                        module._buffers[leaf] = taken.tensor
+                    taken.back(taken.on(*back[id(piece)]))
             for block in self._blocks:
                 if block.number in self._taken:
                     block.restore_modes()

@@ -339,7 +339,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
             at_once = 1 if plain.method.stays else micro_batches
             beside = sum(value.nbytes for value in (*cost.entering, *cost.leaving)) if candidate.resources.tiers else 0
             found.append(Option(p, Kind.KEEP, (cost.kept + beside) * at_once, seconds, 0.0))
-            for tier in problem.graph_tiers if offload else ():
+            for tier in problem.graph_tiers if offload and not cost.writes_late else ():
                 kind, up, down = (
                     (Kind.HOST, speeds.up, speeds.down) if tier == "host" else (Kind.DISK, speeds.read, speeds.write)
                 )
