@@ -91,8 +91,8 @@ def refuse_no_modules(model: object) -> None:
                 f"{where}: expected a module as it was built; found one that torch.compile made, whose code takes all layers "
                 f"together, where here they come and go one by one. {cure}."
             )
-    for kind, path in {type(module): path for path, module in _modules_in(model)}.items():
-        compiled = [name for name in dir(kind) if hasattr(getattr(kind, name, None), "_torchdynamo_orig_callable")]
+    for own, path in {type(module): path for path, module in _modules_in(model)}.items():
+        compiled = [name for name in dir(own) if hasattr(getattr(own, name, None), "_torchdynamo_orig_callable")]
         if compiled:
             raise ModelError(
                 f"model{path}: torch.compile made its method {compiled[0]}, which would run here as it was written, with other "

@@ -264,7 +264,7 @@ def _find_tied(chain: Chain) -> None:
     if problems:
         raise ModelError(
             "only a parameter may be shared by blocks, since it has one home: "
-            + ", ".join(problems) + ". Give each block its own."
+            + ", ".join(problems) + ". Give each block its own, or let one layer make both calls."
         )  # fmt: skip
 
 
