@@ -310,6 +310,7 @@ def test_a_plan_for_another_model_is_refused(saved_plan, capsys):
         lambda plan: plan["partitions"][1].update(first=99),
         lambda plan: plan["partitions"][0].update(first=1),
         lambda plan: plan["partitions"][0].update(last=1),
+        lambda plan: plan["partitions"][0].update(stays=True, weights_stay=True),
         lambda plan: plan.pop("fingerprint"),
     ],
 )

@@ -176,6 +176,8 @@ class Plan:
                 raise ValueError(f"graph {unknown[0]}")
             if unknown := [part.boundary_tier for part in parts if part.boundary_tier not in BOUNDARY_TIERS]:
                 raise ValueError(f"boundary_tier {unknown[0]}")
+            if twice := [part.first for part in parts if part.stays and part.weights_stay]:
+                raise ValueError(f"the partition from block {twice[0]} on stays as a whole, and its weights alone do")
             if min(part.micro_batch for part in parts) < 1:
                 raise ValueError("micro_batch 0")
             return _typed(cls, {**found, "partitions": parts})
@@ -192,8 +194,8 @@ class Told:
     cut: str = "as asked"
     micro_batch: str = "as asked"
     otherwise: str = (
-        "not all is as the plan says: partitions that stay and offloaded graphs go with --method auto, and what does not fit, "
-        "or cannot be, is chosen anew"
+        "not all is as the plan says: partitions and weights that stay, and offloaded graphs, go with --method auto; what does not "
+        "fit, or cannot be, is chosen anew"
     )
     """Where it could not take all answers of a saved plan."""
 
