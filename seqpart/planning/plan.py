@@ -194,8 +194,8 @@ class Told:
     cut: str = "as asked"
     micro_batch: str = "as asked"
     otherwise: str = (
-        "not all is as the plan says: partitions and weights that stay, and offloaded graphs, go with --method auto; what does not "
-        "fit, or cannot be, is chosen anew"
+        "not all is as the plan says: partitions and weights that stay, and offloaded graphs, go with --method auto; what does "
+        "not fit, or cannot be, is chosen anew"
     )
     """Where it could not take all answers of a saved plan."""
 
