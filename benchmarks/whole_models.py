@@ -253,6 +253,7 @@ EXAMPLES: dict[str, Example] = {
     "transformers BERT, classifier": _sentence("BertForSequenceClassification", "BertConfig"),
     "transformers RoBERTa, classifier": _sentence("RobertaForSequenceClassification", "RobertaConfig"),
     "transformers DeBERTa-v2, classifier": _sentence("DebertaV2ForSequenceClassification", "DebertaV2Config"),
+    "transformers ModernBERT, classifier": _sentence("ModernBertForSequenceClassification", "ModernBertConfig"),
     "transformers T5 encoder": Example(
         partial(_transformers, "T5EncoderModel", "T5Config", **T5, num_layers=4), labels="vector",
     ),

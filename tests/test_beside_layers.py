@@ -93,6 +93,28 @@ class Size(nn.Linear):
         return super().forward((z * z.roll(1, -1).conj()).abs() + z.conj().imag)
 
 
+class Rotates(nn.Module):
+    """A part without parameters that is called twice: its constants were refused, since each has one home."""
+
+    class Angles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", torch.arange(1.0, 17.0) / 16, persistent=False)
+
+        def forward(self, h):
+            return (h.detach() * self.frequencies).cos()
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.angles = self.Angles()
+
+    def forward(self, x):
+        h = self.first(x)
+        h = self.second(h * self.angles(h)).relu()
+        return self.last(h * self.angles(h))
+
+
 class FrozenNorm(nn.BatchNorm1d):
     def train(self, mode=True):
         return super().train(False)
@@ -130,6 +152,7 @@ MODELS = {
     "a complex value beside a layer": Spectral,
     "attention by another kernel": Attends,
     "complex values from layer to layer": Fourier,
+    "constants of a part that is called twice": Rotates,
 }
 
 

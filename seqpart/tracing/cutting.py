@@ -1,5 +1,6 @@
 """A recorded program, once for training and once for evaluating, as a chain of segments."""
 
+import copy
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, Chain, checked
@@ -96,6 +98,7 @@ class Cutter:
         self._model = model
         self._modules = dict(model.named_modules())
         self._owners = _owners(model)
+        self._calls = set[str]()
         by_identity = {id(getattr(owner, leaf)): name for name, (owner, leaf) in self._owners.items()}
         self._held = {
             path: {by_identity[id(t)] for t in itertools.chain(module.parameters(), module.buffers())}
@@ -156,8 +159,22 @@ class Cutter:
         paths = dict.fromkeys(op.function for op in ops if isinstance(op.function, str))
         direct = dict.fromkeys([name for op in ops for name in sorted(op.owned)] + sorted(spare))
         described = type(self._modules[next(reversed(paths), "")]).__name__
-        modules, tensors = {path: self._modules[path] for path in paths}, {name: self._owners[name] for name in direct}
+        modules, tensors = {path: self._called(path, ops) for path in paths}, {name: self._owners[name] for name in direct}
         return Segment(modules, tensors, steps[0], steps[1], described), taken
+
+    def _called(self, path: str, ops: Sequence[Op]) -> nn.Module:
+        """The module there; a copy for another segment that calls it, where all that it has are constants of its own, as
+        rotary embeddings have. Others can have one home, or are refused."""
+        module: nn.Module = self._modules[path]
+        again = path in self._calls
+        self._calls.add(path)
+        constant = not any(op.changes_own for op in ops if op.function == path) and not any(
+            isinstance(part, _BatchNorm) for part in module.modules()
+        )
+        kept = any(part._buffers.keys() - part._non_persistent_buffers_set for part in module.modules())
+        if not again or not constant or kept or any(True for _ in module.parameters()):
+            return module
+        return copy.deepcopy(module)
 
     def _with_shared_buffers(self, program: Program) -> Program:
         """A buffer has one home: where calls of several pieces use one, the first gives its value to the others."""
