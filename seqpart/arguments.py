@@ -92,12 +92,19 @@ def refuse_no_modules(model: object) -> None:
                 f"together, where here they come and go one by one. {cure}."
             )
     for own, path in {type(module): path for path, module in _modules_in(model)}.items():
-        compiled = [name for name in dir(own) if hasattr(getattr(own, name, None), "_torchdynamo_orig_callable")]
+        compiled = [name for name in dir(own) if _is_compiled(inspect.getattr_static(own, name, None))]
         if compiled:
             raise ModelError(
                 f"model{path}: torch.compile made its method {compiled[0]}, which would run here as it was written, with other "
                 "last bits. Leave the decorator out."
             )
+
+
+def _is_compiled(attribute: object) -> bool:
+    """Not what torch.compiler.disable made, which has an original too."""
+    function = getattr(attribute, "__func__", attribute) if isinstance(attribute, staticmethod | classmethod) else attribute
+    marks = getattr(function, "__dict__", {})
+    return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable", False)
 
 
 def _modules_in(model: object) -> Iterator[tuple[str, nn.Module]]:

@@ -3,10 +3,12 @@
 torch names the kernel that failed (aten._local_scalar_dense); what a user wrote is seen by watching torch's functions.
 """
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -61,6 +63,14 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def seed_all(seed: int) -> int:
+    """Random numbers of torch, Python and numpy. Returns the seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    return seed
+
+
 @contextmanager
 def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) -> Iterator[None]:
     """Around a loss of that name that judges outputs of that shape, of one row.
@@ -68,6 +78,7 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
     values: whether tensors have some. Raises OptionError where it asks for one and there are none, or counts classes by the
     labels of a part; DataError where it fails for another reason.
     """
+    python, of_numpy = random.getstate(), np.random.get_state()
     with _Watch(values=values) as watch:
         try:
             yield
@@ -84,6 +95,9 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
                 raise _refusal(loss, _SHAPE) from error
             cure = _ONE_HOT_LABELS if any(said in str(error) for said in _OF_ONE_HOT) else ""
             raise DataError(f"the loss cannot judge outputs of shape {shape}{against}: {error}{cure}") from error
+        finally:  # a loss may draw
+            random.setstate(python)
+            np.random.set_state(of_numpy)
     if watch.one_hot:
         raise _refusal(loss, _ONE_HOT)
 

@@ -204,60 +204,6 @@ def test_a_complex_value_between_partitions_is_tested_and_evaluated_too(tmp_path
     assert trainer.evaluate((x[:4], y[:4])).loss == expected == F.cross_entropy(model.eval()(x[:4]), y[:4]).item()
 
 
-class Forces(nn.Linear):
-    """Gradients that a layer asks for itself, of what has just been saved."""
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            return x + torch.autograd.grad(super().forward(x).tanh().sum(), x, create_graph=True)[0]
-
-
-class Noisy(nn.Linear):
-    """Its kernel draws behind the moment at which autograd saves what it drew."""
-
-    def forward(self, x):
-        return F.rrelu(super().forward(x), training=self.training)
-
-
-@pytest.mark.parametrize("offloads", ["disk", "host"])
-@pytest.mark.parametrize("kind", [Forces, Noisy])
-def test_a_layer_whose_saved_tensors_are_asked_for_early_or_made_late_may_wait_elsewhere(kind, offloads, monkeypatch, tmp_path):
-    """A KeyError, and gradients of what memory happened to hold."""
-
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 8), kind(8, 8), nn.Linear(8, 8), kind(8, 8), nn.Linear(8, 3))
-
-    arm = Trained(monkeypatch, tmp_path, model, [data(), data()], partitions=(0, 2, 4))
-    assert first_difference(arm.run(How(keeps=0, offloads=offloads)), arm.run(FULL)) is None
-
-
-class Transformed(nn.Linear):
-    def forward(self, x):
-        return x + torch.func.grad(lambda y: super(Transformed, self).forward(y).tanh().sum())(x)
-
-
-def test_function_transforms_inside_a_layer_are_refused_in_words_where_weights_come_and_go(tmp_path):
-    def model():
-        return nn.Sequential(Transformed(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-
-    with pytest.raises(ModelError, match=r"a layer uses torch\.func .* method=\"full\""):
-        ours(model(), tmp_path / "streamed")
-    ours(model(), tmp_path / "full", method="full")
-
-
-class PartlyCompiled(Spectral):
-    @torch.compile
-    def between(self, h):
-        return h.relu()
-
-
-def test_a_method_that_torch_compile_made_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelError, match=r"torch\.compile made its method between"):
-        ours(PartlyCompiled(), tmp_path)
-
-
 @pytest.mark.parametrize("how", [How(keeps=0, offloads="disk"), How(method="checkpointed", keeps=0, offloads="host")], ids=str)
 def test_conjugate_and_negative_views_wait_elsewhere_as_what_they_are(how, monkeypatch, tmp_path):
     """They share the memory of what they are views of, which was read back as it lay: other gradients, in silence."""

@@ -57,6 +57,15 @@ class Retypes(Grows):
         return self.linear(x)
 
 
+class Forgets(Grows):
+    def begin(self):
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH))
+
+    def forward(self, x):
+        self.mask = None
+        return self.linear(x)
+
+
 class Learns(Mixing):
     def make(self, mask):
         self.mask = nn.Parameter(mask)
@@ -125,6 +134,7 @@ def test_a_mask_that_is_made_in_the_forward_pass_trains_to_the_bits_of_a_plain_l
             Retypes,
             r"makes 0\.mask a tensor of shape \(6, 6\) and type torch.float64, and it came with \(6, 6\) and torch.float32",
         ),
+        (Forgets, r"its forward pass takes its buffer 0\.mask away"),
         (Learns, r"its forward pass makes the parameter 0\.mask, which no optimizer knows. Make it in __init__"),
     ],
 )

@@ -1,7 +1,9 @@
 """Losses that do not count every row alike: an update is that of the whole batch, however it is divided."""
 
 import functools
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,6 +263,21 @@ class Notes(nn.Module):
         self.calls += 1
         self.latest = F.cross_entropy(output, labels)
         return self.latest
+
+
+def drawing_in_python(output, labels):
+    return F.cross_entropy(output, labels) * (1 + random.random())
+
+
+def drawing_in_numpy(output, labels):
+    return F.cross_entropy(output, labels[np.random.permutation(len(labels))])
+
+
+@pytest.mark.parametrize("loss", [drawing_in_python, drawing_in_numpy])
+def test_a_loss_that_draws_elsewhere_remembers_nothing_and_its_generators_are_left_alone(loss):
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    assert reduction_of(loss, (5,), torch.float32, torch.arange(8) % 5, torch.arange(8) % 5).kind is Kind.WHOLE
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 @pytest.mark.parametrize("loss", [Remembers(), Centers(True), Centers(False)], ids=["a count", "in place", "a new tensor"])

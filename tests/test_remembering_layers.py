@@ -39,6 +39,16 @@ class CountsInAList(Layer):
         return self.linear(x) * (1 + self.calls[0] / 100)
 
 
+class CountsDeeper(Layer):
+    def begin(self):
+        self.notes = {"of": {"calls": 0}}
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        self.notes["of"]["calls"] += 1
+        return self.linear(x) * (1 + self.notes["of"]["calls"] / 100) * self.scale
+
+
 class Mean(Layer):
     def begin(self):
         self.mean = torch.zeros(8)
@@ -127,11 +137,12 @@ def trained(kind, folder, method, *, stop=None, resume=None):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (Counts, "calls"), (CountsInAList, "calls"), (Mean, "mean"), (FirstMean, "mean"), (Drawn, "features"),
+        (Counts, "calls"), (CountsInAList, "calls"), (CountsDeeper, "notes"), (Mean, "mean"), (FirstMean, "mean"),
+        (Drawn, "features"),
         (OwnGenerator, "generator"),
     ],
 )  # fmt: skip
-@pytest.mark.few(6)
+@pytest.mark.few(7)
 def test_a_layer_whose_outputs_hang_on_an_attribute_that_it_changes_is_refused_by_name(kind, name, method, tmp_path):
     """A run that was stopped and went on had other weights, in silence: no checkpoint has an attribute."""
     with pytest.raises(

@@ -108,6 +108,21 @@ class Later(lr_scheduler.LRScheduler):
         return self.base_lrs
 
 
+class Between(lr_scheduler.LRScheduler):
+    def get_lr(self):
+        self.optimizer.param_groups[0]["momentum"] = 0.9 * (1 < self.last_epoch < 4)
+        return self.base_lrs
+
+
+@pytest.mark.parametrize("schedule", [Later, Between])
+def test_a_momentum_that_comes_and_goes_is_kept_where_the_optimizer_has_one(schedule, monkeypatch, tmp_path):
+    arm = Trained(monkeypatch, tmp_path, network, numbers((6,)), partitions=(0, 2, 4))
+    options = {"optimizer": "sgd", "epochs": EPOCHS, "lr_schedule": schedule, "momentum": 0.9}
+    assert first_difference(arm.run(How(), **options), arm.run(FULL, **options)) is None
+    with pytest.raises(OptionError, match="begins without momentum and sets it later"):
+        trained(tmp_path / "bare", schedule, optimizer="sgd")
+
+
 def test_a_momentum_that_comes_later_is_refused(tmp_path):
     with pytest.raises(OptionError, match="begins without momentum and sets it later"):
         trained(tmp_path, Later, optimizer="sgd")

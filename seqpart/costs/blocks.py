@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from seqpart.costs.counting import LiveBytes
-from seqpart.costs.fake_mode import FakeMode, SameTypes, asks_for_values, cast, changed_in, quiet_log, quiet_random, real_module
+from seqpart.costs.fake_mode import FakeMode, SameTypes, asks_for_values, cast, eval_edits, quiet_log, quiet_random, real_module
 from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
@@ -42,9 +42,9 @@ class BlockCost:
     frozen: int = 0
     """Numbers in its parameters that do not learn."""
     buffers: int
-    """Bytes of those that change: an update keeps a copy, in case it has to be done again."""
+    """Bytes of what is not a parameter: an update keeps a copy, in case it has to be done again."""
     changing: tuple[str, ...] = ()
-    """Names of buffers that its forward pass changes: running statistics, and not a mask."""
+    """Their names. Whether a mask is one that stays the same cannot be known: it may be written at some updates alone."""
     tests_change: bool = False
     """Whether it changes some in evaluation too."""
     writes_late: bool = False
@@ -242,8 +242,8 @@ def _measure_module(
             with SameTypes():  # type: ignore[no-untyped-call]
                 inference, flops = _watch_inference(module, tensors, taken, granule, autocast)
             found = _watch_training(block, module, tensors, taken, granule, autocast)
-            xs = [_rows_of(value).detach() for value in taken]
-            changing, tests = (changed_in(module, tensors, xs, training=training) for training in (True, False))
+            changing = tuple(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
+            tests = bool(changing) and eval_edits(block, module, tensors, [_rows_of(value).detach() for value in taken])
     except ModelError as error:
         raise ModelError(f"{block}: {error.with_flags}") from None
     except Exception as error:
@@ -271,7 +271,7 @@ def _measure_module(
         frozen=frozen_in(module, own, trainable),
         buffers=sum(tensors[name].nbytes for name in changing),
         changing=changing,
-        tests_change=bool(tests),
+        tests_change=tests,
         inference_peak=inference,
         flops=flops,
         held=_held(module, tensors),

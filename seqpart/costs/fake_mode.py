@@ -24,7 +24,7 @@ from seqpart.costs.counting import tensors_in
 from seqpart.errors import ModelError
 from seqpart.memory.compiler import enter, leave, without_compiler
 from seqpart.model.blocks import Block
-from seqpart.model.inspection import listed
+from seqpart.model.inspection import beside, listed
 from seqpart.model.packs import has_gradients
 from seqpart.model.tensors import run_fake, tensors_of, with_tensors
 
@@ -84,7 +84,7 @@ def _filled(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
     tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device).zero_()
     if isinstance(fake, nn.Parameter):
         return nn.Parameter(tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor, fake.requires_grad)
-    return tensor
+    return tensor.fill_(1.0) if tensor.is_floating_point() else tensor
 
 
 def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -168,33 +168,52 @@ def cast(autocast: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-class Normalized(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Kernels of normalisations may write into running statistics without a word, as native_batch_norm does."""
+class Writes(TorchDispatchMode):
+    """Storages that operations write into, whatever their tensors' versions say: those of `.data` and of lists say nothing, and
+    native_batch_norm does not say that it writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.buffers: set[int] = set()
-        """Identities of all that they were given."""
+        self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "norm" in func.overloadpacket.__name__:
-            self.buffers |= {id(tensor) for tensor in tensors_in([*args, *(kwargs or {}).values()])}
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = [given.get(one.name) for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+        if "batch_norm" in func.overloadpacket.__name__ and given.get("training", given.get("train")):
+            written += [given.get("running_mean"), given.get("running_var")]
+        self.storages |= {tensor.untyped_storage()._cdata for tensor in tensors_in(written)}
         return func(*args, **(kwargs or {}))
 
 
-def changed_in(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor], *, training: bool
-) -> tuple[str, ...]:  # fmt: skip
-    """Names of buffers that a forward pass changes. Of one in evaluation that fails nothing is known."""
-    buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-    if not buffers:
-        return ()
+def _refuse_changes_of(
+    names: Sequence[str], module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
+) -> None:  # fmt: skip
+    """Raises ModelError where a forward pass in training writes into buffers that the module holds in two ways."""
     changed = set[str]()
-    module.train(training)
+    module.train()
+    with torch.no_grad(), Writes() as seen:
+        run_fake(module, tensors, *xs, changed=changed)
+    ways = [*beside(module), *(tensors[name] for name in names)]
+    if changed.intersection(names) or any(tensor.untyped_storage()._cdata in seen.storages for tensor in ways):
+        raise ModelError(
+            f"it changes its buffer {names[0]}, which it holds in an attribute or a list too, where it would stay as it was. "
+            "Let it be reached by one name."
+        )
+
+
+def eval_edits(block: Block, module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> bool:
+    """Whether a forward pass in evaluation changes buffers; taken for granted where values decide, as in torch's fake
+    quantization. Of one that fails nothing is known. Raises ModelError where one that changes is held in two ways."""
+    if block.held_twice:
+        _refuse_changes_of(block.held_twice, module, tensors, xs)
+    buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    if not all(isinstance(tensor, FakeTensor) or not tensor.ndim for tensor in buffers.values()):
+        return True
+    changed = set[str]()
+    module.eval()
     try:
-        with torch.no_grad(), Normalized() as seen:
+        with torch.no_grad(), Writes() as seen:
             run_fake(module, tensors, *xs, changed=changed)
     except Exception:
-        if training:
-            raise
-    return tuple(name for name, tensor in buffers.items() if name in changed or (training and id(tensor) in seen.buffers))
+        return False
+    return any(name in changed or t.untyped_storage()._cdata in seen.storages for name, t in buffers.items())

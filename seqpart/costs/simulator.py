@@ -203,9 +203,8 @@ class Simulator:
         if step.more:
             read += (part.state if p in self._stored else 0) + (part.gradients if p in self.progress.away else 0)
         self._first /= max(1, read)
-        if p in self._resources.at_host:
-            return 0, 0, 0, read / self._speeds.up
-        return 0, read, 0, read / self._speeds.read
+        near = p in self._resources.at_host
+        return 0, 0 if near else read, 0, read / (self._speeds.up if near else self._speeds.read)
 
     def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, written, waits = step.partition, 0, step.partition not in self._changed
@@ -227,9 +226,8 @@ class Simulator:
             self._free("gradients", p, 0)
         if step.more or (waits and self._phases[step.phase].keeps_graph(p)):  # copies, see EarlierBuffers.leave
             self._keep("buffers", p, 0, part.buffers)
-        if p in self._resources.at_host:
-            return 0, 0, 0, written / self._speeds.down
-        return 0, 0, written, written / self._speeds.write
+        near = p in self._resources.at_host
+        return 0, 0, 0 if near else written, written / (self._speeds.down if near else self._speeds.write)
 
     def _part(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         """SPLIT reads the whole's homes and writes those of its parts; MERGE reads both, and writes the whole's."""
@@ -244,10 +242,8 @@ class Simulator:
     def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, phase = step.partition, self._phases[step.phase]
         learns = phase.trains(p) and part.trainable
-        peak = self._now
-        if learns:
-            peak += part.update_peak - self._held.get(("gradients", p, 0), 0)
-        self._free("gradients", p, 0)
+        held, freed = self._now, self._free("gradients", p, 0) + self._free("buffers", p, 0)
+        peak = held + (part.update_peak - freed if learns else 0)
         if phase.keeps_rows(p):
             for m, _ in phase.spans_of(self.progress.position.updates):
                 self._free_values(part.entering, m)
@@ -286,6 +282,8 @@ class Simulator:
             held = self._waiting(sides, "disk") + self._waiting(sides, "host")
             held += part.input if phase.keeps_rows(p) else 0
             self._keep("graph", p, step.micro_batch, part.kept + held)
+        if p not in phase.streams:  # as they were when the update began, see EarlierBuffers.begin_update
+            self._keep("buffers", p, 0, part.buffers)
         if p < phase.lowest:
             self._free_values(self._handing.used_up(p), step.micro_batch)
         if p == phase.last:
@@ -303,6 +301,7 @@ class Simulator:
         labels = self._free("labels", 0, m) if p == phase.last else 0
         again = ("gradients", p, 0) in self._held
         need = (part.accumulate_peak - part.gradients) if again else part.train_peak
+        need -= self._held.get(("buffers", p, 0), 0)
         if phase.offloads_graph(p):
             need -= part.kept
         if part.lent and self._handing.tier_of(-1, self._resources.tiers) != DEVICE:

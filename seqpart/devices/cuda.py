@@ -80,6 +80,9 @@ class CudaDevice(Accelerator):
             with torch.cuda.device(self.torch):  # of a new thread it is the first GPU, where waiting would make a context
                 event.synchronize()
 
+    def is_over(self, event: Event) -> bool:
+        return event is None or bool(event.query())
+
     @contextmanager
     def copying(self, way: str) -> Iterator[None]:
         with torch.cuda.device(self.torch), torch.cuda.stream(self._copies[way]):

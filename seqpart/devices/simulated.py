@@ -194,6 +194,9 @@ class SimulatedDevice(Accelerator):
             self.streams.wait(event)
             self._raise_errors()
 
+    def is_over(self, event: Event | None) -> bool:
+        return event is None or self.streams.is_known(event)
+
     @contextmanager
     def copying(self, way: str) -> Iterator[None]:
         with self.streams.using(_COPIES[way]), Watching(self, self.torch):

@@ -128,6 +128,11 @@ class Streams:
             stream.seconds = max(stream.seconds, event.seconds)
             self.issue(stream, event)
 
+    def is_known(self, event: Event) -> bool:
+        """Whether the calling thread has waited for it, or for what came behind it."""
+        with self.lock:
+            return all(self.host.get(stream, 0) >= position for stream, position in event.clock.items())
+
     def wait(self, event: Event) -> None:
         """The calling thread does."""
         with self.lock:

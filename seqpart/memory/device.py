@@ -128,6 +128,10 @@ class Device:
     def wait(self, event: Event) -> None:
         """Block the calling thread until `event` has happened."""
 
+    def is_over(self, event: Event) -> bool:
+        """Whether `event` has happened, without waiting for it."""
+        return True
+
     def copying(self, way: str) -> AbstractContextManager[object]:
         """Inside, the current stream is that of copies `UP` or `DOWN`, which does not wait for the computation."""
         return nullcontext()

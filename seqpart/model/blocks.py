@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
-from seqpart.model.inspection import left_as_they_are, packed_in, structure_of
+from seqpart.model.inspection import beside, left_as_they_are, packed_in, structure_of
 from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.offload.layout import stride_of
 from seqpart.units import format_size
@@ -61,6 +61,9 @@ class Block:
         self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
         # Looked at now: the module is empty when it is measured, and when it is measured again with fewer rows.
         self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
+        held = set(map(id, beside(self.alive))) if self.alive is not None else set()
+        self.held_twice = [name for name, t in self.alive.named_buffers() if id(t) in held] if self.alive is not None else []
+        """Buffers that its modules hold in attributes or lists too, which stay what they were when these come and go."""
         self.tied: tuple[Tied, ...] = ()
         self._same: object = id(source)
         if self.is_cut_out and self.alive is not None:

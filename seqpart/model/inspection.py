@@ -3,7 +3,7 @@ what they were: modes, caches, hooks."""
 
 import copy
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import DataError, ModelError, OptionError
 
@@ -190,6 +191,12 @@ def remembered(modules: Iterable[nn.Module]) -> Remembered:
     return found
 
 
+def beside(module: nn.Module) -> list[torch.Tensor]:
+    """Tensors that it holds in plain attributes, and in lists and dicts there."""
+    values = [value for part in module.modules() for name, value in vars(part).items() if name not in OF_TORCH]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
@@ -199,9 +206,8 @@ def _looks(value: object) -> object:
         return id(value), value._version
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    if isinstance(value, list | dict):
-        parts = value.values() if isinstance(value, dict) else value
-        return type(value), len(value), repr(value) if len(value) <= _SHORT and all(map(is_plain, parts)) else ""
+    if isinstance(value, list | tuple | dict | deque):
+        return type(value), len(value), tuple(_looks(leaf) for leaf in tree_leaves(value)[:_SHORT])
     return repr(value) if is_plain(value) else type(value)
 
 

@@ -216,8 +216,8 @@ class LiveModules:
     def keep(self, block: Block) -> None:
         """Its module has other values now, which `give_back` is to leave there."""
         for name, taken in self._taken.pop(block.number, {}).items():
-            if taken.places and block.alive is not None:
-                taken.back(block.alive.get_buffer(name))
+            if taken.places and block.alive is not None and (now := tensors_of(block.alive).get(name)) is not None:
+                taken.back(now)
 
     def give_back(self) -> None:
         """Let the modules be what they were, but for those to `keep`. Raises StoreError where the file cannot be read."""

@@ -96,6 +96,11 @@ class Optimizer:
         """Whether it looks at a parameter as a whole, and not at each of its numbers alone, as its state tells."""
         return any(tensor.extent in (Extent.ROWS, Extent.COLUMNS) for tensor in self.state)
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it knows nothing of earlier updates."""
+        return all(tensor.name == AVERAGE for tensor in self.state)
+
     def state_layout(self, parameters: Mapping[str, TensorSpec]) -> Layout:
         """Layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
         found = [tensor.spec(replace(spec, name=name)) for name, spec in parameters.items() for tensor in self.state]
@@ -213,7 +218,7 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
         return built
 
     found = averaging(describe(optimizer.name, build), optimizer.average)
-    return optimizer if found.state == optimizer.state else found
+    return found if len(found.state) > len(optimizer.state) else optimizer
 
 
 def _without_compiler(build: Build, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

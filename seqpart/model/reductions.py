@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.asking import judging
+from seqpart.asking import judging, seed_all
 from seqpart.errors import DataError, OptionError
 from seqpart.model.losses import (
     IGNORED,
@@ -345,7 +345,7 @@ class _Trial:
     def _differs(self, *seeds: int) -> bool:
         """Whether the same outputs are judged differently with these seeds of torch's generator."""
         output, labels = self._outputs()(torch.randn(sum(self._rows), *self._shape, dtype=self._dtype)), next(self._batches())
-        (one, _), (other, _) = [(torch.manual_seed(seed), self._judge(output, labels))[1] for seed in seeds]
+        (one, _), (other, _) = [(seed_all(seed), self._judge(output, labels))[1] for seed in seeds]
         return abs(one - other) > 1e-6 * abs(one)
 
     def _outputs(self) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -117,7 +117,14 @@ def run_fake(
 
 
 def _refuse_other_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
-    for name, tensor in tensors_of(module).items():
+    now = tensors_of(module)
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if name not in now and not isinstance(tensor, nn.Parameter) and module.get_submodule(path)._buffers.get(leaf) is None:
+            raise ModelError(
+                f"its forward pass takes its buffer {name} away. Let it keep one, or hold it in a plain attribute."
+            )
+    for name, tensor in now.items():
         before = tensors.get(name)
         if before is not None and (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
             raise ModelError(

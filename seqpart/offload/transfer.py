@@ -37,8 +37,11 @@ class Transfer:
                 self._device.wait(part.result())
 
     def going_on(self) -> "Transfer":
-        """What of it is not over, or failed and has not been heard; its bytes were told before."""
-        return Transfer(self._device, [part for part in self._parts if not part.done() or part.exception() is not None])
+        """What of it is not over, on the device too, or failed and has not been heard; its bytes were told before."""
+        return Transfer(self._device, [part for part in self._parts if not self._is_over(part)])
+
+    def _is_over(self, part: "Future[Event]") -> bool:
+        return part.done() and part.exception() is None and self._device.is_over(part.result())
 
     def with_other(self, other: "Transfer") -> "Transfer":
         return Transfer(self._device, [*self._parts, *other._parts], self.nbytes + other.nbytes)

@@ -48,12 +48,14 @@ class EarlierBuffers:
     and as a visit left them whose update belongs to a later one. The copies are its own memory."""
 
     def __init__(self, changing: Mapping[Block, Sequence[str]], attach: Callable[[], None]) -> None:
-        """changing: names of buffers that passes change. attach: gives the modules the buffers that they had, where they put
-        new tensors in the place of these."""
+        """changing: names of buffers that passes may change. attach: gives the modules the buffers that they had, where they
+        put new tensors in the place of these."""
         self._changing, self._attach = changing, attach
         self._at_update: list[_Copy] = []
         self._before: list[_Copy] = []
         self._at_visit: list[_Copy] = []
+        self._is_new = self._trained = False
+        """Whether no pass has been made since the update began; and whether one has in this visit, with a graph."""
         self._left: list[torch.Tensor] = []
 
     def begin_visit(self) -> None:
@@ -62,16 +64,19 @@ class EarlierBuffers:
 
     def end_visit(self) -> None:
         """Without an update: let them be what they were before it, or before the forward pass that will be done again."""
-        self._put_back(self._at_visit or self._before)
+        if self._trained:  # else, as behind tests, nothing was written, and what they are may be on its way home
+            self._put_back(self._at_visit or self._before)
         self.forget()
 
     def begin_update(self) -> None:
         """Keep them as they are now, for `undo`."""
-        self._at_update = self._copied()
+        self._at_update, self._is_new, self._trained = self._copied(), True, True
 
     def remember(self) -> None:
         """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
-        self._before = self._before or self._at_visit or self._copied()
+        begun = self._at_update if self._is_new else []  # the first pass since then: they are what they were
+        self._before, self._is_new = self._before or self._at_visit or begun or self._copied(), False
+        self._trained = True
 
     def restore(self) -> None:
         """Let running statistics be what they were before the forward pass that will be done again."""
@@ -86,7 +91,7 @@ class EarlierBuffers:
 
     def forget(self) -> None:
         """The update is over, or the visit."""
-        self._at_update, self._at_visit, self._before = [], [], []
+        self._at_update, self._at_visit, self._before, self._trained = [], [], [], False
 
     def leave(self) -> None:
         """Keep them as this visit made them, for the next one."""

@@ -266,7 +266,7 @@ class Inputs:
         if self.settings.recovery_epochs:
             runs["recovery"] = self._updates(self.settings.recovery_epochs, self.recovery_batch)
         refuse_endless_warmup(self.settings.warmup_updates, runs)
-        refuse_unfit(self.settings.lr_schedule, runs.values(), [one.build for one in self.possible_optimizers()])
+        refuse_unfit(self.settings.lr_schedule, runs.values(), [(one.build, one.is_bare) for one in self.possible_optimizers()])
 
     def _updates(self, epochs: float, batch: int) -> int:
         return self.length(epochs, batch).updates

@@ -34,6 +34,8 @@ class Scheduler:
     def __init__(self, factory: SchedulerFactory, build: Build) -> None:
         """build: of the optimizer. Raises OptionError for what is no scheduler, or asks for a metric."""
         self._factory, self._build = factory, build
+        self.sets_momentum = False
+        """At one of the updates so far."""
         self._begin()
 
     def at(self, done: int) -> Groups:
@@ -42,10 +44,15 @@ class Scheduler:
             self._begin()
         while self._done < done:
             take_step(self._optimizer)  # without gradients: schedulers warn where none comes before theirs
+            self._look()
             with _told(f"its step {self._done + 1} failed (does it end before the run's last update?)"), without_compiler():
                 self._scheduler.step()
             self._done += 1
+        self._look()
         return tuple({name: group[name] for name in self._names} for group in self._optimizer.param_groups)
+
+    def _look(self) -> None:
+        self.sets_momentum = self.sets_momentum or any(group.get("momentum") for group in self._optimizer.param_groups)
 
     def _begin(self) -> None:
         self._done, self._optimizer = 0, self._build([nn.Parameter(torch.zeros(()))])
@@ -92,13 +99,17 @@ def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
         group.update(options)
 
 
-def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[Build]) -> None:
-    """Raises OptionError for a scheduler that cannot be had, or ends before one of `runs`, of so many updates, does."""
+def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]]) -> None:
+    """Raises OptionError for a scheduler that cannot be had, or ends before one of `runs`, of so many updates, does, and for
+    one that sets a momentum later.
+
+    builds: of optimizers, and whether each keeps no state.
+    """
     if not isinstance(schedule, str):
-        for updates, build in itertools.product(runs, builds):
+        for updates, (build, is_bare) in itertools.product(runs, builds):
             scheduler = Scheduler(schedule, build)
-            begins, ends = scheduler.at(0), scheduler.at(max(0, min(updates - 1, _TRIED)))
-            if any(not one.get("momentum", 1) and other["momentum"] for one, other in zip(begins, ends, strict=True)):
+            scheduler.at(max(0, min(updates - 1, _TRIED)))
+            if scheduler.sets_momentum and is_bare:
                 raise OptionError(
                     "--lr-schedule: the scheduler begins without momentum and sets it later, which needs memory that was not "
                     "planned. Let it begin with a small one."
