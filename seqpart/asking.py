@@ -72,14 +72,24 @@ def seed_all(seed: int) -> int:
 
 
 @contextmanager
+def generators_left_alone() -> Iterator[None]:
+    """Behind it Python's and numpy's random numbers go on as if nothing had been drawn inside."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+
+
+@contextmanager
 def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) -> Iterator[None]:
     """Around a loss of that name that judges outputs of that shape, of one row.
 
     values: whether tensors have some. Raises OptionError where it asks for one and there are none, or counts classes by the
     labels of a part; DataError where it fails for another reason.
     """
-    python, of_numpy = random.getstate(), np.random.get_state()
-    with _Watch(values=values) as watch:
+    with generators_left_alone(), _Watch(values=values) as watch:  # a loss may draw
         try:
             yield
         except SeqpartError:
@@ -95,9 +105,6 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
                 raise _refusal(loss, _SHAPE) from error
             cure = _ONE_HOT_LABELS if any(said in str(error) for said in _OF_ONE_HOT) else ""
             raise DataError(f"the loss cannot judge outputs of shape {shape}{against}: {error}{cure}") from error
-        finally:  # a loss may draw
-            random.setstate(python)
-            np.random.set_state(of_numpy)
     if watch.one_hot:
         raise _refusal(loss, _ONE_HOT)
 

@@ -8,21 +8,14 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import ModelError
+from tests.test_remembering_layers import Layer
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 ROWS, BATCH, LENGTH = 40, 16, 6
 
 
-class Mixing(nn.Module):
+class Mixing(Layer):
     """Positions are mixed by a mask that is made when rows come."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.begin()
-
-    def begin(self):
-        pass
 
     def forward(self, x):
         if getattr(self, "mask", None) is None or self.mask.size(0) != x.size(1):

@@ -7,17 +7,16 @@ In this process and not in a child: a child would hold the imported libraries, 3
 """
 
 import logging
-import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from seqpart.asking import generators_left_alone
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.costs.partition import LINE
@@ -370,10 +369,5 @@ def _structure(block: Block) -> Kind:
 @contextmanager
 def _left_alone(block: Block, device: Device) -> Iterator[None]:
     """Neither random state, nor what the user's module remembers, nor its modes are changed by a trial."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with device.own_random_state(), block.left_as_it_is():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    with generators_left_alone(), device.own_random_state(), block.left_as_it_is():
+        yield
