@@ -21,6 +21,7 @@ A message says what was expected, what was found, and the cure. It is written wi
 `str` of an error has the arguments of Python in their place (`batch_size=8`), and the command prints `with_flags`.
 """
 
+import contextlib
 import json
 import re
 import shlex
@@ -52,10 +53,20 @@ def in_arguments(text: str) -> str:
     return _FLAG.sub(lambda match: _argument(match[1], match[2]), text)
 
 
+def shown(path: Path) -> str:
+    """`path` for a message: from the present directory on, if that leads there."""
+    with contextlib.suppress(OSError):  # there may be none any more
+        here = Path.cwd()
+        if path.is_relative_to(here) and path != here:
+            return str(path.relative_to(here))
+    return str(path)
+
+
 def resuming(path: Path) -> str:
     """`--resume PATH` for a message: quoted where a shell, or `in_arguments`, would not take it as it is."""
-    text = shlex.quote(str(path))
-    if text == str(path) and not re.fullmatch(_PATH, text):
+    plain = shown(path)
+    text = shlex.quote(plain)
+    if text == plain and not re.fullmatch(_PATH, text):
         text = f"'{text}'"
     return f"--resume {text}"
 
@@ -184,5 +195,5 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, directory: Path, cure: str | None = None) -> None:
         """cure: what goes on with it, where that is not `fit`."""
-        super().__init__(f"the run is saved in {directory}. Go on with {cure or in_arguments(resuming(directory))}")
+        super().__init__(f"the run is saved in {shown(directory)}. Go on with {cure or in_arguments(resuming(directory))}")
         self.directory = directory

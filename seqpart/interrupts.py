@@ -43,6 +43,19 @@ def undivided() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def put_off() -> Iterator[None]:
+    """Inside signals wait for the end, and come then whatever it was: while C++ calls Python where it takes no exception,
+    as a fake tensor that is let go of does, one that is raised there ends the interpreter."""
+    interrupts = Interrupts()
+    try:
+        with interrupts:
+            interrupts.hold()
+            yield
+    finally:
+        interrupts.end("", failed=False)
+
+
 def end_at_once() -> None:
     """From here on Ctrl-C ends the process: all is done, and what the interpreter puts away would answer with a traceback."""
     if callable(signal.getsignal(signal.SIGINT)):

@@ -2,10 +2,10 @@
 
 import itertools
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Self, get_type_hints
 
 import torch
 
@@ -382,6 +382,12 @@ class Settings:
         if self.shuffle == "auto":
             return self.method != "sil" or self.objective_name != "mse"
         return self.shuffle
+
+    def placed(self) -> Self:
+        """With every path absolute: what the program's working directory is later does not matter."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        paths: dict[str, Any] = {name: path.absolute() for name, path in values.items() if isinstance(path, Path)}
+        return replace(self, **paths)
 
     def partition_choice(self) -> tuple[int | None, tuple[int, ...] | None]:
         """(number of partitions, first block of each), as far as they were asked for. Raises OptionError."""

@@ -20,7 +20,7 @@ from seqpart.cli.doctor import doctor
 from seqpart.cli.job import DIGITS, Job, opened, saved_plan
 from seqpart.cli.sizing import smallest_limit_named
 from seqpart.data.splits import Split
-from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError
+from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.memory.compiler import without_distributed_tensors
@@ -96,7 +96,7 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
         return error.exit_code
     except Interrupted as interrupt:
         print(
-            f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {shlex.quote(str(interrupt.directory))}",
+            f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {shlex.quote(shown(interrupt.directory))}",
             file=sys.stderr,
         )
         return INTERRUPTED

@@ -114,7 +114,7 @@ class Trainer:
             given["loss"], loss = loss, None
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
-        settings = settings or Settings.of(**given)
+        settings = (settings or Settings.of(**given)).placed()
         if self._optimizer is not None:
             refuse_divided(self._optimizer, settings.divides_weights)
         if loss is not None and settings.loss is not None:
@@ -272,7 +272,9 @@ class Trainer:
             observer = traced(self.settings.trace, observer, sampler, reporter, stack)
             observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
             train, test = self._rows(train, test)
-            resumed: ResumePoint | None = resume_point_of(Path(resume), self.settings) if resume is not None else None
+            resumed: ResumePoint | None = None
+            if resume is not None:
+                resumed = resume_point_of(Path(resume).absolute(), self.settings)
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)

@@ -4,7 +4,7 @@ their place, for a module whose shapes depend on values, as those of an expert d
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from seqpart.costs.counting import tensors_in
 from seqpart.errors import ModelError
+from seqpart.interrupts import put_off
 from seqpart.memory.compiler import enter, leave, without_compiler
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import beside, listed
@@ -33,9 +34,10 @@ _GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode that takes real tensors too."""
+    """A FakeTensorMode that takes real tensors too. Signals wait for its end: see `put_off`."""
 
     def __init__(self) -> None:
+        self._quiet = list[AbstractContextManager[None]]()
         with without_compiler():
             super().__init__(allow_non_fake_inputs=True)
 
@@ -46,6 +48,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def __enter__(self) -> "FakeMode":
+        self._quiet.append(put_off())
+        self._quiet[-1].__enter__()
         enter()
         super().__enter__()
         return self
@@ -55,6 +59,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             super().__exit__(*error)
         finally:
             leave()
+            self._quiet.pop().__exit__(*error)
 
 
 def asks_for_values(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.costs.partition import LINE
 from seqpart.errors import ModelError
 from seqpart.files.direct import round_up
+from seqpart.interrupts import put_off
 from seqpart.memory.compiler import back_propagate, without_symbols
 from seqpart.memory.device import Device
 from seqpart.memory.heap import page_faults, seconds_per_fault
@@ -180,7 +181,7 @@ class Trials:
         _LOGGER.debug("block %d of %d is run, %d rows", number + 1, len(self._chain), rows)
         while True:
             try:
-                with _left_alone(block, self._device):
+                with put_off(), _left_alone(block, self._device):
                     found, changed = self._once(number, fewer)
                 remembers = bool(changed) and not self._does_the_same(number, fewer)
             except Exception as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from seqpart.directory.marker import LOCK, MARKER, Marker, lives, locked, marker_of
 from seqpart.directory.publication import finish_publishing
-from seqpart.errors import StoreError
+from seqpart.errors import StoreError, shown
 from seqpart.files.owned import Folder, folder_inside
 from seqpart.files.scratch import clear_scratch, has_checkpoint, named_scratch, scratch_bytes
 from seqpart.units import format_size
@@ -62,7 +62,7 @@ def judged(folder: Folder, *, is_locked: bool = False) -> Judged | None:
         return Judged(path, Kind.LIVE)
     if marker.directory != path:
         return Judged(path, Kind.UNKNOWN, why=f"it was copied or moved from {marker.directory}", held=held)
-    if has_checkpoint(path):
+    if has_checkpoint(folder):
         return Judged(path, Kind.RESUMABLE, run=path, held=held)
     if marker.run is None:
         return Judged(path, Kind.LEFTOVER, held=held)
@@ -76,7 +76,7 @@ def _judged_by_its_run(path: Path, marker: Marker, held: int) -> Judged:
     try:
         with Folder.at(run) as folder:
             found = marker_of(folder)
-        named, readable = named_scratch(run)
+            named, readable = named_scratch(folder)
     except (OSError, ValueError):
         return Judged(path, Kind.UNKNOWN, why=f"its run {run} is not there, or not readable", held=held)
     if found is None or (found.directory, found.id, found.run) != (run, marker.run_id, None):
@@ -167,10 +167,9 @@ def unknown(parent: Path) -> list[Judged]:
     return [one for one in _beside(parent) if one.kind is Kind.UNKNOWN]
 
 
-def _named(runs: dict[Path, int], parent: Path) -> str:
-    """Those that hold most; of those in `parent` as it was given."""
-    largest, whole = sorted(runs, key=lambda run: (-runs[run], run)), parent.resolve()
-    names = [str(parent / run.relative_to(whole) if run.is_relative_to(whole) else run) for run in largest[:_NAMED]]
+def _named(runs: dict[Path, int]) -> str:
+    """Those that hold most."""
+    names = [shown(run) for run in sorted(runs, key=lambda run: (-runs[run], run))[:_NAMED]]
     return ", ".join(names) + (f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else "")
 
 
@@ -182,10 +181,10 @@ def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
     if waiting := resumable(parent):
         held = format_size(sum(waiting.values()))
         yield (
-            f"{len(waiting)} interrupted run(s) beside this one hold {held}: {_named(waiting, parent)}. Go on with each by "
+            f"{len(waiting)} interrupted run(s) beside this one hold {held}: {_named(waiting)}. Go on with each by "
             "--resume DIR, in its script where one began it, or remove it"
         )
     for one in unknown(parent):
         if not one.held:  # the copy of a finished run holds results alone
             continue
-        yield f"{one.path} ({format_size(one.held)}) is kept: {one.why}. Remove it if no run needs it."
+        yield f"{shown(one.path)} ({format_size(one.held)}) is kept: {one.why}. Remove it if no run needs it."

@@ -39,7 +39,8 @@ class RunDirectory:
 
     `overwrite` lets go of an earlier run's checkpoint, and of its results once there are new ones; `resume` opens the
     directory of a run that has a checkpoint, and keeps everything. `run` is the directory of the run that this one is
-    the scratch directory of: a new one then, which other users cannot look into.
+    the scratch directory of: a new one then, which other users cannot look into. The path is absolute and without links from
+    the beginning: a program that changes its working directory, or where a link leads, changes nothing for its run.
 
     Raises DirectoryUnusable where it cannot be written or another run holds it, OptionError where it holds someone
     else's files, a finished run that `overwrite` does not cover or one that could be resumed.
@@ -48,20 +49,21 @@ class RunDirectory:
     def __init__(
         self, root: Path, *, overwrite: bool = False, resume: bool = False, run: "RunDirectory | None" = None
     ) -> None:  # fmt: skip
-        self.root, self._run = root, run
+        self._run = run
         if resume and not root.exists():
             raise CorruptFile(f"{root} is missing: the checkpoint in {run.root if run is not None else root} needs it.", root)
         try:
             self._made = created = _created(root, private=run is not None)
             if not created and run is not None and not resume:
                 raise DirectoryUnusable(f"{root} is there already, and not by this run. Give another --offload-dir.")
-            self._folder = Folder.at(root)
+            self.root: Path = root.resolve()
+            self._folder = Folder.at(self.root)
         except OSError as error:
             raise unusable(error, root) from None
         try:
             if not created and not resume:
                 _must_be_ours(self._folder)
-            self._lock = locked(root)
+            self._lock = locked(self.root)
         except BaseException as error:
             self._folder.__exit__()
             if isinstance(error, OSError):
@@ -90,7 +92,7 @@ class RunDirectory:
 
     def _identity(self) -> Marker:
         """Of a directory that stays in its place the same as before."""
-        here, found = self.root.resolve(), None
+        here, found = self.root, None
         with contextlib.suppress(ValueError):
             found = marker_of(self._folder)
         known = found.id if found is not None and found.directory == here else new_id()
@@ -129,7 +131,7 @@ class RunDirectory:
         except Interrupted:
             raise
         except KeyboardInterrupt as interrupt:
-            if has_checkpoint(self.root):
+            if has_checkpoint(self._folder):
                 raise Interrupted(self.root) from None
             raise KeyboardInterrupt(str(interrupt) or _NOTHING_KEPT) from None
 
@@ -139,11 +141,11 @@ class RunDirectory:
         try:
             yield
         except Exception as error:
-            if isinstance(error, CorruptFile) and has_checkpoint(self.root):
+            if isinstance(error, CorruptFile) and has_checkpoint(self._folder):
                 add_note(
                     error, f"There is a checkpoint: {resuming(self.root)} goes on, or says that it needs what was damaged."
                 )
-            elif not isinstance(error, BadInput) and has_checkpoint(self.root) and not told():
+            elif not isinstance(error, BadInput) and has_checkpoint(self._folder) and not told():
                 add_note(error, f"The last checkpoint is intact: when the cause is gone, go on with {resuming(self.root)}")
             raise
 
@@ -156,8 +158,7 @@ class RunDirectory:
             if self._folder.is_at(self._marker.directory):
                 if state == "done":
                     self._forget_checkpoint()
-                if not has_checkpoint(self.root):
-                    clear_scratch(self._folder)
+                clear_scratch(self._folder)
                 self.mark(state)
                 if drop and self._made:
                     for name in drop:
@@ -194,9 +195,9 @@ class RunDirectory:
 
     def _forget_checkpoint(self) -> None:
         """Remove the checkpoints, and the scratch directories that they named and that are this run's."""
-        scratches, _ = named_scratch(self.root)
+        scratches, _ = named_scratch(self._folder)
         for name in (PREVIOUS, CHECKPOINT):  # the manifests first: none ever names a file that is gone
-            (self.root / name).unlink(missing_ok=True)
+            self._folder.unlink(name)
         for scratch in scratches:
             if belongs_to(scratch, self._marker):
                 with contextlib.suppress(StoreError, FileNotFoundError, NotADirectoryError):  # in use, or gone

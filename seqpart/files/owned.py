@@ -180,6 +180,11 @@ class Folder:
     def remove(self, name: str) -> int:
         return remove(name, dir_fd=self._handle)
 
+    def unlink(self, name: str) -> None:
+        """Remove what has that name, a link itself too, if anything has."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._handle)
+
     def remove_folder(self, name: str) -> None:
         """If it is empty: somebody's files may be in it."""
         with contextlib.suppress(OSError):

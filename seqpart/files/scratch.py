@@ -4,6 +4,7 @@ Only plain files of names that we give are counted or removed, in directories th
 the user's.
 """
 
+import os
 import re
 import shutil
 import tempfile
@@ -36,10 +37,13 @@ _NEW_RESULT = re.compile(rf"[\w.-]+{re.escape(NEW)}(\.part)?")
 
 @contextmanager
 def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError."""
+    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError.
+
+    Its path is absolute, and without links: what runs inside may change the working directory.
+    """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent.resolve()))
     except OSError as error:
         raise explained(error, parent) from None
     try:
@@ -49,8 +53,13 @@ def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def clear_scratch(folder: Folder) -> int:
-    """Remove homes, rows and half-written results that a run left behind; returns their bytes."""
+    """Remove homes, rows and half-written results that a run left behind; returns their bytes.
+
+    Where there is a checkpoint, which may name them, only what was about to take another file's place goes.
+    """
     freed = remove_half_written(folder)
+    if has_checkpoint(folder):
+        return freed
     if not folder.holds(PUBLISHING):
         freed += sum(folder.remove(name) for name in folder.names() if _NEW_RESULT.fullmatch(name))
     for name, pattern in FOLDERS.items():
@@ -76,17 +85,17 @@ def scratch_bytes(folder: Folder) -> int:
     return held
 
 
-def has_checkpoint(root: Path) -> bool:
-    return any((root / name).exists() or (root / name).is_symlink() for name in (CHECKPOINT, PREVIOUS))
+def has_checkpoint(root: Path | Folder) -> bool:
+    holds = root.holds if isinstance(root, Folder) else lambda name: os.path.lexists(root / name)
+    return any(map(holds, (CHECKPOINT, PREVIOUS)))
 
 
-def named_scratch(root: Path) -> tuple[set[Path], bool]:
-    """The directories of homes and rows that the checkpoints in `root` name, and whether all of them could be read."""
+def named_scratch(folder: Folder) -> tuple[set[Path], bool]:
+    """The directories of homes and rows that the checkpoints in `folder` name, and whether all of them could be read."""
     found, readable = set(), True
-    with Folder.at(root) as folder:
-        for name in filter(folder.holds, (CHECKPOINT, PREVIOUS)):
-            try:
-                found.add((root / checked_body("checkpoint", folder.read(name)[0])["scratch"]).resolve())
-            except (OSError, ValueError, KeyError, TypeError, RuntimeError):
-                readable = False
+    for name in filter(folder.holds, (CHECKPOINT, PREVIOUS)):
+        try:
+            found.add((folder.path / checked_body("checkpoint", folder.read(name)[0])["scratch"]).resolve())
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+            readable = False
     return found, readable

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
-from seqpart.errors import Interrupted
+from seqpart.errors import Interrupted, shown
 from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
 from seqpart.files.scratch import AVERAGE, WEIGHTS
@@ -99,7 +99,7 @@ def _conclude(session: Session, seconds: float) -> Result:
         proof=asdict(proof),
         took=seconds,
     )
-    reporter.say(f"{tested(result)}; {seconds:.1f} s; weights in {weights}")
+    reporter.say(f"{tested(result)}; {seconds:.1f} s; weights in {shown(weights)}")
     if result.average is not None:
         reporter.say(f"their moving average is in {result.average}")
     reporter.proof(proof)

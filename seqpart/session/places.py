@@ -12,7 +12,7 @@ from seqpart.checkpoint.scratch_directory import open_scratch
 from seqpart.costs.hardware import existing
 from seqpart.directory.leftovers import tell_leftovers
 from seqpart.directory.run_directory import RunDirectory, new_name, refuse_taken
-from seqpart.errors import BadInput, DiskFull, Interrupted
+from seqpart.errors import BadInput, DiskFull, Interrupted, shown
 from seqpart.files.atomic import write_text
 from seqpart.files.checksummed import with_checksum
 from seqpart.memory.device import describe_versions
@@ -65,7 +65,7 @@ def open_places(
     write_text(directory.result(PLAN), plan.to_json())
     if job is not None:
         write_text(directory.result(JOB), with_checksum("job", job))
-    reporter.say(f"run directory {directory.root}")
+    reporter.say(f"run directory {shown(directory.root)}")
     return Places(directory=directory, scratch=scratch)
 
 
