@@ -116,7 +116,7 @@ def test_a_script_that_is_ended_by_a_signal_saves_as_at_ctrl_c(name, tmp_path):
     (tmp_path / "alone").mkdir()
     alone, ended = script(tmp_path / "alone"), script(tmp_path, name)
     assert (alone.returncode, ended.returncode) == (0, 0), alone.stderr + ended.stderr
-    assert ended.stdout == f"saved in out\n{alone.stdout}"
+    assert ended.stdout == f"saved in {tmp_path / 'out'}\n{alone.stdout}"
 
 
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path):

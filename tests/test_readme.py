@@ -148,7 +148,7 @@ def run_snippet(text, folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if "print(result.accuracy" in text:
-        assert re.search(r"^\d\.\d+ runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
+        assert re.search(r"^\d\.\d+ /\S+/runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
 
 
 FIRST = [name for name in SNIPPETS if name.startswith(("README", "your_model"))]

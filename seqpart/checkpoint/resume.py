@@ -13,7 +13,7 @@ from seqpart.checkpoint.manifest import Manifest
 from seqpart.data.splits import Split
 from seqpart.directory.publication import is_begun_anew
 from seqpart.directory.run_directory import finish_what_was_published
-from seqpart.errors import CorruptFile, DoesNotFit, OptionError
+from seqpart.errors import CorruptFile, DoesNotFit, OptionError, shown
 from seqpart.execution.metrics import Metrics
 from seqpart.files.scratch import WEIGHTS, has_checkpoint
 from seqpart.loop.lengths import AT_THE_END
@@ -73,7 +73,7 @@ class ResumePoint:
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
         other = f"; from here on: {', '.join(self.said)}" if self.said else ""
-        return f"going on from {self.manifest.path}, with {where}{other}; the proof at the end is of what runs from here on"
+        return f"going on from {shown(self.manifest.path)}, with {where}{other}; the proof at the end is of what runs from here on"
 
     def unused_states(self, prepared: Prepared) -> Iterator[str]:
         """Homes of optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""
