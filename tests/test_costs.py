@@ -89,7 +89,7 @@ def test_costs_on_fake_tensors_equal_the_bytes_of_a_real_run(factory, shape, gra
 def test_weights_gradients_and_layout_are_those_of_the_real_module(factory, shape):
     cost, module = cost_of(factory, shape), factory()
     assert cost.layout == layout_of(tensors_of(module))
-    assert cost.weights == sum(tensor.nbytes for tensor in tensors_of(module).values())
+    assert cost.weights == cost.layout.nbytes >= sum(tensor.nbytes for tensor in tensors_of(module).values())
     assert set(cost.trainable) == {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert cost.gradients == sum(parameter.nbytes for parameter in module.parameters())
 
@@ -220,7 +220,8 @@ def test_a_block_is_measured_again_for_input_of_another_type():
 def test_a_float64_model_costs_twice_what_a_float32_model_costs():
     wide = cost_of(Residual().double(), (24,), dtype=torch.float64)
     plain = cost_of(Residual, (24,))
-    for name in ("weights", "gradients", "forward_peak", "saved", "backward_peak", "inference_peak", "input", "output"):
+    assert 0 <= 2 * plain.weights - wide.weights < 2 * 64 * len(plain.layout.specs), "but for what lies between tensors"
+    for name in ("gradients", "forward_peak", "saved", "backward_peak", "inference_peak", "input", "output"):
         assert getattr(wide, name) == 2 * getattr(plain, name), name
     assert wide.output_dtype == torch.float64
 

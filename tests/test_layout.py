@@ -11,7 +11,7 @@ from safetensors.torch import load
 
 from seqpart.errors import CorruptFile, ModelError
 from seqpart.files.direct import PAGE, aligned, bytes_of
-from seqpart.offload.layout import Layout, TensorSpec, decode_header, encode_header, header_size, spec_of
+from seqpart.offload.layout import LINE, Layout, TensorSpec, decode_header, encode_header, header_size, spec_of
 
 HOME = Path("home.safetensors")
 DTYPES = [
@@ -39,13 +39,16 @@ spec_lists = st.lists(
 
 
 @given(spec_lists)
-def test_tensors_lie_without_holes_each_at_a_multiple_of_its_element(specs):
+def test_tensors_begin_on_cache_lines_and_what_lies_between_them_is_known(specs):
+    """A matrix behind a scalar began on byte 4, and with one row its product had other last bits than a plain loop's."""
     layout = Layout.of(specs)
-    end = 0
+    end, gaps = 0, dict(layout.gaps)
     for spec in layout.specs:
+        end += gaps.pop(end, 0) if spec.nbytes else 0
         assert spec.offset == end
-        assert spec.offset % spec.dtype.itemsize == 0
+        assert spec.offset % LINE == 0 or not spec.nbytes
         end += spec.nbytes
+    assert not gaps
     assert end == layout.nbytes <= layout.padded_nbytes
     assert layout.padded_nbytes % PAGE == 0
     assert {(s.name, s.shape, s.dtype) for s in layout.specs} == {(s.name, s.shape, s.dtype) for s in specs}
@@ -83,6 +86,7 @@ def test_the_safetensors_library_reads_the_same_tensors():
     for name, view in layout.views(flat).items():
         view.copy_(tensors[name])
     found = load(encode_header(layout.specs, {"format": "pt"}) + bytes(bytes_of(flat)[: layout.nbytes]))
+    found = {name: tensor for name, tensor in found.items() if not name.startswith("seqpart.filler.")}
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors)
 

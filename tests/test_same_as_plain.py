@@ -210,3 +210,48 @@ def test_batch_norm_statistics_and_frozen_blocks_are_exported_as_plain_training_
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     assert_equal(result.weights, list(plain))
+
+
+class Odd(nn.Module):
+    """Weights behind tensors of odd sizes in the same block, of two types: a scalar of the model's own comes first."""
+
+    def __init__(self, wide):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList([nn.Linear(37, 53), nn.Linear(53, 53).to(wide), nn.Linear(53, 53), nn.Linear(53, 19)])
+        self.embedded = nn.Parameter(torch.randn(7, 3))
+
+    def forward(self, x):
+        x = x * self.scale + self.embedded.mean()
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh().float()
+        return x
+
+
+@pytest.mark.parametrize("method", ["full", "checkpointed", "streamed"])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(("batch", "wide"), [(16, torch.float64), (1, torch.float32)], ids=["last row alone", "row by row"])
+def test_one_row_through_weights_behind_odd_tensors_has_the_bits_of_a_plain_loop(tmp_path, method, options, batch, wide):
+    """Tensors lay one right behind the other, so that matrices began off a cache line, where the product with one row rounds
+    otherwise; and norms of two types were added up in another order than torch's."""
+    torch.manual_seed(0)
+    model, plain = Odd(wide), Odd(wide)
+    plain.load_state_dict(model.state_dict())
+    x, y = torch.randn(33, 37), torch.arange(33) % 19
+    optimizer, threads = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0, fused=True), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for at in range(0, 33, batch):
+            F.cross_entropy(plain(x[at : at + batch]), y[at : at + batch]).backward()
+            if options:
+                nn.utils.clip_grad_norm_(plain.parameters(), options["clip_grad_norm"])
+            optimizer.step()
+            optimizer.zero_grad()
+        Trainer(
+            model, mem_limit="1GB", method=method, lr=0.01, batch_size=batch, epochs=1, shuffle=False, quiet=True,
+            output_dir=tmp_path / "run", **options,
+        ).fit((x, y))  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    found = model.state_dict()
+    assert {name for name, tensor in plain.state_dict().items() if not torch.equal(found[name], tensor)} == set()

@@ -22,11 +22,12 @@ from typing import Protocol, Self
 
 import torch
 
-from seqpart.costs.partition import LINE, PartitionCost
+from seqpart.costs.partition import PartitionCost
 from seqpart.files.direct import round_up
 from seqpart.memory.device import DOWN, Device, Event
 from seqpart.model.packs import DEVICE, Tiers
 from seqpart.offload.buffered_file import BufferedFile
+from seqpart.offload.layout import LINE
 from seqpart.planning.problem import BUFFERS, boundary_bytes, handing_of, largest_boundary
 
 Key = tuple[int, int]

@@ -73,7 +73,9 @@ class ResumePoint:
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
         other = f"; from here on: {', '.join(self.said)}" if self.said else ""
-        return f"going on from {shown(self.manifest.path)}, with {where}{other}; the proof at the end is of what runs from here on"
+        return (
+            f"going on from {shown(self.manifest.path)}, with {where}{other}; the proof at the end is of what runs from here on"
+        )
 
     def unused_states(self, prepared: Prepared) -> Iterator[str]:
         """Homes of optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""

@@ -9,10 +9,8 @@ from seqpart.memory.heap import COMPUTING_SHARE
 from seqpart.model.blocks import Block
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Value
-from seqpart.offload.layout import Layout
+from seqpart.offload.layout import LINE, Layout
 
-LINE = 64
-"""Bytes of a cache line, on which new memory begins."""
 LossCost = Callable[[BlockCost], tuple[int, int]]
 """(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
 

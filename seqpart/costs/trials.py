@@ -19,7 +19,6 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from seqpart.asking import generators_left_alone
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode, real_module
-from seqpart.costs.partition import LINE
 from seqpart.errors import ModelError
 from seqpart.files.direct import round_up
 from seqpart.interrupts import put_off
@@ -32,6 +31,7 @@ from seqpart.model.blocks import Block
 from seqpart.model.inspection import Kind, remembered, structure_of
 from seqpart.model.packs import has_gradients
 from seqpart.model.tensors import run_fake, with_tensors
+from seqpart.offload.layout import LINE
 
 _LOGGER = logging.getLogger("seqpart.planning")
 

@@ -21,6 +21,7 @@ from seqpart.execution.events import Event, StepDone
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.memory.device import Device
+from seqpart.model.clipping import GradientNorm, total_norm
 from seqpart.model.inspection import explained_step
 from seqpart.offload.store import Store
 from seqpart.offload.transfer import Transfer
@@ -80,7 +81,7 @@ class Executor:
         self._parting, self._doing = parting, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
-        self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        self._norms: dict[tuple[int, int], GradientNorm] = {}
         self.learning_rate: float | None = None
         self.gradient_norm: torch.Tensor | None = None
         """Of the last optimizer step; of gradients as they were before they were clipped."""
@@ -296,9 +297,8 @@ class Executor:
             self._hooks.before_update(partition, step)
         clip = None
         if self._clip is not None and phase.trains(step.partition):
-            # In the order of the model's parameters, in which torch adds them up: another one rounds otherwise.
-            norms = [self._norms[place] for place in sorted(self._norms)]
-            clip = (self._clip, torch.linalg.vector_norm(torch.stack(norms))) if norms else None
+            total = total_norm([self._norms[place] for place in sorted(self._norms)])
+            clip = (self._clip, total) if total is not None else None
         partition.update(self._rate(phase, self.position.updates), clip)
         if partition.optimizer is not None and phase.trains(step.partition):
             self.learning_rate = partition.optimizer.param_groups[0]["lr"]

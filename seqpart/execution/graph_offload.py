@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from seqpart.costs.partition import LINE, PartitionCost
+from seqpart.costs.partition import PartitionCost
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.offload.graph_ranges import DiskRanges, Key, Ranges, host_ranges
+from seqpart.offload.layout import LINE
 
 
 @dataclass(frozen=True, slots=True)

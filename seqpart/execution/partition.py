@@ -25,6 +25,7 @@ from seqpart.execution.slots import Slot, Wait, bring_back, divided
 from seqpart.memory.compiler import take_step, without_symbols
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Tied
+from seqpart.model.clipping import GradientNorm
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Pack
 from seqpart.model.tensors import attach, detach
@@ -252,9 +253,9 @@ class Partition:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def gradient_norms(self) -> dict[tuple[int, int], torch.Tensor]:
+    def gradient_norms(self) -> dict[tuple[int, int], GradientNorm]:
         """Of each trained parameter that has a gradient, by its place among those of the model."""
-        return {place: torch.linalg.vector_norm(p.grad) for place, p in self.trainable.items() if p.grad is not None}
+        return {place: GradientNorm.of(p.grad) for place, p in self.trainable.items() if p.grad is not None}
 
     def finish_state(self) -> None:
         """What the optimizer step needs is there, for what is issued from now on."""

@@ -2,7 +2,8 @@
 
 A block's home is one file: a header padded with spaces to a whole page, then the tensors one after the other. The
 buffer on the device has the same bytes in the same order, so loading is one read and saving is one write, and any
-safetensors reader can open the file.
+safetensors reader can open the file. Every tensor begins on a cache line, as torch's own do, since kernels round differently
+where memory begins elsewhere: a filler may stand before it, which has a name of its own in the file.
 """
 
 import json
@@ -25,6 +26,9 @@ _CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
+LINE = 64
+"""Bytes at whose multiples tensors begin, as torch's own do on the CPU."""
+_FILLER = "seqpart.filler."
 _LARGEST_HEADER = 64 << 20
 _STRIDES = "seqpart.strides"
 """Of a home: JSON of shape and strides by name, for tensors that do not lie row by row."""
@@ -47,7 +51,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors without holes, widest elements first, so that each lies at a multiple of its element size."""
+    """Tensors one after the other, each on a cache line, widest elements first."""
 
     specs: tuple[TensorSpec, ...]
 
@@ -59,14 +63,21 @@ class Layout:
                 raise ModelError(
                     f"tensor {spec.name!r} has type {spec.dtype}, which has no home. Use a plain float or int type."
                 )
-            placed.append(replace(spec, offset=offset))
-            offset += spec.nbytes
+            placed.append(replace(spec, offset=round_up(offset, LINE) if spec.nbytes else offset))
+            offset = placed[-1].offset + spec.nbytes
         return cls(tuple(placed))
 
     @cached_property
     def nbytes(self) -> int:
         """Asked for by every partition that a plan considers."""
-        return sum(spec.nbytes for spec in self.specs)
+        return max((spec.offset + spec.nbytes for spec in self.specs), default=0)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of what lies between tensors."""
+        ends = [0, *(spec.offset + spec.nbytes for spec in self.specs)]
+        starts = [spec.offset for spec in self.specs]
+        return tuple((end, start - end) for end, start in zip(ends, starts, strict=False) if start > end)
 
     @property
     def padded_nbytes(self) -> int:
@@ -111,6 +122,7 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> b
     strides = {spec.name: [spec.shape, spec.stride] for spec in specs if spec.stride is not None}
     more = {_STRIDES: json.dumps(strides, separators=(",", ":"))} if strides else {}
     entries: dict[str, object] = {"__metadata__": {**metadata, **more}}
+    entries |= _fillers(Layout(tuple(specs)))
     for spec in specs:
         entries[spec.name] = {
             "dtype": _CODES[spec.dtype],
@@ -120,6 +132,14 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> b
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = round_up(8 + len(text)) - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def _fillers(layout: Layout) -> dict[str, object]:
+    """Entries of a header for what lies between tensors: readers of safetensors refuse a file with gaps."""
+    return {
+        f"{_FILLER}{offset}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [offset, offset + nbytes]}
+        for offset, nbytes in layout.gaps
+    }
 
 
 def _as_it_lies(spec: TensorSpec) -> list[int]:
@@ -151,12 +171,17 @@ def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
                 stride=tuple(int(n) for n in strides[name][1]) if name in strides else None,
             )
             for name, entry in entries.items()
+            if not name.startswith(_FILLER)
         ]
+        layout = Layout(tuple(sorted(specs, key=lambda spec: spec.offset)))
         if any(entries[spec.name]["data_offsets"] != [spec.offset, spec.offset + spec.nbytes] for spec in specs):
             raise ValueError("offsets and shapes disagree")
+        fillers = {name: entry for name, entry in entries.items() if name.startswith(_FILLER)}
+        if fillers and fillers != _fillers(layout):
+            raise ValueError("what lies between tensors is no filler")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         raise CorruptFile(f"{path}: the safetensors header is damaged. Do not train on it; use another copy.", path) from None
-    return Layout(tuple(sorted(specs, key=lambda spec: spec.offset))), metadata
+    return layout, metadata
 
 
 def header_size(head: bytes, path: Path) -> int:

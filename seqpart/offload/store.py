@@ -15,13 +15,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from seqpart.files.direct import PAGE, bytes_of, sync
+from seqpart.errors import CorruptFile
+from seqpart.files.direct import PAGE, aligned, bytes_of, sync
 from seqpart.files.movers import movers
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
@@ -29,7 +31,7 @@ from seqpart.memory.device import DOWN, UP, Device, Event
 from seqpart.offload.home import Home, Traffic, named
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
-from seqpart.offload.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost
+from seqpart.offload.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost, WithGaps, WithoutGaps
 from seqpart.offload.tensor_file import TensorFiles
 from seqpart.offload.transfer import Transfer
 from seqpart.recording.trace import Watched, unwatched
@@ -252,6 +254,25 @@ class Store:
         self._all([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None])
         self._retained.sweep(HOME_FILES, [file.name for file in files])
 
+    def lay_anew(self, layouts: Mapping[str, Layout]) -> None:
+        """Let these homes, as far as there are any, lie as `layouts` say: an earlier version of seqpart laid them otherwise.
+
+        Raises CorruptFile where one holds other tensors.
+        """
+        for name, layout in layouts.items():
+            if name not in self or self.layout(name) == layout:
+                continue
+            now = self.layout(name)
+            if [replace(spec, offset=0) for spec in now.specs] != [replace(spec, offset=0) for spec in layout.specs]:
+                path = self.path(name) or self.folder / name
+                raise CorruptFile(f"{path} holds other tensors than this model has. It was not used.", path)
+            flat, other = aligned(now.padded_nbytes), aligned(layout.padded_nbytes)
+            self.get(name, flat)
+            views = now.views(flat)
+            for tensor, view in layout.views(other).items():
+                view.copy_(views[tensor])
+            self.put(name, layout, other)
+
     def verify(self) -> None:
         """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
         parts = [home.now for home in self._homes.values() if home.host is None and home.now is not None]
@@ -270,8 +291,11 @@ class Store:
         return self._homes[name]
 
     def source(self, name: str, request: int) -> Source:
-        """The bytes of `name` from the first to the last, read in pieces of `request` bytes as they are asked for. Close it."""
+        """The tensors of `name` from the first to the last, read in pieces of `request` bytes. Close it."""
         home = self._homes[name]
+        return WithoutGaps(self._source(name, home, request), home.layout)
+
+    def _source(self, name: str, home: Home, request: int) -> Source:
         if home.host is not None:
             return FromHost(home.host[: home.layout.nbytes])
         assert home.now is not None, f"{name} is not written yet"
@@ -281,16 +305,16 @@ class Store:
 
     @contextmanager
     def sink(self, name: str, layout: Layout, request: int) -> Iterator[Sink]:
-        """Inside, the bytes of `name` are appended from the first to the last; behind it they are its home."""
+        """Inside, the tensors of `name` are appended from the first to the last; behind it they are its home."""
         home = self._place(name, layout)
         if home.host is not None:
             self._will_change(home, self._epoch)
-            yield ToHost(home.host[: layout.nbytes])
+            yield WithGaps(ToHost(home.host[: layout.nbytes]), layout)
         else:
             self._will_change(home, self._epoch)
             with self._new_version(name, home) as path, self._files.writing(path, layout) as writing:
                 sink = ToFile(writing, min(request, max(PAGE, layout.padded_nbytes)))
-                yield sink
+                yield WithGaps(sink, layout)
                 home.now = sink.finish()
             with self._count:
                 self.traffic.bytes_written += layout.nbytes

@@ -3,11 +3,13 @@
 Memory is copied by the calling thread alone: torch would start a team of threads for every piece.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from seqpart.files.direct import aligned, bytes_of, round_up
+from seqpart.offload.layout import Layout
 from seqpart.offload.tensor_file import TensorFiles, Version, Writing
 
 
@@ -22,6 +24,51 @@ class Source(Protocol):
 class Sink(Protocol):
     def append(self, memory: memoryview) -> None:
         """The next bytes."""
+
+
+class _Gaps:
+    """Where tensors lie with gaps between them, and who reads or writes them knows of none: `pieces` divides what is moved at
+    the gaps."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._at, self._ahead = 0, list(layout.gaps)
+
+    def pieces(self, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """(bytes to leave out, what comes behind them), to the end of `memory`."""
+        while len(memory):
+            gap = self._ahead.pop(0)[1] if self._ahead and self._ahead[0][0] == self._at else 0
+            self._at += gap
+            piece = memory[: self._ahead[0][0] - self._at] if self._ahead else memory
+            memory = memory[len(piece) :]
+            self._at += len(piece)
+            yield gap, piece
+
+
+class WithoutGaps:
+    """The tensors of a home alone, out of all its bytes."""
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source, self._gaps = source, _Gaps(layout)
+
+    def fill(self, memory: memoryview) -> None:
+        for gap, piece in self._gaps.pieces(memory):
+            self._source.fill(memoryview(bytearray(gap)))
+            self._source.fill(piece)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class WithGaps:
+    """The bytes of a home, zeros between its tensors, of which only these are given."""
+
+    def __init__(self, sink: Sink, layout: Layout) -> None:
+        self._sink, self._gaps = sink, _Gaps(layout)
+
+    def append(self, memory: memoryview) -> None:
+        for gap, piece in self._gaps.pieces(memory):
+            self._sink.append(memoryview(bytes(gap)))
+            self._sink.append(piece)
 
 
 class FromHost:

@@ -9,6 +9,7 @@ import torch
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.export import export_weights
 from seqpart.checkpoint.resume import ResumePoint
+from seqpart.costs.partition import state_layouts
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.directory.run_directory import RunDirectory
@@ -85,6 +86,7 @@ class Homes:
         if resumed is not None and manifest is not None:
             with self._told("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
+                self.store.lay_anew(self._layouts())
                 self._write_missing_rows(resumed.position)
             if self._preparation.settings.ema is None:  # an average is kept to the end
                 for name in resumed.unused_states(self._prepared):
@@ -95,6 +97,21 @@ class Homes:
         with self._told("the data were read"):
             for name in ("train", "test") if rows else ():
                 self._write_rows(name)
+
+    def _layouts(self) -> dict[str, Layout]:
+        """Of every home of weights and of optimizer state that the plan has, by its name."""
+        chain, costs, found = self._prepared.chain, self._prepared.costs, dict[str, Layout]()
+        for part, optimizer in zip(self._prepared.plan.partitions, self._prepared.stages[0].optimizers, strict=True):
+            own = slice(part.first, part.last)
+            states = state_layouts(costs[own], optimizer)
+            for block, cost, state in zip(chain[own], costs[own], states, strict=True):
+                found |= {block.home: cost.layout, block.state_home: state}
+        return found
+
+    def recall(self) -> None:
+        """The weights become what they were when they were to be remembered."""
+        self.store.recall()
+        self.store.lay_anew(self._layouts())
 
     def _write_missing_rows(self, at: Position) -> None:
         """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""

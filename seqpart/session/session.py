@@ -377,7 +377,7 @@ class Session:
         best = self.watch.evaluations.best
         if not self._settings.keep_best or best is None or best.phase == self.watch.evaluations.all[-1].phase:
             return
-        self.homes.store.recall()
+        self.homes.recall()
         self.test = best.loss, best.accuracy
         self.reporter.say(f"the weights are those behind update {best.update}, of the best evaluation")
 
