@@ -17,8 +17,8 @@ from seqpart.devices.cuda import CudaDevice
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
 from seqpart.files.direct import PAGE
+from seqpart.memory import cgroups, nvml
 from seqpart.memory import device as devices
-from seqpart.memory import nvml
 from seqpart.memory.device import Device, describe_versions, host_memory_free, keyed_seed
 from seqpart.memory.usage import MemoryUsage
 
@@ -231,27 +231,17 @@ def test_whatever_the_kernel_s_limit_refuses_is_an_allocation_that_failed(tmp_pa
 
 
 def test_memory_is_what_the_cgroup_leaves(monkeypatch):
-    figures = {"memory.max": 1000, "memory.current": 400}
-    monkeypatch.setattr(devices, "_cgroup_number", figures.get)
+    monkeypatch.setattr(cgroups, "limit", lambda: 1000)
+    monkeypatch.setattr(cgroups, "free", lambda: 600)
     assert Device().total_memory() == 1000
     assert Device().free_memory() == host_memory_free() == 600
-    figures["memory.current"] = 2000
-    assert Device().free_memory() == 0
 
 
 def test_without_a_cgroup_memory_is_what_the_machine_has(monkeypatch):
-    monkeypatch.setattr(devices, "_cgroup_number", lambda _: None)
+    for name in ("limit", "free"):
+        monkeypatch.setattr(cgroups, name, lambda: cgroups.NONE)
     assert Device().total_memory() == psutil.virtual_memory().total
     assert 0 < Device().free_memory() < psutil.virtual_memory().total
-
-
-def test_a_cgroup_without_a_limit_or_a_file_is_no_limit(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)
-    assert devices._cgroup_number("memory.max") is None
-    (tmp_path / "memory.max").write_text("max\n")
-    assert devices._cgroup_number("memory.max") is None
-    (tmp_path / "memory.max").write_text("12345\n")
-    assert devices._cgroup_number("memory.max") == 12345
 
 
 def test_the_versions_name_what_a_bug_report_needs():

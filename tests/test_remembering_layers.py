@@ -163,3 +163,52 @@ def test_in_a_buffer_it_is_there_again_when_a_run_goes_on(kind, method, tmp_path
 
 def test_what_a_layer_notes_for_its_user_alone_is_no_matter(tmp_path):
     trained(Notes, tmp_path, "streamed")
+
+
+class Config(dict):
+    """As diffusers has one in every model: torch's pytree takes a container of a type of its own for a leaf."""
+
+
+class Pair(tuple):
+    __slots__ = ()
+
+
+class Named(list):
+    pass
+
+
+def holding_itself():
+    found = [1]
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [Config(width=8), [Config(width=8)], Pair((1, Config())), Named([1, {"deep": Config(a=Config())}]), holding_itself()],
+    ids=["dict", "inside a list", "tuple", "list", "a list in itself"],
+)
+def test_a_layer_may_have_containers_of_a_type_of_its_own(kept, tmp_path):
+    """The model was looked through without end: RecursionError."""
+
+    class Configured(Layer):
+        def begin(self):
+            self.kept = kept
+
+        def forward(self, x):
+            return self.linear(x)
+
+    trained(Configured, tmp_path, "streamed")
+
+
+def test_a_counter_in_a_container_of_a_type_of_its_own_is_seen(tmp_path):
+    class Counting(Layer):
+        def begin(self):
+            self.calls = Config(number=0)
+
+        def forward(self, x):
+            self.calls["number"] += 1
+            return self.linear(x) * (1 + self.calls["number"] / 100)
+
+    with pytest.raises(ModelError, match=r"in an attribute \(calls\)"):
+        trained(Counting, tmp_path, "streamed")

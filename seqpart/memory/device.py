@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,9 +18,10 @@ import torch
 
 from seqpart.files.direct import aligned
 from seqpart.hardware.table import Hardware
+from seqpart.memory import cgroups
 from seqpart.memory.gpu_tables import release_gpu_tables
 from seqpart.memory.heap import RETURNED_FROM, Heap
-from seqpart.memory.process_limits import room
+from seqpart.memory.process_limits import room, room_left
 
 _ALLOCATION_FAILED = (
     "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread",
@@ -72,11 +72,11 @@ class Device:
         return f"CPU, {torch.get_num_threads()} threads"
 
     def total_memory(self) -> int:
-        return min(int(psutil.virtual_memory().total), _cgroup_limit(), room())
+        return min(int(psutil.virtual_memory().total), cgroups.limit(), room())
 
     def free_memory(self) -> int:
         # Stacks and arenas of threads that are yet to begin are reserved of what the process may have.
-        return min(int(psutil.virtual_memory().available), _cgroup_free(), room() * 7 // 8)
+        return min(int(psutil.virtual_memory().available), cgroups.free(), room_left() * 7 // 8)
 
     def used(self) -> int:
         """Bytes of it that this process has, where nobody else can say that."""
@@ -202,24 +202,6 @@ class Device:
 def keyed_seed(*key: int | str) -> int:
     """63 bits from `key`: the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _cgroup_number(name: str) -> int | None:
-    path = Path("/sys/fs/cgroup") / name
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _cgroup_limit() -> int:
-    return _cgroup_number("memory.max") or 1 << 62
-
-
-def _cgroup_free() -> int:
-    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-    return max(0, limit - used) if limit and used is not None else 1 << 62
 
 
 def host_memory_free() -> int:

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 
 from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
+from seqpart.files.direct import PAGE
+from seqpart.memory import cgroups
 from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.memory.device import Device
 from seqpart.memory.process_limits import room
@@ -38,16 +40,17 @@ def growth_beside(allowed: int, work: int) -> int:
 def limit_of(asked: str | int | float, device: Device) -> int:
     """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
     total = device.total_memory()
-    limit = parse_size(asked, total=total, free=device.free_memory(), name="--mem-limit")
+    held = read_process().held if device.shares_memory else 0  # a limit on a process is one on what it holds already, too
+    limit = parse_size(asked, total=total, free=min(total, held + device.free_memory()), name="--mem-limit")
     if limit < 1 << 16:
         raise OptionError(f"--mem-limit: expected a size such as 2GB; {asked!r} is {limit} bytes, less than any process has.")
-    if limit > total:
-        small = device.shares_memory and total == room()
-        there = "this process may have (ulimit -v, -d)" if small else "the device has"
+    if limit >= total + PAGE:  # a cgroup's is whole pages
+        whose = {cgroups.limit(): "its cgroup allows (memory.max)", room(): "this process may have (ulimit -v, -d)"}
+        there = whose.get(total, "the device has") if device.shares_memory else "the device has"
         raise OptionError(
             f"--mem-limit: {format_size(limit)} were asked for, and {there} {format_size(total)}. Give less, or auto."
         )
-    return limit
+    return min(limit, total)
 
 
 def warm_up(device: Device) -> None:

@@ -38,14 +38,19 @@ def load_torch() -> None:
 
 
 def room() -> int:
-    """Bytes that ulimit -v and ulimit -d let this process hold, what it holds now among them; 1 << 62 without these. Both count
-    what is reserved too: libraries, stacks."""
-    if not _LIMITS:
-        return 1 << 62
-    fields = dict(line.split(None, 1) for line in Path("/proc/self/status").read_text().splitlines() if line.endswith("kB"))
-    used = {name: 1024 * int(text.split()[0]) for name, text in fields.items()}
-    held = used["RssAnon:"] + used["RssShmem:"]
-    return max(0, min(soft - used[name] for name, soft in _LIMITS.items()) + held)
+    """Bytes that ulimit -v and ulimit -d let this process hold, what it holds now among them; 1 << 62 without these."""
+    return min(1 << 62, room_left() + _figure("RssAnon:") + _figure("RssShmem:"))
+
+
+def room_left() -> int:
+    """Bytes that they let it take still; 1 << 62 without these. Both count what is reserved too: libraries, stacks."""
+    return max(0, min((soft - _figure(name) for name, soft in _LIMITS.items()), default=1 << 62))
+
+
+def _figure(name: str) -> int:
+    """Bytes, of a line of the kernel's status of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def refuse_poor_surroundings(computing: int) -> None:

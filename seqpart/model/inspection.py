@@ -2,6 +2,7 @@
 what they were: modes, caches, hooks."""
 
 import copy
+import itertools
 import re
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import DataError, ModelError, OptionError
 
@@ -119,7 +119,7 @@ def _settings(module: nn.Module) -> Kind:
 
 def _plain(value: object) -> bool:
     if isinstance(value, tuple | list):
-        return all(_plain(part) for part in value)
+        return all(_plain(part) for part in _leaves(value))
     return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType)
 
 
@@ -194,7 +194,20 @@ def remembered(modules: Iterable[nn.Module]) -> Remembered:
 def beside(module: nn.Module) -> list[torch.Tensor]:
     """Tensors that it holds in plain attributes, and in lists and dicts there."""
     values = [value for part in module.modules() for name, value in vars(part).items() if name not in OF_TORCH]
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in _leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """What containers hold that is no container. Those of a type of their own are looked into, as the FrozenDict of diffusers'
+    models, where torch's pytree takes them for leaves; one that holds itself is looked into once."""
+    ahead, known = [value], set[int]()
+    while ahead:
+        one = ahead.pop()
+        if not isinstance(one, list | tuple | dict | deque):
+            yield one
+        elif id(one) not in known:
+            known.add(id(one))
+            ahead += reversed(list(dict.values(one) if isinstance(one, dict) else one))
 
 
 def is_plain(value: object) -> bool:
@@ -207,7 +220,7 @@ def _looks(value: object) -> object:
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, list | tuple | dict | deque):
-        return type(value), len(value), tuple(_looks(leaf) for leaf in tree_leaves(value)[:_SHORT])
+        return type(value), len(value), tuple(_looks(leaf) for leaf in itertools.islice(_leaves(value), _SHORT))
     return repr(value) if is_plain(value) else type(value)
 
 
