@@ -33,7 +33,7 @@ from seqpart.loaders.padding import Padding, as_padding
 from seqpart.loaders.reading import with_fewer_workers
 from seqpart.loop.lengths import refuse_untested
 from seqpart.memory.limit import limit_of, told
-from seqpart.memory.process_limits import refuse_poor_surroundings
+from seqpart.memory.process_limits import one_thread, refuse_poor_surroundings
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods import methods_named
@@ -147,7 +147,7 @@ class Trainer:
         dry: no file of any name is made for that, not for a moment.
         """
         gc.collect()
-        with self.device.at_work(), ExitStack() as stack:
+        with one_thread(), self.device.at_work(), ExitStack() as stack:
             prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
@@ -392,6 +392,7 @@ class Trainer:
         gc.collect()  # a model that the program has let go of, in a cycle, would count
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
+        stack.enter_context(one_thread())
         stack.enter_context(like_ctrl_c())
         stack.callback(reporter.close)
         stack.enter_context(self.device.at_work())

@@ -132,6 +132,30 @@ def any_plan_fits(device: Device, limit: int, *, beside: int = 0) -> bool:
     return read_process().held <= room
 
 
+class _DataLimit:
+    """RLIMIT_DATA of this process, which several may hold at a time, as sessions do: the least of theirs is set, and the last
+    to let go puts back what there was before the first."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, int] = {}
+        self._before = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+
+    def hold(self, who: object, nbytes: int | None) -> None:
+        """None: no more."""
+        if not self._held:
+            self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        soft, hard = self._before
+        if nbytes is None:
+            del self._held[who]
+        else:
+            self._held[who] = nbytes
+        finite = [value for value in (*self._held.values(), soft, hard) if value != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(finite), hard) if self._held else self._before)
+
+
+_DATA_LIMIT = _DataLimit()
+
+
 class Grant(Protocol):
     def __call__(self, *, at_rest: bool = False) -> bool: ...
 
@@ -153,14 +177,10 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     now = read_process()
     if now.held + beside >= limit:
         raise too_small(limit, now.held + beside)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    unused, code, granted, over = now.data - now.anon + untouched, generated_code(), 0, False
+    unused, code, granted, over, me = now.data - now.anon + untouched, generated_code(), 0, False, object()
 
     def set_limit() -> None:
-        ours = limit - beside + unused + granted
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (min(value for value in (ours, soft, hard) if value != resource.RLIM_INFINITY), hard)
-        )
+        _DATA_LIMIT.hold(me, limit - beside + unused + granted)
 
     def grant(*, at_rest: bool = False) -> bool:
         nonlocal granted
@@ -180,7 +200,7 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
         yield grant
     finally:
         over = True
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        _DATA_LIMIT.hold(me, None)
 
 
 def generated_code() -> int:

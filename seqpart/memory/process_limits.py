@@ -5,6 +5,7 @@ import contextlib
 import resource
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from seqpart.errors import OptionError
@@ -51,6 +52,36 @@ def _figure(name: str) -> int:
     """Bytes, of a line of the kernel's status of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+class _Holder:
+    """The thread that trains, and how many runs it is in: a session, and in a callback an evaluation."""
+
+    def __init__(self) -> None:
+        self.lock, self.thread, self.runs = threading.Lock(), 0, 0
+
+
+_HOLDER = _Holder()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Around a run. Raises OptionError while another thread is in one: the limit on memory, signal handlers, random numbers and
+    the allocator's settings are those of the process, and whoever ended first would take them from the other."""
+    me = threading.get_ident()
+    with _HOLDER.lock:
+        if _HOLDER.runs and _HOLDER.thread != me:
+            raise OptionError(
+                "another thread of this program is in a fit, plan, evaluate or session of seqpart, and the memory limit is one "
+                "on the whole process. Wait until it is over (a threading.Lock around both), or start a process for each: "
+                "multiprocessing.get_context('spawn')."
+            )
+        _HOLDER.thread, _HOLDER.runs = me, _HOLDER.runs + 1
+    try:
+        yield
+    finally:
+        with _HOLDER.lock:
+            _HOLDER.runs -= 1
 
 
 def refuse_poor_surroundings(computing: int) -> None:
