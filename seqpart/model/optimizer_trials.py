@@ -161,7 +161,7 @@ def _specs(name: str, parameter: str, state: Mapping[object, object]) -> State:
         if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             what = f"is {type(value).__name__}, not a tensor"
         elif type(value) not in (torch.Tensor, nn.Parameter, FakeTensor):
-            what = f"is a {type(value).__name__}, a tensor of another kind"
+            what = f"is a tensor of a kind of its own, {type(value).__name__}"
         elif value.dtype not in DTYPES.values():
             what = f"is {value.dtype}, which no home has"
         else:
