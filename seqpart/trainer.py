@@ -39,7 +39,8 @@ from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.losses import LossChoice
-from seqpart.model.optimizers import Build, describe, refuse_divided
+from seqpart.model.optimizer_trials import Build
+from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
 from seqpart.options import Options
 from seqpart.planning.plan import Plan
 from seqpart.planning.preparation import Preparation, Prepared
@@ -107,7 +108,7 @@ class Trainer:
         self._optimizer = None
         if callable(optimizer):
             refuse_options_beside(optimizer, sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(given)))
-            self._optimizer = describe(getattr(optimizer, "__name__", "optimizer"), optimizer)
+            self._optimizer = describe(getattr(optimizer, "__name__", ""), optimizer)
         elif optimizer is not None:
             given["optimizer"] = optimizer
         if isinstance(loss, str) and loss != "model":
@@ -117,6 +118,7 @@ class Trainer:
         settings = (settings or Settings.of(**given)).placed()
         if self._optimizer is not None:
             refuse_divided(self._optimizer, settings.divides_weights)
+            refuse_rateless(self._optimizer, settings.lr_schedule, settings.warmup_updates)
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
         self.model, self._loss, self._quiet, self._padding = model, loss, quiet, as_padding(padding)

@@ -92,5 +92,5 @@ def falsified(handed: torch.Tensor) -> torch.Tensor:
     """Slightly wrong, as no normalization takes back."""
     if not handed.is_floating_point():
         return handed.flip(*range(handed.ndim))
-    growing = torch.linspace(2**-7, 2**-5, handed.numel(), device=handed.device).view(handed.shape)
+    growing = torch.linspace(2**-7, 2**-5, handed.numel(), dtype=torch.float32, device=handed.device).view(handed.shape)
     return handed + (handed * growing).to(handed.dtype)

@@ -346,7 +346,7 @@ def _watch_training(
 def _rows_of(value: Value) -> torch.Tensor:
     if not has_gradients(value.dtype):
         return torch.zeros(value.shape, dtype=value.dtype)
-    return torch.randn(value.shape).to(value.dtype).requires_grad_(value.learns)
+    return torch.randn(value.shape, dtype=torch.float32).to(value.dtype).requires_grad_(value.learns)
 
 
 @contextmanager

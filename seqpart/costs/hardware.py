@@ -58,8 +58,8 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
     _LOGGER.debug("the speed of the disk and of matrix products is measured")
     read, write = probe_disk(existing(folder), hidden=dry)  # first: its buffer is gone when the others come
     copy = _copies(device)
-    weight = torch.ones(1024, 1024, device=device.torch)
-    x = torch.ones(rows, 1024, device=device.torch)
+    weight = torch.ones(1024, 1024, dtype=torch.float32, device=device.torch)
+    x = torch.ones(rows, 1024, dtype=torch.float32, device=device.torch)
 
     def matmul() -> None:
         for _ in range(4):

@@ -296,7 +296,7 @@ class Trials:
         device, found = self._device.torch, []
         for value in self._costs_at(rows)[number].takes:
             if has_gradients(value.dtype):
-                x = torch.randn(value.shape, device=device).to(value.dtype).requires_grad_(value.learns)
+                x = torch.randn(value.shape, dtype=torch.float32, device=device).to(value.dtype).requires_grad_(value.learns)
             else:
                 x = torch.zeros(value.shape, dtype=value.dtype, device=device)
             found.append(x)

@@ -301,7 +301,7 @@ class Executor:
             clip = (self._clip, total) if total is not None else None
         partition.update(self._rate(phase, self.position.updates), clip)
         if partition.optimizer is not None and phase.trains(step.partition):
-            self.learning_rate = partition.optimizer.param_groups[0]["lr"]
+            self.learning_rate = partition.optimizer.param_groups[0].get("lr")
             self.gradient_norm = clip[1] if clip is not None else None
         return 0, 0
 

@@ -166,7 +166,8 @@ class Partition:
             return
         self.optimizer = self._choice.build(list(self.trainable.values()))
         for group in self.optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
+            if "lr" in group:
+                group["initial_lr"] = group["lr"]
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
             if not (begun := block.state_home in self._store):
                 region.zero_()

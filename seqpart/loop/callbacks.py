@@ -56,7 +56,7 @@ class StepEvent(_Told):
     """An update is done. `loss` is that of its rows before it, `seconds` those since the event before."""
 
     learning_rate: float | None
-    """Of the first group of parameters; None where nothing learns."""
+    """Of the first group of parameters; None where nothing learns, or the optimizer has none."""
     gradient_norm: float | None
     """Before clipping, over the whole network; None without clip_grad_norm: nobody else needs it."""
     memory: int

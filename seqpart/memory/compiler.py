@@ -39,6 +39,7 @@ _UNCOMPILED = (
     "torch._meta_registrations",
     "torch.optim.",
     "seqpart.costs.",
+    "seqpart.model.",
 )
 """Modules whose functions need not be kept from the compiler, since only we call them."""
 _KEPT = "__dynamo_disable"

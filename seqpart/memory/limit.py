@@ -56,11 +56,11 @@ def limit_of(asked: str | int | float, device: Device) -> int:
 def warm_up(device: Device) -> None:
     """One small training step: starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces."""
     width, out, batch = 1024, 256, 256
-    layer = torch.nn.Linear(width, out, device=device.torch)
+    layer = torch.nn.Linear(width, out, device=device.torch, dtype=torch.float32)
     with without_compiler():
         optimizer = torch.optim.Adam(layer.parameters(), fused=True)
     for _ in range(2):
-        layer(torch.ones(batch, width, device=device.torch)).square().mean().backward()
+        layer(torch.ones(batch, width, dtype=torch.float32, device=device.torch)).square().mean().backward()
         take_step(optimizer)
         layer.zero_grad(set_to_none=True)
 

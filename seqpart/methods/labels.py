@@ -49,7 +49,7 @@ class SyntheticLabels:
         return torch.split(self._classes, self._rows_at_once)
 
     def _drawn(self, classes: torch.Tensor) -> torch.Tensor:
-        drawn = torch.empty(len(classes), self._size, device=classes.device)
+        drawn = torch.empty(len(classes), self._size, dtype=torch.float32, device=classes.device)
         step = max(1, _AT_ONCE // self._size)
         for some, rows in zip(torch.split(classes, step), torch.split(drawn, step), strict=True):
             for start in range(0, self._size, _AT_ONCE):

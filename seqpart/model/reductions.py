@@ -364,14 +364,14 @@ class _Trial:
     def _batches(self) -> Iterator[torch.Tensor]:
         """Labels of small batches: real rows, and real rows behind rows of one label each, for each that occurs."""
         labels, (few, more) = self._labels, self._rows
-        places = torch.linspace(0, len(labels) - 1, few + more).long()
+        places = torch.linspace(0, len(labels) - 1, few + more, dtype=torch.float64).long()
         if self._packed:  # no number among their bytes is a label
             yield from (labels[(places + shift) % len(labels)] for shift in range(_VALUES))
             return
         real = labels[places].to(label_dtype(labels))
         yield real
         most = max(few + more, min(4096, _LOOKED_AT * len(labels) // max(1, labels.numel())))
-        some = labels[torch.linspace(0, len(labels) - 1, min(len(labels), most)).long()]
+        some = labels[torch.linspace(0, len(labels) - 1, min(len(labels), most), dtype=torch.float64).long()]
         values, counts = torch.unique(some, return_counts=True)
         ends = torch.stack(torch.aminmax(labels))
         for value in torch.cat([ends, values[counts.argsort(descending=True)]])[:_VALUES]:

@@ -1,8 +1,9 @@
 """What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -35,8 +36,9 @@ from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
-from seqpart.model.optimizers import Optimizer, averaging, chosen, scheduled
+from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_unlike_pieces, scheduled
 from seqpart.model.reductions import Reduction, Verdict, ignored_label, name_of, reduction_of
+from seqpart.offload.layout import TensorSpec
 from seqpart.planning.plan import Plan, PlanRequest
 from seqpart.rates.scheduler import refuse_unfit
 from seqpart.settings import Settings
@@ -67,7 +69,8 @@ class Inputs:
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
-        own = None if optimizer is None else scheduled(settings.lr_schedule, averaging(optimizer, settings.ema))
+        self._scheduled = cache(partial(scheduled, settings.lr_schedule))
+        own = None if optimizer is None else self._scheduled(averaging(optimizer, settings.ema))
         self._optimizer, self._reuse, self.folder, self.dry = own, reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
@@ -157,7 +160,8 @@ class Inputs:
             raise nothing_learns(sum(cost.frozen for cost in costs))
         refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
-        self.possible_optimizers()
+        if trains:
+            self._try_optimizers()
         self._refuse_unfit_schedule()
 
     def close(self) -> None:
@@ -257,6 +261,30 @@ class Inputs:
             return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
         return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, tuple(self.train.labels.shape[1:]))
 
+    def _try_optimizers(self) -> None:
+        """On every kind of parameter that learns."""
+        learns: dict[str, TensorSpec] = {}
+        for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
+            for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
+                name = block.exported(spec.name)
+                learns[name if name not in learns else f"{name} of {block}"] = spec
+        divided_by = self.settings.divides_weights
+        every = learns | self._wholes(learns) if divided_by else learns
+        with quiet_log():
+            for optimizer in self.possible_optimizers():
+                optimizer.try_on(every)
+                if divided_by:
+                    refuse_unlike_pieces(optimizer, every, divided_by)
+
+    def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Of parameters that are some rows of a larger one, that one."""
+        found: dict[str, TensorSpec] = {}
+        for name, spec in learns.items():
+            if spec.shape and (whole := self.chain.wholes.get(name, name)) != name:
+                rows = found[whole].shape[0] if whole in found else 0
+                found[whole] = replace(spec, shape=(rows + spec.shape[0], *spec.shape[1:]))
+        return found
+
     def _refuse_unfit_schedule(self) -> None:
         """Every partition, and recovery, warms up anew."""
         epochs, batches = values_of(self.settings.epochs), values_of(self.settings.batch_size)
@@ -321,7 +349,7 @@ class Inputs:
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
         one = partial(chosen, weight_decay=settings.weight_decay, momentum=settings.momentum, ema=settings.ema)
-        return tuple(scheduled(settings.lr_schedule, optimizer) for optimizer in map(one, names, rates))
+        return tuple(map(self._scheduled, map(one, names, rates)))
 
     def _label_row(self) -> int:
         return self.train.label_type.itemsize * (self.train.labels.numel() // max(1, len(self.train.labels)))
@@ -340,7 +368,7 @@ class Inputs:
         if self._optimizer is not None:
             return [self._optimizer]
         names, momentum, ema = values_of(self.settings.optimizer), self.settings.momentum, self.settings.ema
-        return [scheduled(self.settings.lr_schedule, chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
+        return [self._scheduled(chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,

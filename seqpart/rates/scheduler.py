@@ -55,7 +55,7 @@ class Scheduler:
         self.sets_momentum = self.sets_momentum or any(group.get("momentum") for group in self._optimizer.param_groups)
 
     def _begin(self) -> None:
-        self._done, self._optimizer = 0, self._build([nn.Parameter(torch.zeros(()))])
+        self._done, self._optimizer = 0, self._build([nn.Parameter(torch.zeros(2, 3, dtype=torch.float32))])
         self._names = [name for name in self._optimizer.param_groups[0] if name != "params"]
         with _told("it failed"), without_compiler():
             self._scheduler = self._factory(self._optimizer)
@@ -81,14 +81,15 @@ def _told(what: str) -> Iterator[None]:
 
 
 def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
-    """Let its groups have `rate` times their initial learning rate, or the options that a scheduler says.
+    """Let its groups have `rate` times their initial learning rate, if they have one, or the options that a scheduler says.
 
     Raises OptionError for an optimizer with more groups for these parameters than for a single one.
     """
     groups = optimizer.param_groups
     if not isinstance(rate, tuple):
         for group in groups:
-            group["lr"] = group["initial_lr"] * rate
+            if "initial_lr" in group:
+                group["lr"] = group["initial_lr"] * rate
         return
     if len(rate) != len(groups):
         raise OptionError(

@@ -152,7 +152,7 @@ class Tracking:
     def _look_at_rate(self) -> None:
         partition = self._partition() if self._partition is not None else None
         if partition is not None and partition.optimizer is not None:
-            self._rate = float(partition.optimizer.param_groups[0]["lr"])
+            self._rate = float(partition.optimizer.param_groups[0].get("lr", math.nan))
 
     # --- what is told ---------------------------------------------------------------------------------------------
 

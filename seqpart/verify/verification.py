@@ -31,7 +31,7 @@ from seqpart.memory.limit import limit_for
 from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
 from seqpart.model.losses import LossChoice
-from seqpart.model.optimizers import Build
+from seqpart.model.optimizer_trials import Build
 from seqpart.model.packs import tiers_in_words
 from seqpart.planning.plan import Plan
 from seqpart.quantized.intake import PlainTensors
