@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import OptionError
+from seqpart.interrupts import put_off
 from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.offload.layout import DTYPES, TensorSpec, spec_of
 
@@ -108,6 +109,7 @@ class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _without_numbers() -> AbstractContextManager[object]:
     stack = ExitStack()
+    stack.enter_context(put_off())
     # Not what torch does for kernels that it knows no shapes of: with real tensors, which may be as large as the model.
     stack.enter_context(FakeTensorMode(allow_fallback_kernels=False))
     stack.enter_context(_Halves())  # type: ignore[no-untyped-call]

@@ -111,7 +111,7 @@ class Preparation(Inputs):
             host_budget=self._host_budget(), pair_rows=self.pair_rows,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
-            cuts_behind=self.cuts_behind, learns_alone=self.row_pack.has_one_that_learns,
+            cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
             auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
             live_bytes=self.live_bytes,

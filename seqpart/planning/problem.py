@@ -68,6 +68,8 @@ class Problem:
     """What a row of the boundary cache holds behind a block."""
     cuts_behind: Callable[[BlockCost], bool]
     """Whether a partition may end with a block."""
+    every_learns: bool = False
+    """Whether each partition must have something to learn: with a loss of its own, or as a part's share of the network."""
     learns_alone: Callable[[BlockCost], bool] = lambda _: True
     """Whether nothing else that learns passes by what a block returns."""
     train_rows: int
@@ -191,13 +193,17 @@ def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
 
 
 def starts_of(problem: Problem) -> list[int]:
-    """Blocks at which a partition may begin: blocks that learn, if only by weights of others; what does not stays with what it
-    follows."""
+    """Blocks at which a partition may begin: those with parameters, if only of others. What has none stays with what it
+    follows; and what is frozen too, where every partition must learn."""
     if problem.starts is not None:
         return list(problem.starts)
     costs = problem.costs_at(micro_batches(problem)[0])  # not a small one: BatchNorm refuses a single row
-    learning = [number for number, cost in enumerate(costs) if cost.trainable or cost.tied]
-    return [0, *(number for number in learning[1:] if problem.cuts_behind(costs[number - 1]))]
+    begin = [
+        number
+        for number, cost in enumerate(costs)
+        if cost.trainable or cost.tied or (cost.frozen and not problem.every_learns)
+    ]
+    return [0, *(number for number in begin[1:] if problem.cuts_behind(costs[number - 1]))]
 
 
 class _Grown:
