@@ -51,19 +51,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors one after the other, each on a cache line, widest elements first."""
+    """Tensors one after the other, widest elements first, each on a cache line. Numbers without a dimension, as counts of
+    steps, come behind the others of their type in a row: each would take a line of its own."""
 
     specs: tuple[TensorSpec, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[TensorSpec]) -> Self:
         placed, offset = [], 0
-        for spec in sorted(tensors, key=lambda spec: -spec.dtype.itemsize):
+        for spec in sorted(tensors, key=lambda spec: (-spec.dtype.itemsize, not spec.shape)):
             if spec.dtype not in _CODES:
                 raise ModelError(
                     f"tensor {spec.name!r} has type {spec.dtype}, which has no home. Use a plain float or int type."
                 )
-            placed.append(replace(spec, offset=round_up(offset, LINE) if spec.nbytes else offset))
+            placed.append(replace(spec, offset=round_up(offset, LINE) if spec.shape and spec.nbytes else offset))
             offset = placed[-1].offset + spec.nbytes
         return cls(tuple(placed))
 

@@ -263,7 +263,7 @@ class Store:
             if name not in self or self.layout(name) == layout:
                 continue
             now = self.layout(name)
-            if [replace(spec, offset=0) for spec in now.specs] != [replace(spec, offset=0) for spec in layout.specs]:
+            if {replace(spec, offset=0) for spec in now.specs} != {replace(spec, offset=0) for spec in layout.specs}:
                 path = self.path(name) or self.folder / name
                 raise CorruptFile(f"{path} holds other tensors than this model has. It was not used.", path)
             flat, other = aligned(now.padded_nbytes), aligned(layout.padded_nbytes)

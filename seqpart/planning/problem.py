@@ -199,9 +199,7 @@ def starts_of(problem: Problem) -> list[int]:
         return list(problem.starts)
     costs = problem.costs_at(micro_batches(problem)[0])  # not a small one: BatchNorm refuses a single row
     begin = [
-        number
-        for number, cost in enumerate(costs)
-        if cost.trainable or cost.tied or (cost.frozen and not problem.every_learns)
+        number for number, cost in enumerate(costs) if cost.trainable or cost.tied or (cost.frozen and not problem.every_learns)
     ]
     return [0, *(number for number in begin[1:] if problem.cuts_behind(costs[number - 1]))]
 
