@@ -51,6 +51,7 @@ from seqpart.result import Evaluation, Result
 from seqpart.session.fitting import carry_out, with_average
 from seqpart.session.observer import BeforeUpdate, Observer
 from seqpart.session.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
+from seqpart.session.pauses import PlanAnew, let_learn
 from seqpart.session.places import refuse_taken_places
 from seqpart.session.session import Session
 from seqpart.session.tracing import traced
@@ -264,6 +265,18 @@ class Trainer:
         damaged checkpoints, Diverged when a loss is not finite any more, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
         in the main thread) came and the run was saved.
         """
+        while True:
+            try:
+                return self._fit(train, test, reuse, resume, reporter, job, before_update, callbacks, compute_metrics)
+            except PlanAnew as saved:
+                reuse, resume, reporter = None, saved.directory, None
+
+    def _fit(
+        self, train: object, test: object, reuse: Plan | None, resume: str | Path | None, reporter: Reporter | None,
+        job: dict[str, Any] | None, before_update: BeforeUpdate | None, callbacks: Sequence[object],
+        compute_metrics: ComputeMetrics,
+    ) -> Result:  # fmt: skip
+        """Raises PlanAnew where it is saved, and to go on with another plan."""
         refuse_taken_places(self.settings.output_dir, resume, overwrite=self.settings.overwrite)
         reporter = reporter or Reporter(quiet=self._quiet)
         began = time.perf_counter()
@@ -277,6 +290,7 @@ class Trainer:
             resumed: ResumePoint | None = None
             if resume is not None:
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
+                let_learn(self.model, resumed.loop)
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
@@ -285,6 +299,7 @@ class Trainer:
             with planning_shown(reporter):
                 preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
             run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
+            run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages)
             if tracking is not None:
                 tracking.open(run.places.directory, prepared.phases, resumed, self.settings)
             adapted = self.model if is_adapted(self.model) else None

@@ -157,7 +157,9 @@ def test_an_error_in_a_callback_ends_the_run_which_is_saved_and_goes_on_behind_i
 
 
 def test_what_is_no_callback_is_refused(tmp_path):
-    with pytest.raises(OptionError, match=r"callbacks: expected objects with on_step, on_epoch or on_eval; found dict"):
+    with pytest.raises(
+        OptionError, match=r"callbacks: expected objects with on_begin, on_step, on_epoch or on_eval; found dict"
+    ):
         fit(tmp_path, [{}])
 
 

@@ -83,7 +83,7 @@ class Saving:
             return "Nothing was saved (--save-every never)."
         executor.refuse_divergence(weights=True)
         self.settle(executor, partitions)
-        self._save(executor.position, executor.compute.rested)
+        self.save(executor.position, executor.compute.rested)
         self.told = True
         there = "as it stood there"
         if executor.went_back:
@@ -101,13 +101,14 @@ class Saving:
         """The homes are what `position` says: save if it is `due`, end if a signal waits. Raises Interrupted."""
         waiting = self._interrupts.waiting  # once: what comes from here on is not saved
         if due or (waiting and self._saves):
-            self._save(position, metrics)
+            self.save(position, metrics)
         if waiting and self._saves:
             raise Interrupted(self._root)
         if waiting:
             self._interrupts.check()
 
-    def _save(self, position: Position, metrics: Metrics) -> None:
+    def save(self, position: Position, metrics: Metrics) -> None:
+        """The homes are what `position` says: let them be the latest checkpoint."""
         began = time.perf_counter()
         state = self._state(position, metrics)
         manifests.save(self._root, self._scratch, state, self._store, self._boundaries, instead=not self._proven)

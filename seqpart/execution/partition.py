@@ -10,7 +10,8 @@ write out of it. Both go on in the store's threads while another partition compu
 and goes have memory of their own, and go home when all is to be at home.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -42,13 +43,14 @@ class Partition:
     def __init__(
         self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
         *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
-        weights_stay: bool = False,
+        weights_stay: bool = False, frozen: Collection[int] = (),
     ) -> None:  # fmt: skip
+        """frozen: parameters, by id, that do not learn though the plan has room for it."""
         self.number, self.blocks, self.weights_stay = number, blocks, weights_stay
         self._costs, self._store, self._device = costs, store, device
         flow = Flow(costs)
         self.entering, self.leaving, self._written, self._used_up = flow.came, flow.leaving, flow.written, flow.used_up(costs)
-        self._choice, self._seed, self._autocast = optimizer, seed, autocast
+        self._choice, self._seed, self._autocast, self._frozen = optimizer, seed, autocast, frozen
         self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in blocks]
         """(block, tie): parameters used here whose home is in another partition."""
         self._borrows, self.lenders = borrows, list[Partition]()
@@ -56,6 +58,8 @@ class Partition:
         self._borrowed = borrowed_costs(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self.optimizer: torch.optim.Optimizer | None = None
+        self.built: weakref.ref[torch.optim.Optimizer] | None = None
+        """The optimizer of the last visit, if somebody else holds it."""
         self.trainable: dict[tuple[int, int], nn.Parameter] = {}
         """Parameters that learn in this visit, by their places in the model."""
         self._modules: list[list[nn.Module]] = []
@@ -147,10 +151,11 @@ class Partition:
             own = {spec.name for spec in cost.layout.specs}
             for name, parameter in block.module.named_parameters():
                 if name in own:
-                    parameter.requires_grad_(learns and name in cost.trainable)
+                    parameter.requires_grad_(learns and name in cost.trainable and id(parameter) not in self._frozen)
         for block, tie in self.tied if self._borrows else ():
             parameter = block.module.get_parameter(tie.name)
-            parameter.requires_grad_(learns and tie.owner_name in self._borrowed[tie.owner].trainable)
+            planned = tie.owner_name in self._borrowed[tie.owner].trainable
+            parameter.requires_grad_(learns and planned and id(parameter) not in self._frozen)
         for block in self.blocks:
             block.module.train()  # once at least: a module's own may leave parts as they are
         self._modules = [list(block.module.modules()) for block in self.blocks]
@@ -165,6 +170,7 @@ class Partition:
         if not self.trainable:
             return
         self.optimizer = self._choice.build(list(self.trainable.values()))
+        self.built = weakref.ref(self.optimizer)
         for group in self.optimizer.param_groups:
             if "lr" in group:
                 group["initial_lr"] = group["lr"]

@@ -1,7 +1,7 @@
 """What a run tells callbacks, and how they end it.
 
-A callback is any object with some of `on_step(event)`, `on_epoch(event)` and `on_eval(event)`. Updates and epochs are those of
-what trains: of the network, and with `sil` of one partition after the other, with `ist` of one subnet.
+A callback is any object with some of `on_begin(event)`, `on_step(event)`, `on_epoch(event)` and `on_eval(event)`. Updates and
+epochs are those of what trains: of the network, and with `sil` of one partition after the other, with `ist` of one subnet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from seqpart.errors import OptionError
 MetricValue = float | list[float]
 """Of a metric that is no single number, all of its numbers."""
 
-NAMES = ("on_step", "on_epoch", "on_eval")
+NAMES = ("on_begin", "on_step", "on_epoch", "on_eval")
 
 
 class Ending:
@@ -52,6 +52,15 @@ class _Told:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BeginEvent:
+    """A run begins, and nothing is trained yet. A run that goes on has begun before: it has no such event."""
+
+    memory: int
+    """Bytes that count against the limit now."""
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvent(_Told):
     """An update is done. `loss` is that of its rows before it, `seconds` those since the event before."""
 
@@ -81,7 +90,7 @@ class EvalEvent(_Told):
     """Whether no evaluation before it was as good, by the loss or by `best_by`."""
 
 
-Event = StepEvent | EpochEvent | EvalEvent
+Event = BeginEvent | StepEvent | EpochEvent | EvalEvent
 
 
 def callers(callbacks: Sequence[object]) -> dict[str, list[Callable[[Any], object]]]:

@@ -58,6 +58,8 @@ class Block:
         """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
         self.places: dict[str, int] = {}
         """Of its parameters among those of a whole model, by its own names."""
+        self.learns = dict[str, bool]()
+        """Parameters that the user has let learn, or frozen, since the run began."""
         self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
         # Looked at now: the module is empty when it is measured, and when it is measured again with fewer rows.
         self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
@@ -149,7 +151,7 @@ class Block:
             module.training = training
         for name, parameter in self.alive.named_parameters() if self.alive is not None else ():
             if name in self._shapes:
-                parameter.requires_grad_(self._shapes[name].requires_grad)
+                parameter.requires_grad_(self.learns.get(name, self._shapes[name].requires_grad))
 
     @contextmanager
     def left_as_it_is(self) -> Iterator[None]:

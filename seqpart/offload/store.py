@@ -12,7 +12,7 @@ old (benchmarks/LOG.md).
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -254,23 +254,25 @@ class Store:
         self._all([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None])
         self._retained.sweep(HOME_FILES, [file.name for file in files])
 
-    def lay_anew(self, layouts: Mapping[str, Layout]) -> None:
+    def lay_anew(self, layouts: Mapping[str, Layout], growing: Container[str] = ()) -> None:
         """Let these homes, as far as there are any, lie as `layouts` say: an earlier version of seqpart laid them otherwise.
 
-        Raises CorruptFile where one holds other tensors.
+        growing: homes that may have fewer tensors; the others become zeros. Raises CorruptFile where one holds others.
         """
         for name, layout in layouts.items():
             if name not in self or self.layout(name) == layout:
                 continue
             now = self.layout(name)
-            if {replace(spec, offset=0) for spec in now.specs} != {replace(spec, offset=0) for spec in layout.specs}:
+            had, wanted = ({replace(spec, offset=0) for spec in one.specs} for one in (now, layout))
+            if not (had <= wanted if name in growing else had == wanted):
                 path = self.path(name) or self.folder / name
                 raise CorruptFile(f"{path} holds other tensors than this model has. It was not used.", path)
             flat, other = aligned(now.padded_nbytes), aligned(layout.padded_nbytes)
             self.get(name, flat)
             views = now.views(flat)
             for tensor, view in layout.views(other).items():
-                view.copy_(views[tensor])
+                if tensor in views:
+                    view.copy_(views[tensor])
             self.put(name, layout, other)
 
     def verify(self) -> None:

@@ -86,7 +86,8 @@ class Homes:
         if resumed is not None and manifest is not None:
             with self._told("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
-                self.store.lay_anew(self._layouts())
+                # What learns since has no state yet.
+                self.store.lay_anew(self._layouts(), growing={block.state_home for block in self._prepared.chain})
                 self._write_missing_rows(resumed.position)
             if self._preparation.settings.ema is None:  # an average is kept to the end
                 for name in resumed.unused_states(self._prepared):

@@ -6,7 +6,7 @@ bring everything home first.
 """
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +107,8 @@ class OwnLoop:
         self._batch_rows = self.updates = 0
         """updates: those that are done."""
         self._stopping, self._ended, self._untouched, self._interrupts = False, False, False, Interrupts()
+        self._pause = ExitStack()
+        """While the user's program has its turn."""
 
     @property
     def observer(self) -> Observer:
@@ -119,6 +121,7 @@ class OwnLoop:
         self._rows = FedRows(session.prepared.input_layout, self._example.count, self._device)
         session.homes.boundaries.keep_in_memory(())  # an evaluation may have any number of rows
         session.homes.boundaries.passing["train"] = self._rows
+        self._pause.enter_context(session.pauses.pause())
 
     def _shaped(self, planned: Prepared) -> Prepared:
         """A plan that was made anew, for batches of the size of now."""
@@ -142,6 +145,18 @@ class OwnLoop:
         leaves everything as it was before them."""
         if self._ended:
             raise OptionError("session: it has ended, by an error or with its `with` block.")
+        try:
+            self._pause.close()
+            with self._at_work():
+                if self._session.pauses.changed:
+                    self._bring_home()
+                yield
+        finally:
+            if not self._ended:
+                self._pause.enter_context(self._session.pauses.pause())
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
         try:
             with self._interrupts:
                 try:
@@ -289,10 +304,13 @@ class OwnLoop:
         with self._working():
             self._bring_home()
             self._session.homes.give_back()
+            self._ended = True
 
     def close(self) -> None:
         """However it ended."""
         self._ended = True
+        with suppress(ModelError, OptionError):  # what is to learn from now on is no matter
+            self._pause.close()
         if self._steps is not None:
             self._steps.close()
             self._steps = None

@@ -47,7 +47,7 @@ def open_places(
     directory = RunDirectory(root, overwrite=settings.overwrite, resume=manifest is not None)
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
-        ended = "interrupted" if kind is Interrupted else state()
+        ended = "interrupted" if kind is not None and issubclass(kind, Interrupted) else state()
         in_vain = ended == UNBEGUN and kind is not None and issubclass(kind, BadInput)
         directory.close("failed" if ended == UNBEGUN else ended, (PLAN, JOB, EVENTS, MEMORY) if in_vain else ())
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from seqpart.boundaries.exchange import BoundaryExchange, open_exchange
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
@@ -38,6 +40,7 @@ from seqpart.schedule.steps import Position, steps_of
 from seqpart.session import replanning
 from seqpart.session.homes import Homes
 from seqpart.session.observer import Failure, Observer
+from seqpart.session.pauses import Pauses, PlanAnew
 from seqpart.session.places import UNBEGUN, open_places
 from seqpart.session.watch import Watch
 from seqpart.settings import Settings
@@ -88,7 +91,9 @@ class Session:
         self._thread = stack.enter_context(ReaderThread())
         self._thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
-        self.watch = Watch(self._observer, self._settings, sampler, resumed.loop if resumed is not None else {})
+        loop = resumed.loop if resumed is not None else {}
+        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, loop)
+        self.watch = Watch(self._observer, self._settings, sampler, loop, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
@@ -97,6 +102,12 @@ class Session:
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
         )  # fmt: skip
+
+    def _optimizers_built(self) -> Iterator[torch.optim.Optimizer]:
+        for partition in self._partitions:
+            optimizer = partition.built() if partition.built is not None else None
+            if optimizer is not None:
+                yield optimizer
 
     @property
     def averages(self) -> bool:
@@ -137,6 +148,8 @@ class Session:
         Behind a failed allocation it goes on from where all was at home, with a plan that needs less.
         """
         at, metrics = self._beginning() if start is None else (start, None)
+        if start is None and at == Position():
+            self.watch.begin()
         at, metrics = self._ended_early(at, metrics)
         self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
         self._stopped, number = False, 0
@@ -145,9 +158,15 @@ class Session:
             if at.phase >= stage.end:
                 number += 1
                 continue
+            self.pauses.changed = False
             failure, at, metrics = yield from self._run_stage(stage, at, metrics)
             if failure is not None:
                 self._go_on_behind(failure, metrics or Metrics())
+            if self.pauses.unplanned:
+                self.saving.save(at, metrics or Metrics())
+                names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
+                self.reporter.say(f"{names} learn from now on: the plan is made anew")
+                raise PlanAnew(self.places.directory.root)
             at, metrics = self._ended_early(at, metrics)
 
     def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
@@ -230,7 +249,7 @@ class Session:
             Partition(
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self.homes.store,
                 self._device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
-                weights_stay=p in granted.weights_stay,
+                weights_stay=p in granted.weights_stay, frozen=self.pauses.frozen,
             )
             for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
         ]  # fmt: skip
@@ -363,13 +382,14 @@ class Session:
             self.watch.has_new_best = False
         self.saving.at_rest(executor, self._partitions, phases)
         self._stopped = not self._observer.at_rest(executor)
-        return not self._stopped and self.watch.end_behind(phases, executor.position) is None
+        goes_on = self.watch.end_behind(phases, executor.position) is None
+        return not self._stopped and not self.pauses.changed and goes_on  # what learns from now on comes anew
 
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """What a checkpoint says beside tensors."""
         return state_of(
             self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, data=self._digest,
-            job=self._job, loop=self.watch.state(),
+            job=self._job, loop=self.watch.state() | self.pauses.state(),
         )  # fmt: skip
 
     def take_best(self) -> None:

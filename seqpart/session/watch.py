@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from seqpart.execution.events import Event, PhaseDone
+from seqpart.execution import events
+from seqpart.execution.events import PhaseDone
 from seqpart.execution.executor import Executor
 from seqpart.execution.metrics import Heard, Metrics
 from seqpart.loop.best import Evaluated, Evaluations, criterion_of
-from seqpart.loop.callbacks import Ending, EpochEvent, EvalEvent, MetricValue, StepEvent, callers
+from seqpart.loop.callbacks import BeginEvent, Ending, EpochEvent, EvalEvent, Event, MetricValue, StepEvent, callers
 from seqpart.memory.sampler import Sampler
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -25,8 +27,12 @@ class Watch:
     state: what a checkpoint says of the evaluations so far, and of an end that was asked for.
     """
 
-    def __init__(self, observer: Observer, settings: Settings, sampler: Sampler, state: dict[str, Any]) -> None:
-        self._calls = callers(observer.callbacks)
+    def __init__(
+        self, observer: Observer, settings: Settings, sampler: Sampler, state: dict[str, Any],
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        """pause: what a callback is called in."""
+        self._calls, self._pause = callers(observer.callbacks), pause
         self.evaluations = Evaluations.from_json(criterion_of(settings.best_by), state.get("evaluations", {}))
         self.ending = Ending()
         self._ends_in: int | None = None
@@ -50,9 +56,14 @@ class Watch:
     def state(self) -> dict[str, Any]:
         return {"evaluations": self.evaluations.to_json(), "ending": (self.ending.asked, self._ends_in)}
 
-    def listen(self, event: Event) -> None:
+    def listen(self, event: events.Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:
             self._over.append(event)
+
+    def begin(self) -> None:
+        """Nothing is trained yet."""
+        if self._calls["on_begin"]:
+            self._call("on_begin", BeginEvent(memory=self._sampler.sample(), limit=self._sampler.limit))
 
     def at_rest(self, executor: Executor, phases: Phases, heard: Heard) -> None:
         """Call whom this concerns. Whatever a callback raises comes through."""
@@ -114,11 +125,12 @@ class Watch:
         self._call("on_eval", event)
         self._since = time.perf_counter()
 
-    def _call(self, name: str, event: StepEvent | EpochEvent | EvalEvent) -> None:
+    def _call(self, name: str, event: Event) -> None:
         calls: Sequence[Callable[[Any], object]] = self._calls[name]
         for call in calls:
             try:
-                call(event)
+                with self._pause():
+                    call(event)
             except Exception as error:
                 error.add_note(f"in {name} of a callback")
                 raise

@@ -1,0 +1,276 @@
+"""What a program of the user's does to the model in a callback, or between the steps of a session, is the same in every method:
+who learns is obeyed, and weights, which may be anywhere, are refused where they are touched.
+
+`full` clamped a weight and `streamed` did not, freezing worked in one of them and unfreezing in none, all without a word.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart import Interrupted, Trainer
+from seqpart.errors import ModelError, OptionError
+
+ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3
+BATCHES = [(ROWS[0][at : at + 8], ROWS[1][at : at + 8]) for at in (0, 8, 16, 24)] * 2
+WAYS = pytest.mark.parametrize("way", ["callback", "session"])
+METHODS = pytest.mark.parametrize("method", ["full", "streamed", "auto"])
+
+
+class Net(nn.Module):
+    """The scale lies in one block with the last layer."""
+
+    def __init__(self, bounded=False):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.scale, self.bounded = nn.Parameter(torch.tensor(2.0)), bounded
+
+    def forward(self, x):
+        scale = self.scale.clamp(0, 1) if self.bounded else self.scale
+        return self.c(self.b(self.a(x).relu()).relu()) * scale
+
+
+def net(frozen=(), **options):
+    torch.manual_seed(0)
+    model = Net(**options)
+    for name in frozen:
+        part = getattr(model, name)
+        part.requires_grad_(False)
+    return model
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True)
+
+
+def plainly(model, touch, clip=None):
+    optimizer = adamw(model.parameters())
+    for update, (x, y) in enumerate(BATCHES, 1):
+        F.cross_entropy(model(x), y).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        touch(model, update)
+    return model
+
+
+class Touching:
+    def __init__(self, model, touch):
+        self.model, self.touch = model, touch
+
+    def on_step(self, event):
+        self.touch(self.model, event.update)
+
+
+def trainer(model, method, optimizer=adamw, **options):
+    cut = {"partitions": (0, 1, 2)} if method == "streamed" else {}
+    return Trainer(
+        model, None, optimizer, mem_limit="1GB", method=method, batch_size=8, micro_batch_size=8, quiet=True, **cut, **options
+    )
+
+
+def trained(model, method, way, touch, place, **options):
+    if way == "session":
+        with trainer(model, method, **options).session(BATCHES[0]) as session:
+            for update, batch in enumerate(BATCHES, 1):
+                session.step(batch)
+                touch(model, update)
+    else:
+        made = trainer(model, method, epochs=2, shuffle=False, output_dir=place / "run", **options)
+        made.fit(ROWS, callbacks=[Touching(model, touch)])
+    return model
+
+
+def assert_same(model, plain):
+    found, expected = model.state_dict(), plain.state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+
+
+def at(updates):
+    """{update: (name, learns)} as a touch."""
+
+    def touch(model, update):
+        if update in updates:
+            name, learns = updates[update]
+            getattr(model, name).requires_grad_(learns)
+
+    return touch
+
+
+CHANGES = {
+    "freeze": ((), {3: ("a", False)}),
+    "freeze the last": ((), {3: ("c", False)}),
+    "freeze and let learn again": ((), {2: ("b", False), 5: ("b", True)}),
+    "one of two in a block": ((), {3: ("scale", False), 6: ("scale", True)}),
+}
+LATER = {
+    "unfreeze": (("a",), {3: ("a", True)}),
+    "unfreeze the base step by step": (("a", "b"), {2: ("b", True), 5: ("a", True)}),
+    "unfreeze one of two in a block": (("scale",), {3: ("scale", True)}),
+    "freeze, unfreeze another": (("a",), {2: ("c", False), 4: ("a", True), 6: ("c", True)}),
+}
+
+
+@WAYS
+@METHODS
+@pytest.mark.parametrize(("frozen", "updates"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.few(16)
+def test_what_is_frozen_stays_from_the_next_update_on(way, method, frozen, updates, clip, tmp_path):
+    options = {"clip_grad_norm": clip} if clip else {}
+    assert_same(
+        trained(net(frozen), method, way, at(updates), tmp_path, **options), plainly(net(frozen), at(updates), clip)
+    )  # fmt: skip
+
+
+@METHODS
+@pytest.mark.parametrize(("frozen", "updates"), LATER.values(), ids=LATER)
+def test_what_is_to_learn_later_has_a_plan_made_anew(method, frozen, updates, tmp_path):
+    """The state of what was trained stays, also of what was frozen since."""
+    assert_same(trained(net(frozen), method, "callback", at(updates), tmp_path), plainly(net(frozen), at(updates)))
+
+
+@pytest.mark.parametrize("save", ["never", "2"])
+@pytest.mark.parametrize(("frozen", "updates"), [CHANGES["one of two in a block"], LATER["freeze, unfreeze another"]])
+@pytest.mark.parametrize("stop", [3, 5, 7])
+@pytest.mark.few(4)
+def test_a_run_that_is_stopped_and_goes_on_knows_who_learns(save, frozen, updates, stop, tmp_path):
+    """The program that goes on builds the model as it was at first."""
+    touch = at(updates)
+
+    def stopping(model, update):
+        touch(model, update)
+        if update == stop:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trained(net(frozen), "streamed", "callback", stopping, tmp_path, save_every=2)
+    model = net(frozen)
+    made = trainer(model, "streamed", epochs=2, shuffle=False, save_every=save)
+    made.fit(ROWS, resume=tmp_path / "run", callbacks=[Touching(model, touch)])
+    assert_same(model, plainly(net(frozen), touch))
+
+
+def test_a_signal_and_a_new_plan_do_not_mind_each_other(tmp_path):
+    import signal
+
+    def touch(model, update):
+        if update == 3:
+            model.a.requires_grad_(True)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        trained(net(["a"]), "streamed", "callback", touch, tmp_path)
+    model = net(["a"])
+    trainer(model, "streamed", epochs=2, shuffle=False).fit(ROWS, resume=tmp_path / "run")
+    assert_same(model, plainly(net(["a"]), at({3: ("a", True)})))
+
+
+def test_a_session_has_no_room_for_what_did_not_learn_and_its_cure_works():
+    model = net(["a"])
+    with trainer(model, "streamed").session(BATCHES[0]) as session:
+        session.step(BATCHES[0])
+        model.a.requires_grad_(True)
+        with pytest.raises(ModelError, match=r"a\.weight, a\.bias did not learn when the run was planned"):
+            session.step(BATCHES[1])
+        session.step(BATCHES[1])  # it goes on as it was
+    model = net()
+    with trainer(model, "streamed").session(BATCHES[0]) as session:
+        model.a.requires_grad_(False)
+        for update, batch in enumerate(BATCHES, 1):
+            session.step(batch)
+            if update == 3:
+                model.a.requires_grad_(True)
+    assert_same(model, plainly(net(["a"]), at({3: ("a", True)})))
+
+
+class Begins(Touching):
+    def on_begin(self, event):
+        assert 0 < event.memory <= event.limit
+        self.model.a.requires_grad_(False)
+
+
+def test_in_on_begin_a_part_is_frozen_before_the_first_update(tmp_path):
+    model = net()
+    made = trainer(model, "streamed", epochs=2, shuffle=False, output_dir=tmp_path / "run")
+    made.fit(ROWS, callbacks=[Begins(model, at({3: ("a", True)}))])
+    assert_same(model, plainly(net(["a"]), at({3: ("a", True)})))
+
+
+def test_where_everything_is_frozen_the_run_ends_in_words(tmp_path):
+    with pytest.raises(ModelError, match="nothing learns any more"):
+        trained(net(), "streamed", "callback", lambda model, _: model.requires_grad_(False), tmp_path)
+
+
+def clamp(model, _):
+    with torch.no_grad():
+        model.scale.clamp_(0, 1)
+
+
+TOUCHES = {
+    "a clamp": clamp,
+    "values": lambda model, _: model.scale.item(),
+    "a norm": lambda model, _: torch.linalg.vector_norm(model.scale),
+    "data": lambda model, _: model.scale.data.mul_(2),
+    "other data": lambda model, _: setattr(model.scale, "data", torch.zeros(())),
+    "all of them": lambda model, _: model.state_dict(),
+    "in a list": lambda model, _: torch._foreach_norm([*model.parameters()]),
+    "a forward pass": lambda model, _: model(ROWS[0][:4]),
+}
+
+
+@WAYS
+@METHODS
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+@pytest.mark.few(12)
+def test_a_weight_that_is_touched_is_refused_where_that_is_done(way, method, touch, tmp_path):
+    model = net()
+    with pytest.raises(ModelError, match=r"is not in the model while a run has it.*state_dict.*forward") as error:
+        trained(model, method, way, touch, tmp_path)
+    assert any(frame.name in ("clamp", "<lambda>") for frame in error.traceback)
+    assert type(model.scale) is nn.Parameter and model.scale.item() == 2.0
+
+
+@METHODS
+def test_the_cure_of_a_clamp_in_the_forward_pass_works(method, tmp_path):
+    def nothing(*_):
+        pass
+
+    assert_same(trained(net(bounded=True), method, "callback", nothing, tmp_path), plainly(net(bounded=True), nothing))
+
+
+@WAYS
+@METHODS
+def test_shapes_and_what_they_say_may_be_looked_at(way, method, tmp_path):
+    seen = []
+
+    def look(model, _):
+        numbers = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)
+        weight = model.b.weight
+        seen.append((numbers, weight.shape, weight.size(0), len(weight), weight.ndim, weight.dtype, weight.device.type))
+        assert weight.grad is None and weight.is_leaf and "b.weight" in repr(weight)
+
+    trained(net(["a"]), method, way, look, tmp_path)
+    whole = sum(p.numel() for p in net().parameters())
+    numbers = whole, whole - 8 * 16 - 16
+    assert set(seen) == {(numbers, torch.Size([16, 16]), 16, 16, 2, torch.float32, "cpu")}
+
+
+@WAYS
+@METHODS
+def test_options_of_an_optimizer_that_are_changed_are_refused(way, method, tmp_path):
+    held = []
+
+    def build(parameters):
+        held.append(adamw(parameters))
+        return held[-1]
+
+    def touch(_, update):
+        if update == 2:
+            held[-1].param_groups[0]["weight_decay"] = 0.0
+
+    with pytest.raises(OptionError, match=r"param_groups.* were changed while a run has the model.*lr_schedule"):
+        trained(net(), method, way, touch, tmp_path, optimizer=build)
