@@ -236,18 +236,9 @@ class Compute:
         verdict = self._judge(step, output, labels)
         del output  # the graph alone holds it, until the loss has its gradient
         assert verdict is not None
-        share = self.span(step)
-        part = (share.stop - share.start) / share.update_rows
-        if part < 1.0 and verdict.kind is Kind.COUNTED:  # what all of them count is known with the last one: see `scale`
-            self._counted = (self._counted or 0.0) + verdict.weight
-            part = verdict.weight / share.update_rows
-        elif part < 1.0 and verdict.kind is Kind.WHOLE:
-            raise OptionError(
-                "memory ran out for a whole batch, and this loss is not the sum of its parts': give a larger --mem-limit, or a "
-                "smaller --batch-size with the same --micro-batch-size."
-            )
-        elif verdict.kind is Kind.SUM:
-            part = 1.0
+        part, counted = share_of_update(verdict, self.span(step))
+        if counted:  # what all of them count is known with the last one: see `scale`
+            self._counted = (self._counted or 0.0) + counted
         if verdict.loss.requires_grad:
             (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
 
@@ -393,6 +384,19 @@ class Compute:
         self._counted = None
         self._elements.rest()
         self._own_loss.clear()  # the executor that goes on has fixed targets of its own
+
+
+def share_of_update(verdict: Verdict, span: Span) -> tuple[float, float]:
+    """(what a micro-batch's loss is multiplied by in its update, what it counted where that is to be divided by at the end)."""
+    part = (span.stop - span.start) / span.update_rows
+    if part < 1.0 and verdict.kind is Kind.COUNTED:
+        return verdict.weight / span.update_rows, verdict.weight
+    if part < 1.0 and verdict.kind is Kind.WHOLE:
+        raise OptionError(
+            "memory ran out for a whole batch, and this loss is not the sum of its parts': give a larger --mem-limit, or a "
+            "smaller --batch-size with the same --micro-batch-size."
+        )
+    return 1.0 if verdict.kind is Kind.SUM else part, 0.0
 
 
 def _micro_batch(step: Step) -> int:

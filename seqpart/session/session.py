@@ -24,6 +24,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.interrupts import Interrupts
+from seqpart.memory.device import Device
 from seqpart.memory.limit import RUNTIME_VARIES, Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.parts.parting import Parting
@@ -88,8 +89,8 @@ class Session:
         )  # fmt: skip
         if resumed is not None:
             reporter.say(resumed.words(prepared.phases))
-        self._thread = stack.enter_context(ReaderThread())
-        self._thread.watched = self._observer.watched
+        self.reader_thread = stack.enter_context(ReaderThread())
+        self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         loop = resumed.loop if resumed is not None else {}
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, loop)
@@ -127,6 +128,14 @@ class Session:
     @property
     def settings(self) -> Settings:
         return self._settings
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def preparation(self) -> Preparation:
+        return self._preparation
 
     def finish(self, words: str) -> None:
         """The run is done. `words`: for the answer to a signal that waits."""
@@ -259,7 +268,7 @@ class Session:
         compute = Compute(
             phases=prepared.phases, partitions=partitions, losses=prepared.loss, boundaries=self.homes.boundaries,
             row_packs=prepared.row_packs, exchange=exchange, graphs=graphs, device=self._device,
-            reader_thread=self._thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
+            reader_thread=self.reader_thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
             listen=self._listen, heard=self.heard,
         )  # fmt: skip
         gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
@@ -272,11 +281,11 @@ class Session:
         return Executor(
             phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
             slots=Slots(shared[-granted.slots:], self._device, own), store=self.homes.store, device=self._device,
-            clip_grad_norm=settings.clip_grad_norm, rate=self._rate_of(stage), hooks=hooks, start=start,
+            clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), hooks=hooks, start=start,
             parting=self._parting(stage),
         )  # fmt: skip
 
-    def _rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
+    def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
         """What is learned by in a phase behind so many of its updates: of its first partition, as of all that it trains."""
         schedule = self._settings.lr_schedule
         if isinstance(schedule, str):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -158,13 +159,13 @@ def _recorded(
             recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)
             assert recorder.number(rows) == ROWS
             assert [recorder.number(tensor) for tensor in named.values()] in ([], [LABELS])
-            return recorder, _recorded_by(recorder, lambda: _ran(model, rows, form, named))
+            return recorder, _recorded_by(recorder, lambda: run_on_rows(model, rows, form, named))
 
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
         if labels is None:
-            return program_of(recorder, recorder.known(_output(model, found)))
+            return program_of(recorder, recorder.known(judged_output(model, found)))
         judged, loss = split_off(recorder, model, found)
         program = program_of(recorder, judged, following(recorder.ops))
         refuse_labels_in_layers(model, program.ops)
@@ -184,8 +185,10 @@ def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:
             raise recorder.failed(error) from error
 
 
-def _ran(model: nn.Module, rows: torch.Tensor, form: Form, labels: Mapping[str, torch.Tensor]) -> Any:
-    """Models of transformers take their rows by name."""
+def run_on_rows(
+    model: nn.Module, rows: torch.Tensor, form: Form, labels: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> Any:
+    """What a model returns for rows of that form. Models of transformers take them by name."""
     if form:
         args, kwargs = unpacked(rows, form)
         return model(*args, **kwargs, **labels)
@@ -193,7 +196,7 @@ def _ran(model: nn.Module, rows: torch.Tensor, form: Form, labels: Mapping[str, 
     return model(**{name: rows}, **labels) if isinstance(name, str) else model(rows, **labels)
 
 
-def _output(model: nn.Module, found: Any) -> torch.Tensor:
+def judged_output(model: nn.Module, found: Any) -> torch.Tensor:
     """What is to be judged, of what the model returned."""
     if isinstance(found, torch.Tensor):
         return found

@@ -93,7 +93,7 @@ class Digests:
         return self.first is not None or self.difference is not None
 
     def see(self, key: Key, tensor: torch.Tensor | None) -> None:
-        self.seen[key] = digest = _digest(tensor)
+        self.seen[key] = digest = digest_of(tensor)
         if self._expected is not None and self._expected.get(key) != digest:
             self._differs(key, tensor)
         if self._wanted is not None and self._wanted[0] == key:
@@ -109,9 +109,14 @@ class Digests:
             return
         self.first = key
         if self._keeps is not None:
-            with open(self._keeps, "wb") as file:
-                for part in _parts(tensor):
-                    file.write(part.view(torch.uint8).numpy().data)
+            keep_tensor(self._keeps, tensor)
+
+
+def keep_tensor(path: Path, tensor: torch.Tensor | None) -> None:
+    """Its bytes, for what is `wanted` of another run."""
+    with open(path, "wb") as file:
+        for part in _parts(tensor):
+            file.write(part.view(torch.uint8).numpy().data)
 
 
 def _parts(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -124,7 +129,7 @@ def _parts(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
         yield part.cpu().contiguous().view(-1)
 
 
-def _digest(tensor: torch.Tensor | None) -> bytes:
+def digest_of(tensor: torch.Tensor | None) -> bytes:
     if tensor is None:
         return b"none"
     digest = xxhash.xxh3_128(repr((tensor.dtype, tuple(tensor.shape))).encode())

@@ -3,8 +3,8 @@
 import gc
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -54,7 +54,21 @@ class Variant:
 
     def run(self, digests: Digests, reporter: Reporter, *, falsify: bool = False) -> None:
         """Train until `digests` have seen enough. Nothing stays on the disk."""
-        preparation, began = self.preparation, time.perf_counter()
+        began, recorder = time.perf_counter(), _Recorder(digests, self.prepared.phases, self.limit)
+        with self.session(recorder.observer, falsify=falsify) as session:
+            recorder.record(session)
+        word = "noticed" if falsify else "differs"
+        seen = "" if digests.first is None else f"  {word} in {digests.first} {digests.first.when(digests.steps)}"
+        self.tell(reporter, time.perf_counter() - began, seen)
+
+    def tell(self, reporter: Reporter, seconds: float, seen: str) -> None:
+        """A line of what it took."""
+        reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
+
+    @contextmanager
+    def session(self, observer: Observer | None = None, *, falsify: bool = False) -> Iterator[Session]:
+        """Inside, a run that has not begun. Its peak is known behind it."""
+        preparation = self.preparation
         prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
         sampler = Sampler(MemoryUsage(preparation.device), limit=self.limit)
         with ExitStack() as stack:
@@ -67,13 +81,8 @@ class Variant:
             stack.callback(sampler.stop)
             preparation.live_modules.take()
             stack.callback(preparation.close)
-            recorder = _Recorder(digests, prepared.phases, self.limit)
-            recorder.record(Session(preparation, prepared, silent, sampler, stack, observer=recorder.observer, falsify=falsify))
+            yield Session(preparation, prepared, silent, sampler, stack, observer=observer, falsify=falsify)
         self.peak = sampler.peak
-        word = "noticed" if falsify else "differs"
-        seen = "" if digests.first is None else f"  {word} in {digests.first} {digests.first.when(digests.steps)}"
-        seconds = time.perf_counter() - began
-        reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
 
 
 def prepared_to_verify(trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Preparation:

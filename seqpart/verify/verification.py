@@ -3,6 +3,7 @@
     (1) limited     the method, cut and streamed as it will train: a digest of every tensor before each update and at the end
     (2) control     the same with a wrong replay: a check that does not notice it is blind, and proves nothing
     (3) reference   the whole network, in as much memory as that takes: a digest of every tensor, compared with (1)
+    (+) plain       a loop that shares nothing with these but the batches: the model's own forward pass, torch's optimizer
     (4) again       only where they differ: (1) up to the tensor that (3) left on disk, for the numbers
     (5) cut in N    (1) cut in two, and behind every block: the same digests
     (6) by N        (1) with a half and a quarter of the micro-batch: the same losses, where blocks treat rows alike
@@ -14,6 +15,7 @@ Digests, because all tensors of some updates are many times the model. (3) needs
 avoid: equality with full training is seen where full training can run, on a smaller model of the same blocks if need be.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -42,7 +44,8 @@ from seqpart.tiling.tiling import first_that_fits
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size
 from seqpart.verify.answers import Answers
-from seqpart.verify.digests import Digests, Key
+from seqpart.verify.digests import VALUE, Digests, Key, digest_of, keep_tensor
+from seqpart.verify.plain import Unlike, train_plainly, why_not
 from seqpart.verify.sweep import agreed, drawn_plans
 from seqpart.verify.variant import Variant
 
@@ -70,12 +73,15 @@ class Agreement:
     """What another micro-batch gave, in words."""
     plans: tuple[Plan, ...] = ()
     """Others that gave the same bits."""
+    unlike: str = ""
+    """Why no plain loop was compared, in words."""
 
     def __str__(self) -> str:
         return (
             f"proof: {self.method} in {len(self.plan.partitions)} partitions under {format_size(self.plan.limit)} equals "
             f"{self.reference}, bit for bit: {self.tensors} tensors (weights, gradients, optimizer state, buffers, loss) in "
             f"{self.comparisons} comparisons over {self.steps} update(s), digest {self.digest}; a wrong replay was noticed"
+            + (f"; a plain loop is not compared: {self.unlike}" if self.unlike else "; a plain loop has the same bits")
             + (f"; the same bits in {' and '.join(map(str, self.cuts))} partitions" if self.cuts else "")
             + (f"; the same bits by {len(self.plans)} other plan(s)" if self.plans else "")
             + f"; the same evaluation{self.divided}"
@@ -115,14 +121,14 @@ def verify(
         sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(model, asked.device.kind))
         limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)
-        found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor")
+        found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor", model)
     reporter.say(str(found))
     return found
 
 
 def _compared(
     limited: Variant, trainer: Callable[..., Trainer], train: object, steps: int, reference: str, sweep: int,
-    reporter: Reporter, kept: Path,
+    reporter: Reporter, kept: Path, model: object,
 ) -> Agreement:  # fmt: skip
     """`kept` is the file for a tensor that differs."""
     whole = _whole(limited)
@@ -146,6 +152,9 @@ def _compared(
             f"of {steps} update(s) stayed the same. Nothing is proven. Does anything learn? More --steps may tell."
         )
     _compare_evaluations(limited, other, first, compared)
+    unlike = _compare_with_plain_loop(
+        limited, replace(other, name="plain", limit=whole["mem_limit"]), model, first, reporter, kept
+    )
 
     def variant(name: str, **changed: Any) -> Variant:
         return Variant.planned(name, trainer(**{**whole, "method": limited.method, **changed}), train)
@@ -156,9 +165,36 @@ def _compared(
     for drawn in plans:
         _compare_evaluations(limited, drawn, first, agreed(limited, first, drawn, reporter))
     return replace(
-        _agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided,
+        _agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided, unlike=unlike,
         plans=tuple(drawn.prepared.plan for drawn in plans),
     )  # fmt: skip
+
+
+def _compare_with_plain_loop(
+    limited: Variant, whole: Variant, model: object, first: Digests, reporter: Reporter, kept: Path
+) -> str:
+    """Why they were not compared, in words; "" where they have the same bits. Raises VerifyMismatch."""
+    began = time.perf_counter()
+    try:
+        with whole.session() as session, session.limited(), session.interrupts:
+            if why := why_not(session):
+                return why
+            found = train_plainly(session, model, first.steps)
+    except Unlike as other:
+        return str(other)
+    whole.tell(reporter, time.perf_counter() - began, "")
+    for (number, name), tensor in found.items():
+        key = Key(first.steps, VALUE, number, f"{limited.prepared.chain[number].name}.{name}")
+        if first.seen.get(key) != digest_of(tensor):
+            keep_tensor(kept, tensor)
+            again = Digests(first.steps, wanted=(key, kept))
+            replace(limited, name="again").run(again, reporter)
+            raise VerifyMismatch(
+                f"{limited.method} and {whole.method} have the same bits, and a plain PyTorch loop of the same batches has "
+                f"others, first in {key} {key.when(first.steps)}: {again.difference}. If the model computes the same "
+                "whatever it is part of, report this."
+            )
+    return ""
 
 
 # --- evaluation, other cuts, another micro-batch ------------------------------------------------------------------
