@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
 
+import msgspec
 import torch
 
 from seqpart.errors import CorruptFile, ModelError
 from seqpart.files.direct import PAGE, round_up
+from seqpart.files.schema import Whole, as_type, word_of
 from seqpart.files.text import parsed
 
 _CODES = {
@@ -24,6 +26,15 @@ _CODES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+class _Entry(msgspec.Struct):
+    """Of a safetensors header."""
+
+    dtype: Annotated[str, word_of(*DTYPES)]
+    shape: list[Whole]
+    data_offsets: tuple[Whole, Whole]
+
 
 _LARGEST_HEADER = 64 << 20
 _STRIDES = "seqpart.strides"
@@ -139,23 +150,26 @@ def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
 def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
     """The same from the JSON of a header, whoever wrote it."""
     try:
-        entries = parsed(text)
-        metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
-        strides = json.loads(metadata.pop(_STRIDES, "{}"))
-        specs = [
-            TensorSpec(
-                name=name,
-                shape=tuple(int(n) for n in (strides[name][0] if name in strides else entry["shape"])),
-                dtype=DTYPES[entry["dtype"]],
-                offset=int(entry["data_offsets"][0]),
-                stride=tuple(int(n) for n in strides[name][1]) if name in strides else None,
+        found = as_type(dict[str, Any], parsed(text))
+        metadata = as_type(dict[str, str], found.pop("__metadata__", {}))
+        strides = as_type(dict[str, tuple[list[Whole], list[Whole]]], parsed(metadata.pop(_STRIDES, "{}")))
+        specs = []
+        for name, entry in as_type(dict[str, _Entry], found).items():
+            shape, stride = strides.pop(name, (entry.shape, None))
+            own = tuple(stride) if stride is not None else None
+            spec = TensorSpec(
+                name=name, shape=tuple(shape), dtype=DTYPES[entry.dtype], offset=entry.data_offsets[0], stride=own
             )
-            for name, entry in entries.items()
-        ]
-        if any(entries[spec.name]["data_offsets"] != [spec.offset, spec.offset + spec.nbytes] for spec in specs):
-            raise ValueError("offsets and shapes disagree")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
-        raise CorruptFile(f"{path}: the safetensors header is damaged. Do not train on it; use another copy.", path) from None
+            ends = entry.data_offsets[1] == spec.offset + spec.nbytes
+            if not ends or (own is not None and (len(own) != len(shape) or _as_it_lies(spec) != entry.shape)):
+                raise ValueError(f"{name}: its offsets and shape disagree")
+            specs.append(spec)
+        if strides:
+            raise ValueError(f"{_STRIDES}: of tensors that are not there")
+    except ValueError as error:
+        raise CorruptFile(
+            f"{path}: the safetensors header is damaged ({error}). Do not train on it; use another copy.", path
+        ) from None
     return Layout(tuple(sorted(specs, key=lambda spec: spec.offset))), metadata
 
 

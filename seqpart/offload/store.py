@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from seqpart.errors import CorruptFile
 from seqpart.files.direct import PAGE, bytes_of, sync
 from seqpart.files.movers import movers
 from seqpart.files.retained import RetainedFiles
@@ -230,6 +231,8 @@ class Store:
         self._assert_at_rest()
         for name, entry in self.remembered.items():
             version = self._files.found(self.folder / entry["file"], int(entry["header"], 16))
+            if name in self._homes and version.layout != self._homes[name].layout:
+                raise CorruptFile(f"{version.path} is no earlier version of {name}. It was not used.", version.path)
             self._files.check(version)
             if not check_only:
                 home = self._homes[name]

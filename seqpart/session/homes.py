@@ -83,11 +83,13 @@ class Homes:
         with self._told("the blocks were built"):
             self._build(keep=manifest is not None)
         if resumed is not None and manifest is not None:
+            homes = resumed.homes(self._prepared)
             with self._told("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
+                manifests.refuse_others(manifest, self.store, homes.layouts, homes.needed, homes.best)
                 self._write_missing_rows(resumed.position)
             if self._preparation.settings.ema is None:  # an average is kept to the end
-                for name in resumed.unused_states(self._prepared):
+                for name in homes.unused:
                     self.store.discard(name)
             return
         if self._preparation.initial_weights is not None:

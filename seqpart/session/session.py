@@ -22,6 +22,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.interrupts import Interrupts
+from seqpart.loop.best import Kept
 from seqpart.memory.limit import RUNTIME_VARIES, Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
 from seqpart.parts.parting import Parting
@@ -65,8 +66,9 @@ class Session:
         self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
         self._preparation, self._observer, self._resumed, self._job = preparation, observer or Observer(), resumed, job
         self._settings, self._device, self._falsify = preparation.settings, preparation.device, falsify
-        self.losses = list(resumed.losses) if resumed is not None else []
-        self.test = resumed.test if resumed is not None else None
+        before = resumed.state if resumed is not None else None
+        self.losses = list(before.losses) if before is not None else []
+        self.test = before.test if before is not None else None
         """Loss and accuracy of the latest pass over the test rows."""
         self._partitions: list[Partition] = []
         self.failed_at: Position | None = None
@@ -88,7 +90,7 @@ class Session:
         self._thread = stack.enter_context(ReaderThread())
         self._thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
-        self.watch = Watch(self._observer, self._settings, sampler, resumed.loop if resumed is not None else {})
+        self.watch = Watch(self._observer, self._settings, sampler, before.loop if before is not None else Kept())
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
@@ -162,9 +164,9 @@ class Session:
 
     def _beginning(self) -> tuple[Position, Metrics | None]:
         resumed = self._resumed
-        if resumed is None or resumed.manifest is None:
+        if resumed is None or resumed.state is None:
             return Position(), None
-        return resumed.position, Metrics.from_json(resumed.metrics, self._device.torch) if resumed.metrics else None
+        return resumed.position, Metrics.of(resumed.state.tally, self._device.torch)
 
     def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         """(what failed, where the run stands, its sums): to the stage's end, to a stop, or to a failed allocation."""
@@ -355,15 +357,19 @@ class Session:
         try:
             self.watch.at_rest(executor, phases, self.heard)
         except Exception as error:
+            self._remember_best(executor)  # which the evaluations that are saved name
             self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
+        self._remember_best(executor)
+        self.saving.at_rest(executor, self._partitions, phases)
+        self._stopped = not self._observer.at_rest(executor)
+        return not self._stopped and self.watch.end_behind(phases, executor.position) is None
+
+    def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
             self.saving.settle(executor, self._partitions)
             self.homes.remember()
             self.watch.has_new_best = False
-        self.saving.at_rest(executor, self._partitions, phases)
-        self._stopped = not self._observer.at_rest(executor)
-        return not self._stopped and self.watch.end_behind(phases, executor.position) is None
 
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """What a checkpoint says beside tensors."""
@@ -374,8 +380,8 @@ class Session:
 
     def take_best(self) -> None:
         """The weights of the best evaluation, where they were kept, take the place of what was trained since."""
-        best = self.watch.evaluations.best
-        if not self._settings.keep_best or best is None or best.phase == self.watch.evaluations.all[-1].phase:
+        best, last = self.watch.evaluations.best, self.watch.evaluations.all[-1:]
+        if not self._settings.keep_best or best is None or best.phase in [one.phase for one in last]:
             return
         self.homes.store.recall()
         self.test = best.loss, best.accuracy
