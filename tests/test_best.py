@@ -179,7 +179,7 @@ def test_nothing_of_the_best_is_left_but_the_result(monkeypatch, tmp_path):
 
 
 def test_the_best_evaluation_is_kept_also_where_a_callback_ends_the_run_behind_it(tmp_path):
-    """The checkpoint named it as the best, and its weights were not remembered: the run that went on gave others in its name."""
+    """The checkpoint named it as the best, and its weights were not remembered: the run gave others in its name."""
     torch.manual_seed(3)
     train, test = (torch.randn(16, 4), torch.arange(16) % 2), (torch.randn(16, 4), torch.arange(16) % 2)
 
