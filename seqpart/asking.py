@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from seqpart.errors import DataError, OptionError, SeqpartError
@@ -20,11 +20,15 @@ _ONE_HOT = "calls F.one_hot without num_classes, which looks for the largest lab
 _NUMBER = "reads a number out of a tensor (item(), float(), tolist(), numpy())"
 _BRANCH = "branches on a value (a tensor in an `if` or an `assert`)"
 _SHAPE = "makes a shape of values (a mask as an index, nonzero, unique)"
+_BY_NAME = "looks a value up by its name, where it gets one tensor: what a model returns as `logits` or `out` of several"
+_GRAPH = "goes back through a tensor of the network that it was not given (features that a hook or an attribute keeps)"
 _CURES = {
     _ONE_HOT: "Give F.one_hot(labels, num_classes=K), with the number of classes as K.",
     _NUMBER: "Let it stay a tensor: detach() in the place of item().",
     _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`; a loss that is not finite ends a run anyway.",
     _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
+    _BY_NAME: "Let a module around the model join them (torch.cat((d['out'], d['aux']), 1)), and the loss take them apart.",
+    _GRAPH: "Let the model return it as a part of its output (torch.cat), and the loss take that apart.",
 }
 _OF_ONE_HOT = ("for target with class probabilities", "to match target batch_size")
 _ONE_HOT_LABELS = " If labels are one-hot rows of whole numbers, give their classes (y.argmax(1)) or floats (y.float())."
@@ -38,6 +42,8 @@ _CALLS = {
         _NUMBER,
     ),
 }  # fmt: skip
+_SECOND_TIME = "backward through the graph a second time"
+"""torch's words for the graph of the pass that made the model's example, which is gone."""
 _OUTSIDE_TORCH = (torch.Tensor.numpy, torch.Tensor.__array__)
 """Which give memory of tensors that have none, and do not fail."""
 
@@ -49,13 +55,15 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._values, self.asked = values, ""
         """By what, the last time."""
-        self.one_hot = False
-        """Whether classes were counted by it."""
+        self.cannot = ""
+        """What it does that no trial and no plan can do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.one_hot and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
-            self.asked, self.one_hot = _ONE_HOT, True
+            self.asked = self.cannot = _ONE_HOT
+        elif func is torch.Tensor.__getitem__ and isinstance(args[1], str):
+            self.cannot = _BY_NAME
         elif func in _CALLS:
             self.asked = _CALLS[func]
             if func in _OUTSIDE_TORCH and not self._values:
@@ -93,24 +101,30 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
         try:
             yield
         except SeqpartError:
-            if watch.one_hot:
-                raise _refusal(loss, _ONE_HOT) from None
+            if watch.cannot:
+                raise _refusal(loss, watch.cannot) from None
             raise
         except Exception as error:
-            if watch.one_hot:
-                raise _refusal(loss, _ONE_HOT) from error
+            if watch.cannot or _SECOND_TIME in str(error):
+                raise _refusal(loss, watch.cannot or _GRAPH) from error
             if not values and isinstance(error, DataDependentOutputException):
                 raise _refusal(loss, watch.asked or _NUMBER) from error
             if not values and isinstance(error, DynamicOutputShapeException):
                 raise _refusal(loss, _SHAPE) from error
             cure = _ONE_HOT_LABELS if any(said in str(error) for said in _OF_ONE_HOT) else ""
             raise DataError(f"the loss cannot judge outputs of shape {shape}{against}: {error}{cure}") from error
-    if watch.one_hot:
-        raise _refusal(loss, _ONE_HOT)
+    if watch.cannot:
+        raise _refusal(loss, watch.cannot)
+
+
+def refuse_borrowed(loss: str, found: Any) -> None:
+    """Raises OptionError where what a loss made of real outputs has no values: it took a tensor of the network with it."""
+    if isinstance(found, FakeTensor):
+        raise _refusal(loss, _GRAPH)
 
 
 def _refusal(loss: str, asked: str) -> OptionError:
-    return OptionError(
-        f"loss {loss}: expected one that is to be measured on tensors that have shapes and no values; found that it {asked}. "
-        f"{_CURES[asked]}"
-    )
+    expected = "is to be measured on tensors that have shapes and no values"
+    if asked in (_BY_NAME, _GRAPH):
+        expected = "takes the output, one tensor, and the labels"
+    return OptionError(f"loss {loss}: expected one that {expected}; found that it {asked}. {_CURES[asked]}")

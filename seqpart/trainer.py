@@ -290,7 +290,8 @@ class Trainer:
             resumed: ResumePoint | None = None
             if resume is not None:
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
-                let_learn(self.model, resumed.loop)
+                if resumed.state is not None:
+                    let_learn(self.model, resumed.state.loop)
             stack.enter_context(told(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)

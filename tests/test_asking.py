@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.errors import OptionError
+from seqpart.errors import DataError, OptionError
 
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 5
 
@@ -84,3 +84,71 @@ def test_the_cures_are_taken(tmp_path):
 
     for loss in (by_classes, by_mask):
         assert trainer(loss, epochs=1, output_dir=tmp_path / loss.__name__).fit(ROWS, ROWS).test_loss > 0
+
+
+class Two(nn.Module):
+    """Returns two heads by name; `joined`: in one tensor."""
+
+    def __init__(self, *, joined):
+        super().__init__()
+        self.body, self.out, self.aux, self.joined = nn.Linear(4, 8), nn.Linear(8, 5), nn.Linear(8, 5), joined
+
+    def forward(self, x):
+        x = self.body(x).relu()
+        out, aux = self.out(x), self.aux(x)
+        return torch.cat((out, aux), 1) if self.joined else {"out": out, "aux": aux}
+
+
+def by_name(output, labels):
+    return F.cross_entropy(output["out"], labels) + 0.5 * F.cross_entropy(output["aux"], labels)
+
+
+def taken_apart(output, labels):
+    out, aux = output.chunk(2, 1)
+    return F.cross_entropy(out, labels) + 0.5 * F.cross_entropy(aux, labels)
+
+
+def fitted(model, loss, place):
+    return Trainer(model, loss, mem_limit="2GB", method="full", batch_size=8, quiet=True, output_dir=place).fit(ROWS)
+
+
+def test_a_loss_of_a_models_dict_is_told_that_it_gets_one_tensor_and_the_cure_works(tmp_path):
+    """It was told of an invalid data type 'str', and of micro-batches."""
+    with pytest.raises(OptionError, match=r"by_name: .*looks a value up by its name.*torch\.cat"):
+        fitted(Two(joined=False), by_name, tmp_path / "run")
+    assert fitted(Two(joined=True), taken_apart, tmp_path / "cured").train_losses[-1] > 0
+
+
+def test_a_loss_of_features_that_a_hook_keeps_is_told_so_and_the_cure_works(tmp_path):
+    """Shapes and data were blamed: "Trying to backward through the graph a second time"."""
+    kept = {}
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5))
+    model[0].register_forward_hook(lambda layer, taken, given: kept.update(features=given))
+    with pytest.raises(OptionError, match=r"a tensor of the network that it was not given.*torch\.cat"):
+        fitted(model, lambda o, y: F.cross_entropy(o, y) + 0.1 * kept["features"].pow(2).mean(), tmp_path / "run")
+    fitted(Two(joined=True), lambda o, y: F.cross_entropy(o[:, :5], y) + 0.1 * o[:, 5:].pow(2).mean(), tmp_path / "cured")
+
+
+def test_a_loss_of_ones_own_makes_of_its_labels_what_it_likes(tmp_path):
+    """Labels of one class, as of a loss that takes none, were refused: training needs two."""
+
+    def contrastive(output, _):
+        output = F.normalize(output, dim=-1)
+        return F.cross_entropy(output @ output.roll(1, 0).T / 0.1, torch.arange(len(output)))
+
+    for value in (0, -1):
+        labels = torch.full((24,), value)
+        trained = Trainer(
+            nn.Linear(4, 8), contrastive, mem_limit="2GB", method="full", batch_size=8, micro_batch_size=8, quiet=True,
+            output_dir=tmp_path / f"run{value}",
+        ).fit((ROWS[0], labels), (ROWS[0], labels))  # fmt: skip
+        assert trained.test_loss > 0
+    with pytest.raises(DataError, match="Training needs at least two classes"):
+        Trainer(nn.Linear(4, 8), mem_limit="2GB", method="full", quiet=True).plan((ROWS[0], torch.zeros(24).long()))
+
+
+def test_models_that_make_a_loss_of_boxes_are_told_that_they_cannot_be_trained():
+    """The advice was to give a function of their outputs, which are losses in training and boxes in tests."""
+    labels = {"boxes": torch.rand(24, 1, 4), "labels": torch.ones(24, 1).long()}
+    with pytest.raises(DataError, match=r"torchvision's detectors do, cannot be trained here"):
+        Trainer(nn.Linear(4, 8), "model", mem_limit="2GB", method="full", quiet=True).plan((ROWS[0], labels))

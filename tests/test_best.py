@@ -4,15 +4,18 @@ import itertools
 import json
 import random
 
+import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from seqpart import Trainer
 from seqpart.errors import CorruptFile, OptionError
+from seqpart.files.schema import as_type
 from seqpart.files.scratch import CHECKPOINT
-from seqpart.loop.best import Criterion, Evaluated, Evaluations, criterion_of
+from seqpart.loop.best import Criterion, Evaluated, Evaluations, Kept, criterion_of
 from tests.exactly import FULL, How, numbers
 from tests.resuming import Arm, Stopping, ended, flip, interrupt, kill
 from tests.test_exact import dropping, fresh
@@ -44,7 +47,7 @@ def test_the_best_is_the_first_of_the_smallest_also_where_the_run_has_gone_back(
     assert (whole.best.phase if whole.best else None) == (min(numbered)[1] if numbered else None)
     assert whole.since == (len(losses) - 1 - min(numbered)[1] if numbered else len(losses))
     assert (again.since, again.best) == (whole.since, whole.best)
-    found = Evaluations.from_json(criterion, json.loads(json.dumps(whole.to_json())))
+    found = Evaluations.of(criterion, as_type(Kept.Found, json.loads(json.dumps(msgspec.to_builtins(whole.kept)))))
     assert found.since == whole.since and str(found.best) == str(whole.best)
 
 
@@ -173,3 +176,32 @@ def test_nothing_of_the_best_is_left_but_the_result(monkeypatch, tmp_path):
     arm = arm_of(monkeypatch, tmp_path, FULL)
     found = fit(arm, "best", [1, *range(2, 20)], eval_every=1, keep_best=True, best_by="min:given")
     assert not [path for path in found.weights.parent.rglob("*.safetensors") if path != found.weights]
+
+
+def test_the_best_evaluation_is_kept_also_where_a_callback_ends_the_run_behind_it(tmp_path):
+    """The checkpoint named it as the best, and its weights were not remembered: the run gave others in its name."""
+    torch.manual_seed(3)
+    train, test = (torch.randn(16, 4), torch.arange(16) % 2), (torch.randn(16, 4), torch.arange(16) % 2)
+
+    class Fails:
+        def __init__(self, at):
+            self.left = at
+
+        def on_eval(self, event):
+            self.left -= event.is_best
+            if not self.left:
+                raise RuntimeError("it was the best so far")
+
+    def fitted(place, callbacks, resume=None):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+        options = {"method": "full", "epochs": 12, "batch_size": 8, "lr": 0.03, "eval_every": "1 epoch", "keep_best": True}
+        trainer = Trainer(model, mem_limit="2GB", output_dir=tmp_path / place, save_every=1, quiet=True, **options)
+        result = trainer.fit(train, test, callbacks=callbacks, resume=resume)
+        return result.best_update, {name: tensor.numpy().tobytes() for name, tensor in result.state_dict().items()}
+
+    whole = fitted("whole", [])
+    assert 0 < whole[0] < 24, "the best is neither the first nor the last"
+    with pytest.raises(RuntimeError, match="the best so far"):
+        fitted("run", [Fails(whole[0] // 2)])
+    assert fitted("run", [], resume=tmp_path / "run") == whole

@@ -277,3 +277,17 @@ def test_the_page_about_labels_runs_as_printed(tmp_path, monkeypatch, capsys):
     (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(snippet, {})
     assert 0 < float(capsys.readouterr().out.splitlines()[-1]) < 1
+
+
+@pytest.mark.parametrize("loss", [None, F.cross_entropy, nn.CrossEntropyLoss()])
+def test_rows_of_mixed_labels_are_tested_on_classes(loss, tmp_path):
+    """The recipe of MixUp: "labels differ: training has shape (24, 3) and test (24,)"."""
+    x, y = torch.randn(24, 6), torch.arange(24) % 3
+    mixed = F.one_hot(y, 3) * 0.7 + F.one_hot(y.roll(1), 3) * 0.3
+    model = nn.Linear(6, 3)
+    trainer = Trainer(model, loss, mem_limit="2GB", method="full", batch_size=8, quiet=True, output_dir=tmp_path / "run")
+    result = trainer.fit((x, mixed), (x, y))
+    assert result.test_loss == pytest.approx(float(F.cross_entropy(model(x).detach(), y)), rel=1e-5)
+    assert result.accuracy == pytest.approx(float((model(x).argmax(1) == y).float().mean()))
+    with pytest.raises(DataError, match="found class 3; training rows have the probabilities of 3 classes"):
+        Trainer(nn.Linear(6, 3), loss, mem_limit="2GB", method="full", quiet=True).plan((x, mixed), (x, y + 1))

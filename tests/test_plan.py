@@ -58,7 +58,7 @@ def test_a_plan_of_format_4_has_one_place_for_all_boundaries(tier):
 def test_a_place_that_no_boundary_has_is_no_plan():
     body = json.loads(PLAN.to_json())
     body["partitions"][0]["boundary_tier"] = "tape"
-    with pytest.raises(OptionError, match=r"boundary_tier tape"):
+    with pytest.raises(OptionError, match=r"partitions\[0\]\.boundary_tier: expected one of device, host, disk"):
         Plan.from_json(json.dumps(body), "plan.json")
 
 

@@ -335,3 +335,100 @@ def test_labels_that_lack_a_dimension_of_the_outputs_are_refused_with_what_gives
 def test_sil_wants_a_class_in_every_label(tmp_path):
     with pytest.raises(DataError, match="sil needs a class in every label"):
         trained(tmp_path / "run", language_model, None, padded(-100), method="sil")
+
+
+# --- Losses that look at their outputs -------------------------------------------------------------------------------
+
+
+def hardest_few(output, labels):
+    """Of online hard example mining, with a least number of rows."""
+    each = F.cross_entropy(output, labels, reduction="none")
+    return each.topk(min(len(each), 6)).values.mean()
+
+
+def of_the_unsure(output, labels):
+    each = F.cross_entropy(output, labels, reduction="none")
+    counts = (output.softmax(-1).amax(-1) < 0.99).float()
+    return (each * counts).sum() / counts.sum().clamp(min=1)
+
+
+def sum_of_the_unsure(output, labels):
+    each = F.cross_entropy(output, labels, reduction="none")
+    counts = (output.softmax(-1).amax(-1) < 0.99).float()
+    return (each * counts).sum(), counts.sum()
+
+
+def focal(output, labels):
+    each = F.cross_entropy(output, labels, reduction="none")
+    return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+ODD = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(2)), torch.arange(ROWS) % 4
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_a_loss_that_chooses_rows_by_their_outputs_is_refused_in_the_first_update(method, micro, tmp_path):
+    """The six rows of a trial were all among the hardest six: it trained to other weights with every other micro-batch, and so
+    with every other limit, in silence."""
+    options = {"method": method, "micro_batch_size": micro, "partitions": 2 if method == "streamed" else 1}
+    with pytest.raises(OptionError, match=r"not that of its micro-batches added up.*Give micro_batch_size=8"):
+        trained_on_odd(tmp_path / "run", hardest_few, **options)
+    cured = trained_on_odd(tmp_path / "cured", hardest_few, **{**options, "micro_batch_size": BATCH})
+    whole = trained_on_odd(tmp_path / "whole", hardest_few, micro_batch_size=BATCH)
+    assert cured == whole
+
+
+def trained_on_odd(folder, loss, **options):
+    return trained(folder, classifier, loss, (ODD,), **options).weights.read_bytes()
+
+
+@pytest.mark.parametrize("loss", [of_the_unsure])
+def test_a_mask_of_the_outputs_is_found_by_a_trial_with_confident_ones(loss):
+    """Random outputs were all below the threshold, where it is a mean of all."""
+    with pytest.raises(OptionError, match="neither the mean of its parts' by their rows nor their sum"):
+        reduction_of(loss, (4,), torch.float32, LABELS, LABELS, batch=8)
+    assert reduction_of(sum_of_the_unsure, (4,), torch.float32, LABELS, LABELS, batch=8).kind is Kind.COUNTED
+
+
+@pytest.mark.parametrize(
+    "loss", [focal, sum_of_the_unsure, nn.SmoothL1Loss(), lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1)]
+)
+def test_what_adds_up_is_left_alone(loss, tmp_path):
+    data = (ODD[0], torch.randn(ROWS, 4)) if isinstance(loss, nn.SmoothL1Loss) else ODD
+    whole, parts = (trained(tmp_path / str(micro), classifier, loss, (data,), micro_batch_size=micro) for micro in (BATCH, 2))
+    assert parts.train_losses == pytest.approx(whole.train_losses, rel=1e-4)
+
+
+def test_probabilities_count_by_rows_whatever_the_weights_of_classes(tmp_path):
+    """They were taken for indices of the weights: IndexError at the first update."""
+    x, y = ODD
+    soft = F.one_hot(y, 4) * 0.7 + F.one_hot(y.roll(1), 4) * 0.3
+    module = trained(tmp_path / "module", classifier, nn.CrossEntropyLoss(weight=WEIGHT), ((x, soft),), micro_batch_size=4)
+    function = trained(tmp_path / "function", classifier, by_rows, ((x, soft),), micro_batch_size=4)
+    assert module.weights.read_bytes() == function.weights.read_bytes()
+    tested = trained(tmp_path / "tested", classifier, nn.CrossEntropyLoss(weight=WEIGHT), ((x, soft), ODD), micro_batch_size=4)
+    network = nn.Sequential(*classifier())
+    network.load_state_dict(tested.state_dict())
+    assert tested.test_loss == pytest.approx(float(F.cross_entropy(network(x).detach(), y, weight=WEIGHT)), rel=1e-5)
+    assert tested.accuracy == pytest.approx(float((network(x).argmax(1) == y).float().mean()))
+
+
+def by_rows(output, labels):
+    return F.cross_entropy(output, labels, weight=WEIGHT)
+
+
+def from_one_on(output, labels):
+    labels -= 1
+    return F.cross_entropy(output, labels)
+
+
+def test_a_loss_that_writes_into_its_labels_has_a_batch_of_its_own(tmp_path):
+    """A trial handed the same ones over twice, and said that the loss remembers."""
+    x, y = ODD
+    written = trained(tmp_path / "written", classifier, from_one_on, ((x, y + 1),), micro_batch_size=4)
+    plain = trained(
+        tmp_path / "plain", classifier, lambda output, labels: F.cross_entropy(output, labels), (ODD,), micro_batch_size=4
+    )
+    assert written.weights.read_bytes() == plain.weights.read_bytes()
+    assert y.min() == 0

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from seqpart import Trainer
 from seqpart.data.classes import count_classes
 from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_tokens, refuse_mismatch, write_rows
-from seqpart.errors import DataError
+from seqpart.errors import DataError, ModelError
 
 X, Y = torch.arange(12.0).view(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -378,3 +379,37 @@ def test_a_label_in_the_millions_is_refused_before_anything_is_sized_by_it():
     split = as_split((torch.zeros(2, 1), torch.tensor([0, 1_000_000])), "training")
     with pytest.raises(DataError, match="number them 0 to 1"):
         count_classes(split, split)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint32, "int32", "uint64"])
+def test_whole_numbers_that_a_float_would_round_are_refused_with_the_row_s_cure(kind):
+    """Hashed ids of 32 bits became others in silence, and all that was learned from them."""
+    numbers = np.array([[3, 1 << 24], [2, (1 << 24) + 1]])
+    as_kind = torch.as_tensor(numbers).to(kind) if isinstance(kind, torch.dtype) else numbers.astype(kind)
+
+    def rows(x):
+        found = []
+        write_rows(as_split((x, torch.arange(len(x))), "training"), found.append)
+        return torch.cat(found)
+
+    with pytest.raises(DataError, match=r"becomes torch.float32, which rounds 16777217\. .*x\.long\(\).*x\.float\(\)"):
+        rows(as_kind)
+    assert rows(as_kind[:1]).tolist() == numbers[:1].tolist()
+    assert rows(torch.as_tensor(numbers)).tolist() == numbers.tolist()
+
+
+def test_tokens_of_fewer_bits_are_told_to_be_given_as_64():
+    """A traced model was told to let its embedding be "a module of its own"."""
+
+    class Words(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.end = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.end(self.words(x).mean(1))
+
+    x = torch.randint(0, 9, (8, 3), dtype=torch.int32)
+    with pytest.raises(ModelError, match=r"An embedding takes tokens: .*x\.long\(\)"):
+        Trainer(Words(), mem_limit="2GB", method="full", quiet=True).plan((x, torch.arange(8) % 2))
+    Trainer(Words(), mem_limit="2GB", method="full", quiet=True).plan((x.long(), torch.arange(8) % 2))

@@ -109,10 +109,17 @@ def refuse_fixed(
 def _in_pieces(settings: Mapping[str, str]) -> bool:
     """Whether training is counted in updates: then positions of other numbers of epochs are others."""
     numbers = settings.get("epochs", "1").split(",")
-    if settings.get("max_steps", "None") != "None" or not all(float(number).is_integer() for number in numbers):
+    if settings.get("max_steps", "None") != "None" or not all(map(_is_whole, numbers)):
         return True
     every = settings.get("eval_every", "None")
     return every != "None" and interval_of(every, None).updates is not None
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return float(text).is_integer()
+    except ValueError:
+        return False
 
 
 def told(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -14,10 +14,12 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
 
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import CorruptFile, OptionError, resuming
@@ -25,14 +27,41 @@ from seqpart.files.atomic import write_synced
 from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.direct import explained, sync
 from seqpart.files.owned import made, opened, remove
-from seqpart.files.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES
-from seqpart.files.text import read_text
+from seqpart.files.schema import Digest, PathText, Whole, as_type, matching, word_of
+from seqpart.files.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES, ROWS
+from seqpart.files.text import path_fault, read_text
+from seqpart.offload.layout import DTYPES, Layout
 from seqpart.offload.store import Store
 
 FORMAT = 2
 
 RewriteRows = Callable[[str, CorruptFile], None]
 """Makes the rows of boundary 0 of a split again, because of that error."""
+
+
+class _Home(msgspec.Struct):
+    file: Annotated[str, matching(HOME_FILES)]
+    """None of the names that we give leads out of the scratch directory."""
+    header: Digest
+
+
+class _Rows(msgspec.Struct):
+    file: Annotated[str, matching(ROW_FILES)]
+    sums: Annotated[str, matching(ROW_FILES)]
+    digest: Digest
+    count: Whole
+    shape: list[Whole]
+    dtype: Annotated[str, word_of(*(str(dtype).removeprefix("torch.") for dtype in DTYPES.values()))]
+
+
+class _Body(msgspec.Struct):
+    format: int
+    scratch: PathText
+    state: dict[str, Any]
+    """The business of whoever gave it."""
+    homes: dict[str, _Home]
+    rows: dict[Annotated[str, matching(ROWS)], _Rows]
+    best: dict[str, _Home] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,22 +162,26 @@ def load(path: Path) -> Manifest:
         raise explained(error, path) from None
     except ValueError as error:
         raise CorruptFile(f"{path} is damaged: {error}. It was not used. {_cure(path)}", path) from None
-    if not isinstance(body, dict) or not isinstance(body.get("format"), int):
-        raise CorruptFile(f"{path} is no checkpoint that seqpart wrote. It was not used. {_cure(path)}", path)
-    if body["format"] != FORMAT:
+    if isinstance(body, dict) and isinstance(version := body.get("format"), int) and version != FORMAT:
         raise OptionError(
-            f"--resume: {path} was saved by another version of seqpart: its format is {body['format']} and this one reads "
-            f"{FORMAT}. Resume it with that version."
+            f"--resume: {path} was saved by another version of seqpart: its format is {version} and this one reads {FORMAT}. "
+            "Resume it with that version."
         )
     try:
-        manifest = Manifest(
-            path=path, scratch=path.parent / body["scratch"], state=body["state"], homes=body["homes"], rows=body["rows"],
-            best=body.get("best", {}),
-        )  # fmt: skip
-        _check_names(manifest)
-    except (KeyError, TypeError, AttributeError):
-        raise CorruptFile(f"{path} is no checkpoint that seqpart wrote. It was not used. {_cure(path)}", path) from None
-    return manifest
+        as_type(_Body, body)
+    except ValueError as error:
+        raise no_checkpoint(path, str(error)) from None
+    scratch = path.parent / body["scratch"]
+    if (fault := path_fault(scratch)) is not None:
+        raise no_checkpoint(path, f"scratch: {fault}")
+    return Manifest(
+        path=path, scratch=scratch, state=body["state"], homes=body["homes"], rows=body["rows"], best=body.get("best", {})
+    )  # fmt: skip
+
+
+def no_checkpoint(path: Path, why: str) -> CorruptFile:
+    """Of one that is whole, by its checksum, and yet nothing that a run wrote."""
+    return CorruptFile(f"{path} is no checkpoint that seqpart wrote ({why}). It was not used. {_cure(path)}", path)
 
 
 def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows: RewriteRows | None = None) -> None:
@@ -182,6 +215,17 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows
     except OSError as error:
         raise explained(error, part) from None
     _keep(store, boundaries, manifest)
+
+
+def refuse_others(manifest: Manifest, store: Store, layouts: Mapping[str, Layout], needed: Set[str], best: Set[str]) -> None:
+    """Raises CorruptFile where the homes in `store`, which it named, are not those of this run. layouts: by name. needed: those
+    that must be there. best: those that must be as they were at the best evaluation."""
+    others = {name for name, layout in layouts.items() if name in store and store.layout(name) != layout}
+    others |= (
+        {name for name in needed if name not in store} | (best - manifest.best.keys()) | (manifest.best.keys() - layouts.keys())
+    )
+    for name in sorted(others):
+        raise no_checkpoint(manifest.path, f"homes: {name} is missing, or the home of something else")
 
 
 def bring(manifest: Manifest, scratch: Path) -> None:
@@ -243,13 +287,6 @@ def _readable(path: Path) -> Manifest | None:
         return load(path)
     except (CorruptFile, OptionError):
         return None
-
-
-def _check_names(manifest: Manifest) -> None:
-    """Raises TypeError for names of files that we do not give: none may lead out of the scratch directory."""
-    for names, ours in ((manifest.home_files, HOME_FILES), (manifest.row_files, ROW_FILES)):
-        if not all(isinstance(name, str) and ours.fullmatch(name) for name in names):
-            raise TypeError
 
 
 def _cure(path: Path, damage: CorruptFile | None = None) -> str:

@@ -1,71 +1,95 @@
 """How far a run has come: what a checkpoint says beside tensors, and whether it may go on here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
+from msgspec import Meta
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.changes import Place, different, kept_words, refuse_fixed, told, trained_epochs
-from seqpart.checkpoint.manifest import Manifest
+from seqpart.checkpoint.manifest import Manifest, no_checkpoint
+from seqpart.costs.partition import state_layouts
 from seqpart.data.splits import Split
 from seqpart.directory.publication import is_begun_anew
 from seqpart.directory.run_directory import finish_what_was_published
-from seqpart.errors import CorruptFile, DoesNotFit, OptionError, shown
-from seqpart.execution.metrics import Metrics
+from seqpart.errors import DoesNotFit, OptionError, shown
+from seqpart.execution.metrics import Metrics, Tally
+from seqpart.files.schema import Finite, Positive, Whole, as_type
 from seqpart.files.scratch import WEIGHTS, has_checkpoint
+from seqpart.loop.best import Kept
 from seqpart.loop.lengths import AT_THE_END
 from seqpart.methods import methods_named
+from seqpart.offload.layout import Layout
 from seqpart.planning.plan import AS_ASKED, Plan, PlanRequest, Told
 from seqpart.planning.preparation import Preparation, Prepared
-from seqpart.schedule.phase import Phase
-from seqpart.schedule.phases import counted
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import START, Position
 from seqpart.settings import Settings
 from seqpart.units import format_limit
 
-_KINDS = {
-    "settings": dict, "position": list, "place": list, "epochs": list, "losses": list, "plan": str, "micro_batches": list,
-    "data": str,
-}  # fmt: skip
-"""Of a checkpoint's state."""
 _ROOM = {"mem_limit", "ram_limit", "partitions"}
 """Settings with other values of which a plan is made anew."""
 
 
+class State(msgspec.Struct, kw_only=True):
+    """What a checkpoint says of the run beside tensors."""
+
+    settings: dict[str, str]
+    plan: str
+    position: tuple[Whole, Whole]
+    place: tuple[Whole, Whole, Whole | None, bool, bool]
+    epochs: list[int | Finite]
+    """Of each partition."""
+    micro_batches: Annotated[list[Positive], Meta(min_length=1)]
+    """Of each stage."""
+    tally: Tally
+    losses: list[Finite]
+    """Of the training passes that are over."""
+    test: tuple[Finite, Finite | None] | None
+    """Loss and accuracy of the latest pass over the test rows."""
+    data: str
+    functions: dict[str, str] | None
+    """What tells one loss or optimizer that was given as a function from another."""
+    tuned: str
+    label_bytes: Whole | None
+    """Of synthetic labels that are kept whole: the limit may be another now."""
+    job: dict[str, Any] | None = None
+    loop: Kept = msgspec.field(default_factory=Kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Of the tensors of a run that goes on."""
+
+    layouts: Mapping[str, Layout]
+    """By name."""
+    needed: Set[str]
+    unused: Set[str]
+    """Optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""
+    best: Set[str]
+    """Those that must be remembered as they were at the best evaluation."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ResumePoint:
-    """What a run that goes on begins with. `manifest` is None where it was killed before its first checkpoint."""
+    """What a run that goes on begins with. What it was is None where it was killed before its first checkpoint."""
 
     root: Path
     manifest: Manifest | None = None
-    position: Position = START
-    metrics: dict[str, Any] | None = None
-    losses: list[float] = field(default_factory=list)
-    """Of the training passes that are over."""
-    test: tuple[float, float | None] | None = None
-    """Loss and accuracy of the latest pass over the test rows."""
+    state: State | None = None
     plan: Plan | None = None
-    micro_batches: tuple[int, ...] = ()
-    """Of each stage."""
+    place: Place | None = None
+    position: Position = START
     changed: frozenset[str] = frozenset()
     """Settings that are not what they were, and may be others."""
     said: list[str] = field(default_factory=list)
     """The same, for the user."""
-    place: Place | None = None
-    epochs: tuple[float, ...] = ()
-    """Of each partition, as they were."""
-    data: str = ""
-    functions: dict[str, str] | None = None
-    """What tells one loss or optimizer that was given as a function from another."""
-    tuned: str = ""
-    loop: dict[str, Any] = field(default_factory=dict)
-    """Evaluations, and an end that was asked for."""
-    label_bytes: int | None = None
-    """Of synthetic labels that are kept whole: the limit may be another now."""
 
     def words(self, phases: Sequence[Phase]) -> str:
         if self.manifest is None:
@@ -73,63 +97,104 @@ class ResumePoint:
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
         other = f"; from here on: {', '.join(self.said)}" if self.said else ""
-        return (
-            f"going on from {shown(self.manifest.path)}, with {where}{other}; the proof at the end is of what runs from here on"
-        )
+        proven = "the proof at the end is of what runs from here on"
+        return f"going on from {shown(self.manifest.path)}, with {where}{other}; {proven}"
 
-    def unused_states(self, prepared: Prepared) -> Iterator[str]:
-        """Homes of optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""
-        at, phases = self.position, prepared.phases
-        stage = phases[at.phase].stage if at.phase < len(phases) else None
-        begun = [phase for phase, _ in counted(phases[: at.phase + bool(at.updates)]) if phase.stage == stage]
+    def homes(self, prepared: Prepared) -> Homes:
+        at, phases, chain = self.position, prepared.phases, prepared.chain
+        now = phases[at.phase] if at.phase < len(phases) else None
+        over = [phase for phase, _ in counted(phases[: at.phase])]
+        begun = [phase for phase, _ in counted(phases[: at.phase + bool(at.updates)]) if now and phase.stage == now.stage]
+        assert self.state is not None
+        options, has_parts = self.state.settings, len(chain.whole) < len(chain)
+        anew = has_parts and options.get("subnet_moments") == "zero"  # every round begins with no states
+        cut = now is not None and (now.is_turn or now.kind is PhaseKind.MERGE)
+        layouts = {block.home: cost.layout for block, cost in zip(chain, prepared.costs, strict=True)}
+        since = set(self.state.loop.learns)  # and so without a state, where an update is yet to come
+        fresh = {
+            block.state_home
+            for block, cost in zip(chain, prepared.costs, strict=True)
+            if since.issuperset(block.exported(name) for name in cost.trainable)
+        }
+        whole, unused = {block.home for block in chain.whole}, set[str]()
+        needed = set(layouts) if cut else set(whole)
         for p, part in enumerate(prepared.plan.partitions):
             midway = any(phase.trains(p) for phase in begun) and Progress(phases, at).needs_state(p, begun[0].stage)
-            if not midway:
-                yield from (block.state_home for block in prepared.chain[part.first : part.last] if part.state)
+            merged = any(phase.kind is PhaseKind.MERGE and phase.partition == p for phase in over)
+            optimizer, costs = prepared.stages[0].optimizers[p], prepared.costs[part.first : part.last]
+            blocks = zip(chain[part.first : part.last], state_layouts(costs, optimizer), strict=True)
+            states = {block.state_home: layout for block, layout in blocks if layout.specs}
+            layouts |= states
+            if part.state and not midway:
+                unused |= set(states)
+            elif not anew and (midway or merged):
+                needed |= set(states) - fresh
+        remembers = options.get("keep_best") == "yes" and self.state.loop.evaluations.best is not None
+        return Homes(layouts, needed, unused, best=whole if remembers else set())
 
     def planned(self, preparation: Preparation) -> Prepared:
         """The plan to go on with: the cut and micro-batch of the checkpoint; another cut where that no longer fits.
 
-        Raises OptionError where model or data are not those of the checkpoint, DoesNotFit where nothing fits.
+        Raises OptionError where model or data are not those of the checkpoint, DoesNotFit where nothing fits, CorruptFile where
+        the checkpoint says of itself what cannot be.
         """
-        if self.plan is None:
+        if self.manifest is None or self.state is None or self.plan is None or self.place is None:
             return preparation.planned()
-        found = data_digest(preparation.train, preparation.test)
-        if found != self.data:
+        state = self.state
+        if data_digest(preparation.train, preparation.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
-        for name, was in (self.functions or {}).items():
-            if preparation.functions[name] != was:
+        for name, was in (state.functions or {}).items():
+            if (now := preparation.functions.get(name)) != was:
                 raise OptionError(
-                    f"--resume: {self.root} was trained with {name} {was}, and this run has "
-                    f"{preparation.functions[name]}. Give the same, or start anew elsewhere."
+                    f"--resume: {self.root} was trained with {name} {was}, and this run has {now}. Give the same, or start "
+                    "anew elsewhere."
                 )
-        if self.tuned != preparation.tuned:
-            self.said.append(f"the optimizer's options were {self.tuned}, are {preparation.tuned}")
-        request = self._request(preparation)
+        if state.tuned != preparation.tuned:
+            self.said.append(f"the optimizer's options were {state.tuned}, are {preparation.tuned}")
+        request = self._request(preparation, state, self.place)
         tests_between = preparation.settings.tests != AT_THE_END  # as many phases as there are partitions
-        cut_matters = not preparation.exact or tests_between or (self.place is None or self.place.behind is not None)
+        cut_matters = not preparation.exact or tests_between or self.place.behind is not None
         if cut_matters:  # `auto` must not take another method, whose phases are others
             request = replace(request, methods=methods_named(self.plan.method))
-        prepared = preparation.measured(lambda: self._prepared(preparation, request, cut_matters))
+        micro_batches = tuple(state.micro_batches)
+        prepared = preparation.measured(lambda: self._prepared(preparation, request, cut_matters, micro_batches))
         if prepared.plan.fingerprint != self.plan.fingerprint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
-        before, now = max(self.micro_batches), max(stage.micro_batch for stage in prepared.stages)
-        if now != before:
-            self.said.append(f"the micro-batch was {before}, is {now}, which gives other bits")
-        if self.place is not None and {"epochs", "recovery_epochs"} & self.changed:
-            self.position = self.place.position(prepared.phases, self.position.updates)
+        before, found = max(micro_batches), max(stage.micro_batch for stage in prepared.stages)
+        if found != before:
+            self.said.append(f"the micro-batch was {before}, is {found}, which gives other bits")
+        try:
+            self.position = self._find_position(prepared.phases, state.tally)
+        except ValueError as error:
+            raise no_checkpoint(self.manifest.path, str(error)) from None
         return prepared
 
-    def _request(self, preparation: Preparation) -> PlanRequest:
+    def _find_position(self, phases: Phases, tally: Tally) -> Position:
+        """Where it is in these phases. Raises ValueError where what the checkpoint says of that does not agree."""
+        at, place = self.position, self.place
+        assert place is not None
+        if place.stretch > len(phases.stretches):
+            raise ValueError("state: place: beyond the end of the run")
+        if {"epochs", "recovery_epochs"} & self.changed:
+            at = place.position(phases, at.updates)
+        elif at.phase > len(phases) or Place.of(phases, at) != place:
+            raise ValueError("state: position and place: not the same")
+        phase = phases[at.phase] if at.phase < len(phases) else None
+        if at.phase > len(phases) or (at.updates and (phase is None or at.updates >= phase.updates)):
+            raise ValueError(f"state: position: update {at.updates} is beyond the end of its pass")
+        rows = phase.rows_before(at.updates) if phase is not None and phase.kind is PhaseKind.TRAIN else 0
+        if tally.rows != rows:
+            raise ValueError(f"state: tally: of {tally.rows} rows, where the position is behind {rows}")
+        return at
+
+    def _request(self, preparation: Preparation, state: State, place: Place) -> PlanRequest:
         """Partitions that are trained keep the epochs that they had, whatever --epochs says now."""
         request = preparation.request
-        request = replace(request, label_bytes=self.label_bytes or request.label_bytes)
-        if self.place is None:
-            return request
-        asked = preparation.epochs(len(self.epochs))
-        trained = trained_epochs(self.place, self.epochs, sorted(self.changed), exact=not preparation.alone)
+        request = replace(request, label_bytes=state.label_bytes or request.label_bytes)
+        asked = preparation.epochs(len(state.epochs))
+        trained = trained_epochs(place, state.epochs, sorted(self.changed), exact=not preparation.alone)
         self.said += kept_words(trained, asked)
         return replace(request, trained_epochs=trained)
 
@@ -140,20 +205,22 @@ class ResumePoint:
             otherwise="not all is as before: what does not fit any more is chosen anew",
         )  # fmt: skip
 
-    def _prepared(self, preparation: Preparation, request: PlanRequest, cut_matters: bool) -> Prepared:
+    def _prepared(
+        self, preparation: Preparation, request: PlanRequest, cut_matters: bool, micro_batches: tuple[int, ...]
+    ) -> Prepared:
         assert self.plan is not None
         starts = None if "partitions" in self.changed else self.plan.starts
         request = replace(request, told=self._told(request, preparation.settings))
         if "micro_batch_size" in self.changed:
             asked = replace(request.told, micro_batch=AS_ASKED.micro_batch)
             return preparation.prepare(replace(request, starts=starts, told=asked))
-        largest = max(self.micro_batches)
+        largest = max(micro_batches)
         ways: list[dict[str, Any]] = [{"micro_batch": largest, "starts": starts}]
         if not _ROOM & self.changed:  # then it is the same plan, whatever the machine is measured to do now
             methods = methods_named(self.plan.method)
             again = replace(request, methods=methods)
             ways[0] |= {"saved": self.plan, "methods": methods, "told": self._told(again, preparation.settings)}
-        if len(set(self.micro_batches)) > 1:  # recovery has its own, which only a plan that is free to choose finds again
+        if len(set(micro_batches)) > 1:  # recovery has its own, which only a plan that is free to choose finds again
             ways.append({"starts": starts})
         if not cut_matters:
             ways.append({"micro_batch": largest})
@@ -165,10 +232,10 @@ class ResumePoint:
                     raise
                 continue
             found = tuple(stage.micro_batch for stage in prepared.stages)
-            if all(one == other for one, other in zip(found, self.micro_batches, strict=False)):  # there may be no recovery now
+            if all(one == other for one, other in zip(found, micro_batches, strict=False)):  # there may be no recovery now
                 return prepared
         raise OptionError(
-            f"--resume: the run in {self.root} has micro-batches {self.micro_batches}, and under this limit they would be "
+            f"--resume: the run in {self.root} has micro-batches {micro_batches}, and under this limit they would be "
             f"{found}, which give other bits. Give --mem-limit {format_limit(self.plan.limit)} as before, or accept other bits "
             f"with --micro-batch-size {min(found)}."
         )
@@ -185,26 +252,33 @@ def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
         refuse_finished(root)
         return ResumePoint(root=root)
     manifest = manifests.load(path)
-    state = _well_formed(manifest)
+    state = as_state(manifest)
+    plan = Plan.read(state.plan)
     mine = settings.texts()
-    place = Place(*state["place"])
-    changed = different(state["settings"], mine)
-    refuse_fixed(root, changed, state["settings"], mine, recovers=place.recovers)
+    place = Place(*state.place)
+    changed = different(state.settings, mine)
+    refuse_fixed(root, changed, state.settings, mine, recovers=place.recovers)
     return ResumePoint(
-        root=root, manifest=manifest, position=Position(*state["position"]), metrics=state["tally"], losses=state["losses"],
-        test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
-        micro_batches=tuple(state["micro_batches"]), changed=frozenset(changed), said=told(changed, state["settings"], mine),
-        place=place, epochs=tuple(state["epochs"]), data=state["data"], functions=state["functions"], tuned=state["tuned"],
-        label_bytes=state["label_bytes"], loop=state.get("loop", {}),
+        root=root, manifest=manifest, state=state, plan=plan, place=place, position=Position(*state.position),
+        changed=frozenset(changed), said=told(changed, state.settings, mine),
     )  # fmt: skip
 
 
-def _well_formed(manifest: Manifest) -> dict[str, Any]:
-    """The state. Raises CorruptFile where it is whole, by its checksum, and yet nothing that a run wrote."""
-    state = manifest.state
-    if isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in _KINDS.items()):
-        return state
-    raise CorruptFile(f"{manifest.path} is no checkpoint that seqpart wrote. It was not used.", manifest.path)
+def as_state(manifest: Manifest) -> State:
+    """Raises CorruptFile where it is whole, by its checksum, and yet nothing that a run wrote."""
+    try:
+        state = as_type(State, manifest.state)
+        try:
+            plan = Plan.read(state.plan)
+        except ValueError as error:
+            raise ValueError(f"plan: {error}") from None
+        if state.micro_batches[0] != plan.micro_batch:
+            raise ValueError(f"micro_batches: {state.micro_batches[0]}, where its plan has {plan.micro_batch}")
+        if len(state.epochs) != len(plan.partitions):
+            raise ValueError(f"epochs: of {len(state.epochs)} partitions, where its plan has {len(plan.partitions)}")
+    except ValueError as error:
+        raise no_checkpoint(manifest.path, f"state: {error}") from None
+    return state
 
 
 def refuse_finished(root: Path) -> None:
@@ -223,17 +297,19 @@ def refuse_finished(root: Path) -> None:
 def state_of(
     preparation: Preparation, prepared: Prepared, position: Position, metrics: Metrics,
     *, losses: list[float], test: tuple[float, float | None] | None, data: str, job: dict[str, Any] | None,
-    loop: dict[str, Any],
+    loop: Kept,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `progress_of` reads again."""
-    return {
-        "settings": preparation.settings.texts(), "plan": prepared.plan.to_json(),
-        "position": [position.phase, position.updates], "place": astuple(Place.of(prepared.phases, position)),
-        "epochs": preparation.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
-        "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": metrics.to_json(), "losses": losses,
-        "test": test, "data": data, "functions": preparation.functions, "tuned": preparation.tuned,
-        "label_bytes": prepared.request.label_bytes, "job": job, "loop": loop,
-    }  # fmt: skip
+    """A `State` as JSON."""
+    return msgspec.to_builtins(  # type: ignore[no-any-return]
+        State(
+            settings=preparation.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
+            place=astuple(Place.of(prepared.phases, position)),
+            epochs=preparation.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
+            micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
+            test=test, data=data, functions=preparation.functions, tuned=preparation.tuned,
+            label_bytes=prepared.request.label_bytes, job=job, loop=loop,
+        )
+    )  # fmt: skip
 
 
 def data_digest(train: Split, test: Split) -> str:

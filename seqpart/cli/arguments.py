@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 
 import seqpart.checkpoint.manifest as manifests
-from seqpart.checkpoint.resume import refuse_finished
+from seqpart.checkpoint.resume import as_state, refuse_finished
 from seqpart.cli.config_file import read_config
 from seqpart.cli.form import filled, form_of
 from seqpart.cli.spelling import flags_of, one_spelling, spelled_out
@@ -19,6 +19,7 @@ from seqpart.directory.publication import latest
 from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
+from seqpart.files.schema import as_type
 from seqpart.files.scratch import has_checkpoint
 from seqpart.files.text import refuse_unusable, short
 from seqpart.report.terminal import wrapped
@@ -31,6 +32,8 @@ _NOT_KEPT = {
     "config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "trace", "quiet", "debug",
 }  # fmt: skip
 """Options that a resumed run does not take over."""
+Option = bool | int | float | str | None
+"""As JSON has it."""
 
 
 def options_of(kind: type[T], arguments: list[str], program: str) -> T:
@@ -121,7 +124,7 @@ def _kept(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
     if not path.is_dir() or has_checkpoint(path):
-        job, found = path, manifests.load(path).state.get("job")
+        job, found = path, as_state(manifests.load(path)).job
         if found is None:
             raise OptionError(
                 f"--resume: the run in {path} was started from Python. Go on with it there: {in_arguments(resuming(path))}."
@@ -133,16 +136,20 @@ def _kept(path: Path) -> dict[str, Any]:
                 found = checked_body("job", file.read().decode())
         except (OSError, ValueError) as error:
             refuse_finished(path)
-            found = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is damaged: {error}"
+            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is damaged: {error}"
             if isinstance(error, OSError) and not (path / MARKER).is_file():
-                raise OptionError(f"--resume: {path} is not the directory of a run: {job} {found}.") from None
+                raise OptionError(f"--resume: {path} is not the directory of a run: {job} {why}.") from None
             raise CorruptFile(
-                f"--resume: {job} {found}. It was not used. Nothing was saved there yet: give the run's options again, with "
+                f"--resume: {job} {why}. It was not used. Nothing was saved there yet: give the run's options again, with "
                 f"--output-dir {path} instead of --resume.", job,
             ) from None  # fmt: skip
-    if not isinstance(found, dict) or _NOT_KEPT.intersection(found):
-        raise CorruptFile(f"--resume: {job} names no options that a run keeps. It was not used.", job)
-    return found
+    try:
+        options = as_type(dict[str, Option | list[Option]], found)
+        if others := _NOT_KEPT.intersection(options):
+            raise ValueError(f"{min(others)} is none of them")
+    except ValueError as error:
+        raise CorruptFile(f"--resume: {job} names no options that a run keeps ({error}). It was not used.", job) from None
+    return options
 
 
 def _as_arguments(source: str, name: str, value: Any, switch: bool) -> list[str]:

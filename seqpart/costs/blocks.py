@@ -22,7 +22,7 @@ from seqpart.errors import DataError, ModelError
 from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.model.blocks import Block, Chain
-from seqpart.model.inspection import cure_of_types, frozen_in, in_other_words
+from seqpart.model.inspection import cure_of_tokens, cure_of_types, frozen_in, in_other_words
 from seqpart.model.packs import ROWS, Value, has_gradients
 from seqpart.model.tensors import layout_of, run_fake, tensors_of, with_tensors
 from seqpart.offload.layout import Layout
@@ -257,8 +257,8 @@ def _measure_module(
             raise ModelError(text) from error
         if not dtype.is_floating_point:
             text += " Whole numbers of 64 bits are tokens, for an embedding: give quantities as floats."
-        elif any(isinstance(part, nn.Embedding) for part in module.modules()):
-            text += " An embedding takes tokens: give them as whole numbers of 64 bits."
+        elif tokens := cure_of_tokens(reason, dtype):
+            text += f" {tokens}"
         raise DataError(text) from error
     layout = layout_of(own)
     return replace(

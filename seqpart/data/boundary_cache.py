@@ -8,6 +8,7 @@ import torch
 
 from seqpart.data.reader import Passing
 from seqpart.data.row_file import RowLayout, Rows
+from seqpart.errors import CorruptFile
 from seqpart.files.direct import aligned_bytes
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import ROW_FILES
@@ -67,9 +68,13 @@ class Boundaries:
 
     def entering(self, split: str, partition: int) -> "Rows | Passing":
         """What a partition reads."""
-        return self.passing[split] if partition == 0 and split in self.passing else self._rows[split, partition]
+        return self.passing[split] if partition == 0 and split in self.passing else self.rows(split, partition)
 
     def rows(self, split: str, partition: int) -> Rows:
+        """Raises CorruptFile where there are none: a pass made them, or the checkpoint had to name them."""
+        if (split, partition) not in self._rows:
+            place = f"{split}-{partition}"
+            raise CorruptFile(f"{self._folder}: the checkpoint names no rows {place!r}, and the run needs them.", self._folder)
         return self._rows[split, partition]
 
     def discard(self, split: str, partition: int) -> None:

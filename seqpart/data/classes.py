@@ -29,6 +29,14 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
         )
     if train.label_form:
         return 0
+    if are_mixed(train, test):
+        (least, most), classes = _class_range(test, ignored), train.labels.shape[1]
+        if not 0 <= least <= most < classes:
+            raise DataError(
+                f"{test.name} labels: found class {least if least < 0 else most}; training rows have the probabilities of "
+                f"{classes} classes, which count from 0."
+            )
+        return 0
     if train.labels.shape[1:] != test.labels.shape[1:]:
         raise DataError(
             f"labels differ: training has shape {tuple(train.labels.shape)} and test {tuple(test.labels.shape)}; "
@@ -44,13 +52,21 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
     for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
         if found < 0:
             raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
-    if not learns:
+    if not learns or len(train.labels) < train.count:  # of a stream that is not counted the first rows are known
         return 1 + max(most, most_tested)
     if least == most:
         raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
     if train.labels.ndim > 1:
         return 1 + max(most, most_tested)
     return _class_count(train, test, ignored)
+
+
+def are_mixed(train: Split, test: Split) -> bool:
+    """Whether training rows have probabilities of classes (MixUp), (rows, classes, ...), and test rows have classes."""
+    return (
+        train.labels.is_floating_point() and not test.labels.is_floating_point() and not test.label_form
+        and train.labels.ndim == test.labels.ndim + 1 and train.labels.shape[2:] == test.labels.shape[1:]
+    )  # fmt: skip
 
 
 def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
@@ -62,6 +78,8 @@ def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
             found += (int(n) for n in counted.aminmax())
     if not split.count:
         raise DataError(f"{split.name} data: the set is empty. Give at least one row.")
+    if not found and ignored is None:
+        return 0, 0
     if not found:
         raise DataError(f"{split.name} labels: every label is one that the loss leaves out. Give rows to learn from.")
     return min(found), max(found)

@@ -18,6 +18,7 @@ from seqpart.errors import CorruptFile
 from seqpart.files.atomic import write_text
 from seqpart.files.direct import PAGE, DirectFile, aligned, bytes_of, explained, round_up, sync
 from seqpart.files.owned import PRIVATE, opened, remove
+from seqpart.files.schema import Digest, as_type
 from seqpart.files.text import parsed
 from seqpart.memory.device import Device
 from seqpart.offload.host_pool import HostPool, OwnMemory
@@ -198,7 +199,7 @@ class Rows:
 
     @property
     def _size(self) -> int:
-        return len(self._header) + self.count * self.layout.stride
+        return _size_of(self.layout, self.count)
 
     def read_chunk(self, chunk: int, into: torch.Tensor) -> None:
         """Copy chunk number `chunk` to the start of `into`, a page-aligned uint8 buffer of chunk_bytes."""
@@ -259,27 +260,25 @@ class Rows:
         Raises CorruptFile, naming a file that is missing, or damaged in its checksums, header or length; on the disk
         the rows themselves are read by `verify`.
         """
-        sums = folder / described["sums"]
+        sums, path = folder / described["sums"], folder / described["file"]
+        layout = RowLayout(tuple(described["shape"]), getattr(torch, described["dtype"]))
+        _refuse_other_size(path, _size_of(layout, described["count"]))
         text = _bytes_of_file(sums)
         if xxhash.xxh3_64_hexdigest(text) != described["digest"]:
             raise CorruptFile(f"{sums} is {'damaged' if text else 'missing or empty'}. Its rows were not used.", sums)
-        checksums = [int(checksum, 16) for checksum in parsed(text)]
-        dtype = getattr(torch, described["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise CorruptFile(f"{sums} belongs to rows of an unknown type, {described['dtype']}. They were not used.", sums)
-        layout = RowLayout(tuple(described["shape"]), dtype)
-        rows = cls(layout, described["count"], folder / described["file"], device, host_pool, checksums)
+        try:
+            checksums = [int(checksum, 16) for checksum in as_type(list[Digest], parsed(text))]
+        except ValueError as error:
+            raise CorruptFile(f"{sums} holds no checksums ({error}). Its rows were not used.", sums) from None
+        rows = cls(layout, described["count"], path, device, host_pool, checksums)
         rows._described = dict(described)
         return rows
 
     def _reopen(self) -> None:
-        if not self.path.is_file():
-            raise CorruptFile(f"{self.path} is missing.", self.path)
+        if len(self._checksums) != self.chunks:
+            raise CorruptFile(f"{self.path} has {self.chunks} chunks and {len(self._checksums)} checksums.", self.path)
         self._file, head = DirectFile(self.path), aligned(len(self._header))
         self._done, self.finished = self.chunks, True
-        size = self._file.size
-        if size != self._size:
-            raise CorruptFile(f"{self.path} has {size} bytes and was saved with {self._size}. It was not used.", self.path)
         self._file.read_into(bytes_of(head), 0)
         if bytes(bytes_of(head)) != self._header:
             raise CorruptFile(
@@ -325,6 +324,19 @@ def _bytes_of_file(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise explained(error, path) from None
+
+
+def _size_of(layout: RowLayout, count: int) -> int:
+    """Bytes of the file."""
+    return len(_header_of(layout, count)) + count * layout.stride
+
+
+def _refuse_other_size(path: Path, nbytes: int) -> None:
+    """Raises CorruptFile, before memory is taken for it."""
+    if not path.is_file():
+        raise CorruptFile(f"{path} is missing.", path)
+    if (size := path.stat().st_size) != nbytes:
+        raise CorruptFile(f"{path} has {size} bytes and was saved with {nbytes}. It was not used.", path)
 
 
 def _header_of(layout: RowLayout, count: int) -> bytes:

@@ -25,6 +25,9 @@ from seqpart.tracing.inputs import PADS, Form, described, form_of, is_several, n
 ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)
 TOKENS = torch.int64
+_WHOLE_TO = {torch.float32: 1 << 24, torch.float64: 1 << 53}
+"""Up to what every whole number is exact in them."""
+_WIDE = (torch.int32, torch.uint32, torch.int64, torch.uint64)
 READ_TWICE = 32
 """Items of a data set that are read a second time, to find out whether they stay the same."""
 
@@ -83,8 +86,9 @@ class Split:
         """The labels, as a model takes them that computes its loss itself. Raises DataError where a row has several."""
         if self.label_form:
             raise DataError(
-                f'loss="model": rows have several labels ({described(self.label_form)}), where a model takes one tensor. Give '
-                "a function (output, labels) -> loss."
+                f'loss="model": expected one tensor of labels; found several in a row ({described(self.label_form)}). Models '
+                "that make a loss of boxes inside, as torchvision's detectors do, cannot be trained here: what they propose "
+                "depends on values. Of another model join the labels in one tensor, which it takes apart."
             )
         return self.labels
 
@@ -377,6 +381,14 @@ def _converted(found: torch.Tensor, split: Split) -> torch.Tensor:
         raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
     if split.tokens and found.is_floating_point():
         raise DataError(f"{split.name} data: expected tokens (whole numbers); found {found.dtype}.")
+    if split.dtype in _WHOLE_TO and found.dtype in _WIDE and len(found):
+        least, most = (int(end) for end in found.to(torch.int64).aminmax())
+        if max(-least, most) > _WHOLE_TO[split.dtype]:
+            raise DataError(
+                f"{split.name} data: x is {str(found.dtype).removeprefix('torch.')} and becomes {split.dtype}, which rounds "
+                f"{most if most > -least else least}. Where these are ids or tokens, give them as 64-bit numbers, which stay "
+                "whole (x.long(), x.astype('int64')); where they are quantities, give floats (x.float())."
+            )
     return found.to(split.dtype)  # before the check of values: 1e300 is infinity as a float32
 
 

@@ -12,16 +12,31 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from seqpart.errors import DirectoryUnusable
 from seqpart.files.atomic import write_text
 from seqpart.files.owned import PRIVATE, Folder
+from seqpart.files.schema import Digest, PathText, Whole, as_type
 from seqpart.files.text import parsed
 
 MARKER = "seqpart-run.json"
 LOCK = "seqpart.lock"
 _WAIT = 1.0
 """Seconds: other starting runs look whether this one lives, and clean up, in less."""
+
+
+class _Body(msgspec.Struct, kw_only=True, rename={"made_by": "made by", "run_id": "run id"}):
+    made_by: Literal["seqpart"] = "seqpart"
+    state: str
+    pid: Whole
+    time: str
+    directory: PathText
+    id: Digest
+    run: PathText | None = None
+    run_id: Digest | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,15 +48,16 @@ class Marker:
     run: Path | None = None
     """The directory of the run whose homes and rows these are; None where they are its own."""
     run_id: str | None = None
+    state: str = ""
+    """Of the run, as it was written last."""
 
     def write(self, state: str) -> None:
-        body = {
-            "made by": "seqpart", "state": state, "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "directory": str(self.directory), "id": self.id,
-        }  # fmt: skip
-        if self.run is not None:
-            body |= {"run": str(self.run), "run id": self.run_id}
-        write_text(self.directory / MARKER, json.dumps(body) + "\n")
+        run = None if self.run is None else str(self.run)
+        body = _Body(
+            state=state, pid=os.getpid(), time=time.strftime("%Y-%m-%d %H:%M:%S"), directory=str(self.directory), id=self.id,
+            run=run, run_id=self.run_id,
+        )  # fmt: skip
+        write_text(self.directory / MARKER, json.dumps(msgspec.to_builtins(body)) + "\n")
 
 
 def marker_of(folder: Folder) -> Marker | None:
@@ -50,16 +66,15 @@ def marker_of(folder: Folder) -> Marker | None:
         return None
     try:
         text, found = folder.read(MARKER)
-        body = parsed(text)
-        run, run_id = body.get("run"), body.get("run id")
-        words = [body["made by"], body["state"], body["directory"], body["id"], *([run, run_id] if run is not None else [])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError("its marker is damaged") from None
-    if body["made by"] != "seqpart" or not all(isinstance(word, str) for word in words):
-        raise ValueError("its marker is none of ours")
+        body = as_type(_Body, parsed(text))
+    except OSError as error:
+        raise ValueError(f"its marker cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"its marker is damaged, or none of ours: {error}") from None
     if found.st_uid != folder.uid:
         raise ValueError("its marker is another user's")
-    return Marker(directory=Path(body["directory"]), id=body["id"], run=Path(run) if run is not None else None, run_id=run_id)
+    run = Path(body.run) if body.run is not None else None
+    return Marker(directory=Path(body.directory), id=body.id, run=run, run_id=body.run_id, state=body.state)
 
 
 def new_id() -> str:

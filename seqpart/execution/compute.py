@@ -27,7 +27,7 @@ from seqpart.execution.partition import Partition
 from seqpart.execution.saved_tensors import Arrival, Graph, apart_from, entering
 from seqpart.memory.compiler import back_propagate
 from seqpart.memory.device import Device
-from seqpart.methods.method import PartitionLoss, SyntheticLoss
+from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.parts.statistics import as_it_is, observed
@@ -233,6 +233,7 @@ class Compute:
     def _back_propagate_loss(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
         """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
         output = self._judged(step.partition, self._output(step, taken, training=True))
+        self._hold_parts(step, output, labels)
         verdict = self._judge(step, output, labels)
         del output  # the graph alone holds it, until the loss has its gradient
         assert verdict is not None
@@ -241,6 +242,13 @@ class Compute:
             self._counted = (self._counted or 0.0) + counted
         if verdict.loss.requires_grad:
             (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
+
+    def _hold_parts(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> None:
+        """Of a batch that is divided the outputs, in the first updates, and ever more rarely behind them."""
+        phase, loss = self._phases[step.phase], self._loss_of(step.partition)
+        update = phase.share_of(_micro_batch(step) // phase.micro_batches_per_update)[0]
+        if isinstance(loss, TrueLoss) and len(output) < self.span(step).update_rows and not update & (update - 1):
+            loss.hold(output, labels, self.span(step), phase.micro_batches_per_update)
 
     def scale(self, step: Step) -> float | None:
         """What gradients are yet to be multiplied by behind an update's last micro-batch; None: nothing."""

@@ -3,17 +3,31 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from seqpart.errors import Diverged, OptionError
 from seqpart.execution.events import PhaseDone
+from seqpart.files.schema import Finite, Whole, word_of
 from seqpart.loop.callbacks import MetricValue
 from seqpart.schedule.phase import Phase, PhaseKind
 
 ComputeMetrics = Any
 """A function of (outputs, labels), an object with update, compute and reset, or a dict of such objects by name."""
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """`Metrics` as a checkpoint has them."""
+
+    loss: float
+    dtype: Annotated[str, word_of("float64", "float32", "bfloat16", "float16")] | None
+    correct: Finite
+    judged: Whole
+    rows: Whole
+    weight: Finite | None = None
+    """None: the rows, as version 0.2.0 had it."""
 
 
 @dataclass(slots=True)
@@ -61,20 +75,20 @@ class Metrics:
     def accuracy(self) -> float | None:
         return float(self.correct) / float(self.judged) if self.judged else None
 
-    def to_json(self) -> dict[str, Any]:
+    def tally(self) -> Tally:
         dtype = str(self.loss.dtype).removeprefix("torch.") if isinstance(self.loss, torch.Tensor) else None
-        return {
-            "loss": float(self.loss), "dtype": dtype, "correct": float(self.correct), "judged": int(self.judged),
-            "rows": self.rows, "weight": self.weight,
-        }  # fmt: skip
+        return Tally(
+            loss=float(self.loss), dtype=dtype, correct=float(self.correct), judged=int(self.judged), rows=self.rows,
+            weight=float(self.weight),
+        )  # fmt: skip
 
     @classmethod
-    def from_json(cls, found: dict[str, Any], device: torch.device) -> "Metrics":
+    def of(cls, found: Tally, device: torch.device) -> "Metrics":
         """Exactly as it was: the type goes along, because later sums round in it."""
-        loss: torch.Tensor | float = found["loss"]
-        if found["dtype"] is not None:
-            loss = torch.tensor(loss, dtype=getattr(torch, found["dtype"]), device=device)
-        return cls(loss, found["correct"], found["judged"], found["rows"], found.get("weight", found["rows"]))
+        loss: torch.Tensor | float = found.loss
+        if found.dtype is not None:
+            loss = torch.tensor(loss, dtype=getattr(torch, found.dtype), device=device)
+        return cls(loss, found.correct, found.judged, found.rows, found.rows if found.weight is None else found.weight)
 
 
 class OwnMetrics:

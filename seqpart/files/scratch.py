@@ -26,9 +26,11 @@ NEW = ".seqpart-new"
 """Ends the name of a result that is to take another's place when its run is done."""
 PUBLISHING = "seqpart-publishing.json"
 """Lists the results that are taking the earlier ones' places this moment, or were when the run was killed."""
-HOME_FILES = re.compile(r"block-\d+(\.[a-z]+)*\.\d+\.safetensors")
+HOME_FILES = re.compile(r"block-[0-9]+(\.[a-z]+)*\.[0-9]+\.safetensors")
+ROWS = re.compile(r"(train|test)(\.[0-9]+)?(-once)?-[0-9]+")
+"""Names of places: of which split, which view of it, what of it is kept once, and the partition that it enters."""
 ROW_FILES = re.compile(
-    r"(train|test)(\.\d+)?(-once)?-\d+\.\d+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{8}\.part)?)|(relay|graphs)\.part"
+    rf"{ROWS.pattern}\.[0-9]+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{{8}}\.part)?)|(relay|graphs)\.part"
 )
 FOLDERS = {"homes": HOME_FILES, "rows": ROW_FILES}
 _PARTS = {f"{name}.part" for name in (WEIGHTS, AVERAGE, CHECKPOINT, PREVIOUS)}

@@ -21,13 +21,20 @@ def short(value: object) -> str:
 
 def refuse_unusable(option: str, path: Path) -> None:
     """Raises OptionError for a path that no file can have: a zero byte, a name that is too long, links in a circle."""
+    if (fault := path_fault(path)) is not None:
+        raise OptionError(f"{option}: expected a path; found {fault}.")
+
+
+def path_fault(path: Path) -> str | None:
+    """Why no file can have it, in words; None where one can."""
     try:
         path.stat()
     except ValueError:  # UnicodeEncodeError is one
-        raise OptionError(f"{option}: expected a path; found {short(str(path))}, which no file can be called.") from None
+        return f"{short(str(path))}, which no file can be called"
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise OptionError(f"{option}: expected a path; found {short(str(path))}: {error.strerror}.") from None
+            return f"{short(str(path))}: {error.strerror}"
+    return None
 
 
 def read_text(path: Path) -> str:

@@ -1,5 +1,7 @@
 """What a user gives as data: rows that are kept once, or a source of rows that is read anew in every epoch."""
 
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +32,10 @@ from seqpart.settings import Settings
 
 _FLOOR = -1
 """Rows of an epoch of a stream that is yet to be counted: as many as make whole batches."""
+LOOKED_AT = 1 << 16
+"""Rows of a stream that are counted where the run may end before it does: a shorter one has epochs."""
+TELLS_EVERY = 5.0
+"""Seconds."""
 _COMPARED = 16
 """Items whose labels are compared with what the data set's `targets` say of them."""
 
@@ -98,7 +104,8 @@ def first_batch(loader: object, settings: Settings, name: str, padding: Padding 
     """Of a loader or a stream."""
     source = source_of(loader, name, padding)
     with generators_kept():
-        return _first(counted(source), source.draws(settings.seed, "train", 0, 0))[0]
+        most = max(ROWS_AT_ONCE, source.batch, *values_of(settings.batch_size))
+        return _first(counted(source, most), source.draws(settings.seed, "train", 0, 0))[0]
 
 
 def _read(source: Source, settings: Settings, *, whole: bool = False) -> Split:
@@ -291,10 +298,11 @@ def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Sp
     Its labels are all that there are where each is one class; else those of the first rows, which say their type and shape.
     """
     draws = source.draws(settings.seed, "test" if source.name == "test" else "train", 0, 0)
+    steps = None if whole or source.name == "test" else settings.max_steps
     with generators_kept():
-        source = counted(source)
+        source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
         like, kept = _first(source, draws)
-        classes = not like.labels.is_floating_point() and not _several(like) and like.labels.ndim == 1
+        classes = not like.labels.is_floating_point() and not _several(like) and like.labels.ndim == 1 and not source.goes_on
         labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
     part = Part(source, RowTaker(like, kept))
 
@@ -310,14 +318,25 @@ def _several(split: Split) -> bool:
     return bool(getattr(split, "label_form", ()))
 
 
-def counted(source: Source) -> Source:
-    """With its number of rows, for which a stream without len() is read once."""
+def counted(source: Source, most: int | None = None) -> Source:
+    """With its number of rows, for which a stream without len() is read once.
+
+    most: of those that the run will read. Of a stream that has more than it, or than is looked at, they are all that counts: it
+    goes on behind its end. It says how far it is, since a stream may have none.
+    """
     if source.count or not source.streams:
         if not source.count:
             raise DataError(f"{source.name} data: the set is empty. Give at least one row.")
         return source
+    count, told = 0, time.monotonic()
     try:
-        count = sum(1 for _ in source.items)
+        for count, _ in enumerate(source.items, 1):
+            if most is not None and count > min(most, LOOKED_AT):
+                return replace(source, count=most, rows=most, goes_on=True)
+            if time.monotonic() > told + TELLS_EVERY:
+                cure = ". Give max_steps where it has no end" if source.name == "training" else ", all of which are needed"
+                print(f"{source.name} data: still counting, {count:,} rows{cure}", file=sys.stderr, flush=True)
+                told = time.monotonic()
     except Exception as error:
         raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error
     rows = count - count % source.batch if source.rows == _FLOOR else count

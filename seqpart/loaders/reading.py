@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from seqpart.data.reader import Batch
@@ -75,9 +76,10 @@ class Reading:
             return self._row
         unit = max(part.source.batch if part.source.collate is not None else 0 for part in self._parts)
         source, taker = self._parts[0].source, self._parts[0].taker
+        number = _NUMBER if source.sampler is None else _NUMBER + _OF_SAMPLER
         return PassingLayout(
             self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=taker.label_nbytes, work=self._work,
-            order=max(source.rows, source.count) * (_NUMBER if source.sampler is None else _NUMBER + _OF_SAMPLER),
+            order=0 if source.streams else max(source.rows, source.count) * number,
             processes=len(self.workers),
         )  # fmt: skip
 
@@ -223,7 +225,7 @@ class PassingReader:
             yield self._unit(batch * source.batch, min((batch + 1) * source.batch, whole), batch)
 
     def _unit(self, first: int, stop: int, batch: int) -> _Unit:
-        return _Unit(first, stop, Job(self._rows.number, self._draws, batch, self._order[first:stop]))
+        return _Unit(first, stop, Job(self._rows.number, self._draws, batch, np.asarray(self._order[first:stop], np.int64)))
 
     def _ask(self, worker: Worker) -> None:
         unit = next(self._units, None)

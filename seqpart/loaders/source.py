@@ -16,6 +16,8 @@ from seqpart.loaders.draws import Draws, seed_generators, shuffled
 from seqpart.memory.device import Device, keyed_seed
 from seqpart.tracing.inputs import PADS, described, is_several, refuse_text
 
+_END = object()
+"""Of a stream."""
 PIECE_BYTES, PIECE_ROWS = 1 << 20, 64
 """Of items that are put together at a time, whichever is reached first."""
 _KEPT = (torch.uint8, torch.int8, torch.int16, torch.bool)
@@ -41,6 +43,8 @@ class Source:
     """Items of a batch that `collate` makes."""
     shuffles: bool | None = None
     """None: as the settings say."""
+    goes_on: bool = False
+    """Of a stream whose rows nobody counts: where it ends it begins anew, and its passes are one."""
     sampler: Any = None
     """Of the user's own: the order of an epoch."""
     seed: int | None = None
@@ -56,10 +60,10 @@ class Source:
         own = seed if self.seed is None else keyed_seed(seed, "generator", self.seed)
         return Draws(own, split, stage, epoch)
 
-    def order(self, draws: Draws, *, shuffle: bool) -> Ints:
+    def order(self, draws: Draws, *, shuffle: bool) -> Ints | range:
         """Numbers of items in the order of a pass. Raises DataError where a sampler gives others. Draws random numbers."""
         if not shuffle:
-            return np.arange(self.count)
+            return range(self.count)
         if self.sampler is None:
             return shuffled(draws, self.count)
         found = np.fromiter(_asked(self.sampler, draws), np.int64)
@@ -92,6 +96,8 @@ class SourceReader:
         self._stream: Iterator[Any] = iter(())
         self._at: tuple[Draws, int] | None = None
         """Of a stream: the pass that it is in, and the number of the next item."""
+        self._begun = self._ended = 0
+        """The same: with which number it began last, and how often it has ended in this pass."""
 
     def read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """(x, labels) of the items `numbers`, in order and in pieces; `batch`: which of the pass a collate_fn is to make.
@@ -128,23 +134,36 @@ class SourceReader:
 
     def _next(self, draws: Draws, number: int) -> Any:
         """Of a stream item `number`: what comes before it is read again where it is behind."""
+        source = self._source
         if self._at is None or self._at[0] != draws or self._at[1] > number:
-            seed_generators(draws.seed_for("order"))
-            if callable(begin := getattr(self._source.items, "set_epoch", None)):
-                begin(draws.epoch)
-            self._stream, self._at = iter(self._source.items), (draws, 0)
+            self._ended = 0
+            self._begin(draws, 0)
+        assert self._at is not None
         while True:
             at = self._at[1]
             seed_generators(draws.seed_for("row", at))
-            try:
-                item = next(self._stream)
-            except StopIteration:
-                raise DataError(
-                    f"{self._source.name} data: expected {self._source.count} rows in every pass; found {at} in this one."
-                ) from None
+            item = next(self._stream, _END)
+            if item is _END and source.goes_on and at > self._begun:
+                self._ended += 1
+                self._begin(draws, at)
+                continue
+            if item is _END:
+                raise DataError(f"{source.name} data: expected {source.count} rows in every pass; found {at} in this one.")
             self._at = draws, at + 1
+            if at + 1 == source.count and not source.goes_on and next(self._stream, _END) is not _END:
+                raise DataError(
+                    f"{source.name} data: expected {source.count} rows in every pass, as its len() says or were counted; found "
+                    "more. Let __len__ say how many there are, or leave it out (with --max-steps where there is no end)."
+                )
             if at == number:
                 return item
+
+    def _begin(self, draws: Draws, at: int) -> None:
+        """The stream, from its beginning, where row `at` of the pass is next."""
+        seed_generators(draws.seed_for("order", self._ended))
+        if callable(begin := getattr(self._source.items, "set_epoch", None)):
+            begin(draws.epoch + self._ended)
+        self._stream, self._at, self._begun = iter(self._source.items), (draws, at), at
 
     def _collated(self, draws: Draws, batch: int, items: list[Any]) -> tuple[Any, Any]:
         said = f"{self._source.name} data: batch {batch}"

@@ -2,10 +2,13 @@
 
 import math
 import re
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Self
+
+import msgspec
 
 from seqpart.errors import OptionError
+from seqpart.files.schema import Finite, Whole
 from seqpart.loop.callbacks import MetricValue
 
 EXPECTED = "loss (smaller is better), accuracy (larger is), or a metric of compute_metrics as min:NAME or max:NAME"
@@ -43,13 +46,29 @@ def criterion_of(text: str | None) -> Criterion:
 class Evaluated:
     """What a pass over the test rows found, at the network's end."""
 
-    phase: int
+    phase: Whole
     """Its number."""
-    update: int
-    epoch: float
+    update: Whole
+    epoch: Finite
     loss: float
     accuracy: float | None
     metrics: dict[str, MetricValue] = field(default_factory=dict)
+
+
+class Kept(msgspec.Struct):
+    """What a checkpoint says of the loop: `Evaluations`, an end that was asked for, and who learns by now."""
+
+    class Found(msgspec.Struct):
+        all: list[Evaluated] = []
+        best: Evaluated | None = None
+
+    evaluations: Found = msgspec.field(default_factory=Found)
+    ending: tuple[str, Whole | None] = ("", None)
+    """Why, and the stretch of phases whose end it is."""
+    frozen: list[str] = []
+    """Names of parameters that the user has frozen since, though the plan has room for them."""
+    learns: list[str] = []
+    """Names of parameters that did not learn when the run began."""
 
 
 class Evaluations:
@@ -78,12 +97,12 @@ class Evaluations:
         """The run goes on with that phase: what came from it on will come again."""
         self.all = [one for one in self.all if one.phase < phase]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"all": [asdict(one) for one in self.all], "best": asdict(self.best) if self.best is not None else None}
+    @property
+    def kept(self) -> Kept.Found:
+        return Kept.Found(self.all, self.best)
 
     @classmethod
-    def from_json(cls, criterion: Criterion, found: dict[str, Any]) -> Self:
+    def of(cls, criterion: Criterion, kept: Kept.Found) -> Self:
         made = cls(criterion)
-        made.all = [Evaluated(**one) for one in found.get("all", [])]
-        made.best = Evaluated(**found["best"]) if found.get("best") is not None else None
+        made.all, made.best = list(kept.all), kept.best
         return made

@@ -13,8 +13,16 @@ from torch.utils._pytree import tree_leaves
 from seqpart.errors import OptionError
 from seqpart.loop.lengths import AT_THE_END, Interval
 from seqpart.model.losses import LossFunction, scores_of
-from seqpart.model.reductions import BY_ROWS, Reduction, Verdict, judged, takes_classes_first
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.model.reductions import (
+    BY_ROWS,
+    Held,
+    Reduction,
+    Verdict,
+    judged,
+    refuse_parts,
+    takes_classes_first,
+)
+from seqpart.schedule.phase import Phase, PhaseKind, Span
 from seqpart.schedule.phases import Phases
 
 
@@ -188,6 +196,7 @@ class TrueLoss:
 
     def __init__(self, function: LossFunction, reduction: Reduction | None) -> None:
         self._function, self._reduction, self._seen = function, reduction, False
+        self._held: Held | None = None
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> Verdict:
         if self._seen or isinstance(output, FakeTensor):  # nothing is there while a plan is made
@@ -195,6 +204,19 @@ class TrueLoss:
         self._seen = True
         with _WeightsAreThere():
             return judged(self._function, self._reduction, output, labels)
+
+    def hold(self, output: torch.Tensor, labels: torch.Tensor, span: Span, micro_batches: int) -> None:
+        """Of an update whose micro-batches' losses are compared with that of the whole, where only a trial says that they add
+        up. Raises OptionError behind the last one where they do not."""
+        if self._reduction is None or not self._reduction.tried:
+            return
+        if self._held is None:
+            self._held = Held(micro_batches)
+        self._held.add(output, labels)
+        if span.ends_update:
+            held, self._held = self._held, None
+            if not held.adds_up(self._function, self._reduction):
+                refuse_parts(self._function, span.update_rows)
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if (scores := getattr(self._function, "scores", None)) is not None:

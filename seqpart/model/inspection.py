@@ -51,6 +51,13 @@ def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> str:
     return f"Its weights are {said} and it is given {other}, as which rows of floats are read: give {cure}."
 
 
+def cure_of_tokens(said: str, dtype: torch.dtype) -> str:
+    """What helps an embedding that was given rows of type `dtype`, and failed so; else ""."""
+    if not dtype.is_floating_point or "indices" not in said:
+        return ""
+    return "An embedding takes tokens: give them as whole numbers of 64 bits (x.long()), which stay whole."
+
+
 _OTHER_WORDS = {
     "SparseTensorImpl": (
         "its gradients are sparse, and have no home here",

@@ -33,12 +33,15 @@ def label_dtype(labels: torch.Tensor) -> torch.dtype:
 
 def loss_named(name: LossName | None, labels: torch.Tensor, classes: int) -> LossFunction:
     """The loss of that name for labels of this kind: floats (rows, ...), classes of rows (rows,) or positions (rows, T, ...).
+    For cross-entropy floats are the probabilities of classes.
 
     None: mse for floats, cross-entropy for classes. Raises DataError where the labels are of the other kind.
     """
     if name == "bce":
         _refuse_beyond_one(labels)
         return multi_label
+    if name == "cross-entropy" and labels.is_floating_point() and labels.ndim > 1:  # of probabilities
+        return F.cross_entropy
     if name is not None and (name == "mse") == bool(classes):
         expected, found = ("floats", "classes (integers)") if classes else ("classes (integers)", "floats")
         raise DataError(f"--loss {name} needs {expected} as labels; found {found}. Leave --loss out, or give another.")

@@ -6,7 +6,9 @@
     WHOLE    none of these: right only where a batch is not divided
 
 A loss that counts all micro-batches alike would depend on their size, and with that on the memory limit. torch's own say
-what they divide by, and a loss of the user's own may; any other is tried on a small batch, whole and in two parts.
+what they divide by, and a loss of the user's own may; any other is tried on a small batch, whole and in two parts. What hangs
+on the outputs (the hardest rows of a batch, a mask of what is confident) may add up there and not in training, where it is
+`Held` against the outputs of whole batches now and then.
 """
 
 import copy
@@ -15,14 +17,14 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.asking import judging, seed_all
+from seqpart.asking import generators_left_alone, judging, refuse_borrowed, seed_all
 from seqpart.errors import DataError, OptionError
 from seqpart.model.losses import (
     IGNORED,
@@ -53,6 +55,8 @@ class Reduction:
     """Of a mean over what counts; None where the loss itself returns (sum, count)."""
     ignored: int | None = None
     """The label that does not count."""
+    tried: bool = False
+    """Whether it was only found by a trial, and is to be held against real outputs."""
 
 
 BY_ROWS = Reduction()
@@ -124,6 +128,8 @@ def reduction_of(
     known = said(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
         return _tried(loss, known, shape, dtype, labels, batch)
+    if _is_ours(known.counts) and labels.is_floating_point() and (tested.is_floating_point() or not len(tested)):
+        return BY_ROWS  # of probabilities, whatever the weights
     alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None
     if alike and not (holds(labels, known.ignored) or holds(tested, known.ignored)):
         return Reduction(ignored=known.ignored)  # the bits of a plain loop
@@ -151,7 +157,7 @@ def said(loss: LossFunction) -> Reduction | None:
     return Reduction(Kind.COUNTED, counts) if callable(counts) else None
 
 
-def _is_ours(counts: Counts | None) -> TypeGuard[functools.partial[torch.Tensor]]:
+def _is_ours(counts: Counts | None) -> TypeGuard[functools.partial[Any]]:
     return isinstance(counts, functools.partial) and counts.func is _counted
 
 
@@ -185,7 +191,9 @@ def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     return keywords.get("weight"), keywords.get("ignore_index", IGNORED), reduction
 
 
-def _counted(labels: torch.Tensor, *, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
+def _counted(labels: torch.Tensor, *, weight: torch.Tensor | None, ignored: int) -> torch.Tensor | int:
+    if labels.is_floating_point():  # probabilities (rows, classes, ...), which all count
+        return labels[:, 0].numel()
     valid = labels != ignored
     return valid.sum() if weight is None else weight.to(labels.device)[labels[valid]].sum(dtype=torch.float64)
 
@@ -287,10 +295,12 @@ class _Trial:
         if self._differs(0, 0):
             raise OptionError(f"loss {name_of(self._loss)}: {_REMEMBERS}")
         kinds, pairs = set(Kind) - {Kind.WHOLE}, False
-        for labels in self._batches():
-            output = change(torch.randn(len(labels), *self._shape, dtype=self._dtype))
+        for labels, like in self._cases():
+            output = change(like(torch.randn(len(labels), *self._shape, dtype=self._dtype)))
             at = self._rows[0]
             whole, *parts = (self._judge(output[a:b], labels[a:b]) for a, b in ((0, None), (0, at), (at, None)))
+            if like is not torch.positive and not math.isfinite(whole[0]):
+                continue
             pairs = pairs or whole[1] is not None
             kinds &= self._fitting(whole, parts, at / len(labels))
         if not kinds and self._differs(0, 1):
@@ -303,7 +313,7 @@ class _Trial:
                 "up: the losses of two parts, weighted by their counts, are not the loss of the whole."
             )
         if self._said is not None:
-            return self._said
+            return replace(self._said, tried=True)
         if pairs and Kind.COUNTED not in kinds:
             raise OptionError(
                 f"loss {name_of(self._loss)}: it returned (sum, count), and one of them is not the sum of its parts'."
@@ -312,7 +322,17 @@ class _Trial:
             (kind for kind in (Kind.ROWS, Kind.COUNTED, Kind.SUM) if kind in kinds and (kind is Kind.COUNTED) == pairs),
             Kind.WHOLE,
         )
-        return Reduction(first)
+        return Reduction(first, tried=first is not Kind.WHOLE)
+
+    def _cases(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+        """Labels, and what random outputs become: of the first labels also confident ones, such as say nothing, and such as are
+        sorted, for a loss that looks at how sure a network is, or at its best and worst rows."""
+        for number, labels in enumerate(self._batches()):
+            yield labels, torch.positive
+            if not number:
+                yield labels, lambda output: 10 * output
+                yield labels, lambda output: output / 100
+                yield labels, lambda output: output.sort(0).values
 
     def _fitting(self, whole: tuple[float, float | None], parts: list[tuple[float, float | None]], share: float) -> set[Kind]:
         """Kinds by which the parts add up to the whole. share: of the first part's rows."""
@@ -336,7 +356,8 @@ class _Trial:
             count = _number(self._said.counts(labels))
             if not count:
                 return 0.0, count
-        found = self._loss(output, labels)
+        found = self._loss(output, labels.clone())  # it may write into them
+        refuse_borrowed(name_of(self._loss), found)
         if isinstance(found, tuple):
             total, count = _pair(found)
             return float(total.detach()), count
@@ -355,6 +376,8 @@ class _Trial:
             try:
                 if math.isfinite(self._judge(change(output), labels)[0]):
                     return change
+            except OptionError:
+                raise
             except Exception as error:
                 problem = problem or str(error)
         if problem:
@@ -376,6 +399,59 @@ class _Trial:
         ends = torch.stack(torch.aminmax(labels))
         for value in torch.cat([ends, values[counts.argsort(descending=True)]])[:_VALUES]:
             yield torch.cat([torch.full_like(real[:few], value.item()), real[few:]])
+
+
+_HELD_BYTES = 256 << 10
+"""Of the outputs that a loss is held against, as numbers of 64 bits: no plan has room for more."""
+
+
+class Held:
+    """The outputs and labels of an update whose micro-batches' losses are to be held against that of all of them: as many rows
+    of each as there is room for."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self._micro_batches, self._parts = micro_batches, list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def add(self, output: torch.Tensor, labels: torch.Tensor) -> None:
+        rows = _HELD_BYTES // (8 * max(1, output[:1].numel()))
+        own = max(1, rows // self._micro_batches)
+        if len(self._parts) < rows:
+            self._parts.append((output.detach()[:own].clone(), labels[:own].clone()))
+
+    def adds_up(self, loss: LossFunction, reduction: Reduction) -> bool:
+        """Whether it does, as `reduction` says. Random numbers go on as if nothing had been done.
+
+        True also where that cannot be seen: of a module that may change, of a loss that takes no numbers of 64 bits.
+        """
+        if len(self._parts) < 2 or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers())):
+            return True
+        whole = torch.cat([output for output, _ in self._parts]), torch.cat([labels for _, labels in self._parts])
+        devices = [whole[0].device] if whole[0].is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with torch.autocast(whole[0].device.type, enabled=False):
+                    found = [judged(loss, reduction, output.double(), labels) for output, labels in (whole, *self._parts)]
+            except Exception:
+                return True
+        (total, *totals), (weight, *weights) = [float(one.total) for one in found], [one.weight for one in found]
+        scale = abs(total) + sum(map(abs, totals))
+        near = abs(total - sum(totals)) <= 1e-4 * scale + _ROUNDING * len(whole[0])
+        return not math.isfinite(total) or (near and _near(weight, sum(weights), weight))
+
+
+_ROUNDING = 1e-6
+"""Of the loss of a row, where it computes in 32 bits whatever it is given."""
+
+
+def refuse_parts(loss: LossFunction, batch: int) -> NoReturn:
+    """Raises OptionError, of a loss that does not add up to that of a batch of so many rows."""
+    raise OptionError(
+        f"loss {name_of(loss)}: on outputs of this network the loss of a batch is not that of its micro-batches added up, as "
+        "it was on a few random ones: does it choose rows by their outputs (the hardest, those above a threshold)? Training "
+        f"would depend on the micro-batch, and so on the limit. Give --micro-batch-size {batch}: a batch that is not divided "
+        "may have any loss. Or, where it divides by what it chose, let it return (sum, count)."
+    )
 
 
 def _near(one: float, other: float, scale: float) -> bool:

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
 
+import msgspec
 import torch
 
 from seqpart.errors import CorruptFile, ModelError
 from seqpart.files.direct import PAGE, round_up
+from seqpart.files.schema import Whole, as_type, word_of
 from seqpart.files.text import parsed
 
 _CODES = {
@@ -29,6 +31,16 @@ DTYPES = {code: dtype for dtype, code in _CODES.items()}
 LINE = 64
 """Bytes at whose multiples tensors begin, as torch's own do on the CPU."""
 _FILLER = "seqpart.filler."
+
+
+class _Entry(msgspec.Struct):
+    """Of a safetensors header."""
+
+    dtype: Annotated[str, word_of(*DTYPES)]
+    shape: list[Whole]
+    data_offsets: tuple[Whole, Whole]
+
+
 _LARGEST_HEADER = 64 << 20
 _STRIDES = "seqpart.strides"
 """Of a home: JSON of shape and strides by name, for tensors that do not lie row by row."""
@@ -160,28 +172,31 @@ def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
 def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
     """The same from the JSON of a header, whoever wrote it."""
     try:
-        entries = parsed(text)
-        metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
-        strides = json.loads(metadata.pop(_STRIDES, "{}"))
-        specs = [
-            TensorSpec(
-                name=name,
-                shape=tuple(int(n) for n in (strides[name][0] if name in strides else entry["shape"])),
-                dtype=DTYPES[entry["dtype"]],
-                offset=int(entry["data_offsets"][0]),
-                stride=tuple(int(n) for n in strides[name][1]) if name in strides else None,
+        found = as_type(dict[str, Any], parsed(text))
+        metadata = as_type(dict[str, str], found.pop("__metadata__", {}))
+        strides = as_type(dict[str, tuple[list[Whole], list[Whole]]], parsed(metadata.pop(_STRIDES, "{}")))
+        specs = []
+        entries = as_type(dict[str, _Entry], found)
+        fillers = {name: entries.pop(name) for name in [*entries] if name.startswith(_FILLER)}
+        for name, entry in entries.items():
+            shape, stride = strides.pop(name, (entry.shape, None))
+            own = tuple(stride) if stride is not None else None
+            spec = TensorSpec(
+                name=name, shape=tuple(shape), dtype=DTYPES[entry.dtype], offset=entry.data_offsets[0], stride=own
             )
-            for name, entry in entries.items()
-            if not name.startswith(_FILLER)
-        ]
+            ends = entry.data_offsets[1] == spec.offset + spec.nbytes
+            if not ends or (own is not None and (len(own) != len(shape) or _as_it_lies(spec) != entry.shape)):
+                raise ValueError(f"{name}: its offsets and shape disagree")
+            specs.append(spec)
+        if strides:
+            raise ValueError(f"{_STRIDES}: of tensors that are not there")
         layout = Layout(tuple(sorted(specs, key=lambda spec: spec.offset)))
-        if any(entries[spec.name]["data_offsets"] != [spec.offset, spec.offset + spec.nbytes] for spec in specs):
-            raise ValueError("offsets and shapes disagree")
-        fillers = {name: entry for name, entry in entries.items() if name.startswith(_FILLER)}
-        if fillers and fillers != _fillers(layout):
+        if fillers and fillers != {name: as_type(_Entry, entry) for name, entry in _fillers(layout).items()}:
             raise ValueError("what lies between tensors is no filler")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
-        raise CorruptFile(f"{path}: the safetensors header is damaged. Do not train on it; use another copy.", path) from None
+    except ValueError as error:
+        raise CorruptFile(
+            f"{path}: the safetensors header is damaged ({error}). Do not train on it; use another copy.", path
+        ) from None
     return layout, metadata
 
 

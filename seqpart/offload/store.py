@@ -232,6 +232,8 @@ class Store:
         self._assert_at_rest()
         for name, entry in self.remembered.items():
             version = self._files.found(self.folder / entry["file"], int(entry["header"], 16))
+            if name in self._homes and version.layout != self._homes[name].layout:
+                raise CorruptFile(f"{version.path} is no earlier version of {name}. It was not used.", version.path)
             self._files.check(version)
             if not check_only:
                 home = self._homes[name]
@@ -257,7 +259,7 @@ class Store:
     def lay_anew(self, layouts: Mapping[str, Layout], growing: Container[str] = ()) -> None:
         """Let these homes, as far as there are any, lie as `layouts` say: an earlier version of seqpart laid them otherwise.
 
-        growing: homes that may have fewer tensors; the others become zeros. Raises CorruptFile where one holds others.
+        growing: homes that may have fewer tensors; the others become zeros. One that holds other tensors is left as it is.
         """
         for name, layout in layouts.items():
             if name not in self or self.layout(name) == layout:
@@ -265,8 +267,7 @@ class Store:
             now = self.layout(name)
             had, wanted = ({replace(spec, offset=0) for spec in one.specs} for one in (now, layout))
             if not (had <= wanted if name in growing else had == wanted):
-                path = self.path(name) or self.folder / name
-                raise CorruptFile(f"{path} holds other tensors than this model has. It was not used.", path)
+                continue
             flat, other = aligned(now.padded_nbytes), aligned(layout.padded_nbytes)
             self.get(name, flat)
             views = now.views(flat)

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 
 from seqpart.errors import CorruptFile
 from seqpart.files.direct import PAGE, REQUEST, DirectFile, aligned, bytes_of, round_up, sync
 from seqpart.files.owned import remove
+from seqpart.files.schema import Digest, as_type
 from seqpart.memory.device import Device, Event
 from seqpart.offload.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
@@ -154,9 +156,13 @@ class TensorFiles:
         if xxhash.xxh3_64_intdigest(head) != digest:
             raise CorruptFile(f"{path} is damaged, or not the file that was saved: its header differs. It was not used.", path)
         layout, metadata = decode_header(head, path)
+        try:
+            checksum = int(as_type(_Metadata, metadata).xxh3_64, 16)
+        except ValueError as error:
+            raise CorruptFile(f"{path} is not the home of a block ({error}). It was not used.", path) from None
         if size != length + layout.nbytes:
             raise CorruptFile(f"{path} has {size} bytes and was saved with {length + layout.nbytes}. It was not used.", path)
-        return Version(path, layout, length, int(metadata["xxh3_64"], 16), digest, durable=True)
+        return Version(path, layout, length, checksum, digest, durable=True)
 
     def pieces(self, version: Version, request: int, memory: Callable[[int, int], torch.Tensor]) -> Iterator[tuple[int, int]]:
         """(offset, bytes) of each piece of the data when it lies in `memory(offset, bytes)`; compares the checksum."""
@@ -210,6 +216,11 @@ class TensorFiles:
 def _header_without_checksum(specs: tuple[TensorSpec, ...]) -> bytes:
     """The header without a checksum."""
     return encode_header(specs, _metadata(0))
+
+
+class _Metadata(msgspec.Struct):
+    format: str
+    xxh3_64: Digest
 
 
 def _metadata(checksum: int) -> dict[str, str]:

@@ -166,8 +166,7 @@ def _state(root: Path) -> str:
             raise OptionError(f"report: {root} is not the directory of a run: it has no {MARKER}. Give one under runs/.")
         if marker.run is not None:
             raise OptionError(f"report: {root} holds the homes and rows of the run in {marker.run}. Give that directory.")
-        state = str(json.loads(folder.read(MARKER)[0])["state"])
-        return "killed" if state == "running" and not lives(folder) else state
+        return "killed" if marker.state == "running" and not lives(folder) else marker.state
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from seqpart.costs.hardware import existing, measure_speeds
 from seqpart.costs.inplace import refuse_lost_gradients
 from seqpart.costs.partition import LossCost
 from seqpart.costs.trials import Trials
-from seqpart.data.classes import count_classes
+from seqpart.data.classes import are_mixed, count_classes
 from seqpart.data.labels import loss_for
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
@@ -98,11 +98,14 @@ class Inputs:
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
             self.methods = tuple(method for method in self.methods if method.cuts)
-        self.classes = count_classes(train, test, ignored_label(final_loss), learns=trains and whole)
+        ignored = ignored_label(final_loss)
+        of_its_own = ignored is None and not self.alone  # what labels mean is the affair of the user's loss
+        self.classes = count_classes(train, test, ignored, learns=trains and whole and not of_its_own)
         if self.alone:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
-        self._final_loss = loss_for(final_loss, settings.loss_name, train.labels, train.label_form, self.classes)
+        name = settings.loss_name or ("cross-entropy" if are_mixed(train, test) else None)
+        self._final_loss = loss_for(final_loss, name, train.labels, train.label_form, self.classes)
         longest = self.length(max(values_of(settings.epochs)), self.full_batch).epochs
         self.pair_rows = rows_of_pairs(
             self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=longest,

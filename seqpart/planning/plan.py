@@ -5,54 +5,53 @@ A plan is a frozen value of ints. It can be printed, saved as JSON, compared and
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Self
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.errors import OptionError
+from seqpart.files.schema import Finite, Positive, Whole, as_type, word_of
 from seqpart.files.text import parsed
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, Tiers, tiers_of
 from seqpart.units import format_size
 
-T = TypeVar("T")
-
 FORMAT = 5
 _RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
 """Fields of format 2, which checkpoints of 0.2.0 hold. It had kept graphs from one partition on, and none that stayed."""
 AGAIN, KEPT = "again", "kept"
-GRAPHS = (AGAIN, KEPT, "pinned", "ram", "disk")
+Graph = Annotated[str, word_of(AGAIN, KEPT, "pinned", "ram", "disk")]
 """What FORWARD leaves of a graph: nothing, so that BACKWARD computes it again; all of it, on the device; or its saved tensors,
 which wait in a tier."""
-BOUNDARY_TIERS = (DEVICE, "host", "disk")
+BoundaryTier = Annotated[str, word_of(DEVICE, "host", "disk")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionPlan:
     """Blocks first..last (last not included), and what the partition takes at its micro-batch, in bytes."""
 
-    first: int
-    last: int
-    micro_batch: int
-    weights: int
-    state: int
-    slot: int
-    gradients: int
-    activations: int
-    buffers: int
+    first: Whole
+    last: Positive
+    micro_batch: Positive
+    weights: Whole
+    state: Whole
+    slot: Whole
+    gradients: Whole
+    activations: Whole
+    buffers: Whole
     """Host buffers of the boundary cache, where they count against the limit."""
-    boundary_row: int
-    peak: int
+    boundary_row: Whole
+    peak: Whole
     """Of the whole process (CPU) or device (CUDA), runtime included."""
     tier: str
     stays: bool = False
     """On the device from the beginning of a phase to its end, while others come and go."""
     weights_stay: bool = False
     """Whether its weights do so, and its optimizer state comes and goes."""
-    graph: str = AGAIN
-    """What FORWARD leaves of it for BACKWARD: one of GRAPHS."""
-    boundary_tier: str = DEVICE
-    """Where what it is the first to take from others waits within an update, and its gradient: one of BOUNDARY_TIERS."""
+    graph: Graph = AGAIN
+    """What FORWARD leaves of it for BACKWARD."""
+    boundary_tier: BoundaryTier = DEVICE
+    """Where what it is the first to take from others waits within an update, and its gradient."""
     why: str = ""
     """Why it stays or comes in turn, and why its graph waits where it does."""
     rows_in_memory: bool = False
@@ -65,33 +64,33 @@ class Plan:
 
     method: str
     device: str
-    limit: int
-    margin: int
-    runtime: int
+    limit: Whole
+    margin: Whole
+    runtime: Whole
     """Taken by the libraries (CPU) or the context (CUDA) before any training; measured."""
-    growth: int
+    growth: Whole
     """Allowed for what kernels take inside one operation, and for small objects."""
-    full_state: int
+    full_state: Whole
     """Weights, gradients and optimizer state of the whole network: what plain training must hold."""
-    parameters: int
+    parameters: Whole
     """That learn."""
     partitions: tuple[PartitionPlan, ...]
-    host_limit: int
-    disk_bytes: int
-    seconds: float
+    host_limit: Whole
+    disk_bytes: Whole
+    seconds: Finite
     reasons: tuple[str, ...]
     fingerprint: str
-    slots: int
+    slots: Whole
     """Partitions that may be on the device at once."""
-    update_seconds: float = 0.0
+    update_seconds: Finite = 0.0
     """Of one update of an exact method, once it has begun."""
-    heap: int = 0
+    heap: Whole = 0
     """Bytes of the C library's heap, which stays as large as it is; 0: memory leaves the process when it is free."""
-    tile: int = 0
+    tile: Whole = 0
     """Layers with a weight of more bytes are tiles of it, which have at most so many; 0: none is."""
-    frozen: int = 0
+    frozen: Whole = 0
     """Parameters that do not learn."""
-    live_bytes: int = 0
+    live_bytes: Whole = 0
     """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 
     @property
@@ -155,34 +154,25 @@ class Plan:
     def from_json(cls, text: str, name: str) -> Self:
         """Raises OptionError, naming the file, for anything that `to_json` did not write."""
         try:
-            found = parsed(text)
-            version = found.pop("format")
-            parts = tuple(_typed(PartitionPlan, _part_of(version, part)) for part in found.pop("partitions"))
-            found["reasons"] = tuple(found["reasons"])
-            if version == 2:
-                since = found.pop("keeps_graph_from")
-                kept = [since is not None and since <= p for p in range(len(parts))]
-                parts = tuple(replace(part, graph=KEPT if keeps else AGAIN) for part, keeps in zip(parts, kept, strict=True))
-                found = {_RENAMED.get(name, name): value for name, value in found.items()}
-            elif version not in (3, 4, FORMAT):
-                raise ValueError(f"format {version}")
-            if version < 5:
-                tier = found.pop("boundary_tier")  # one for all
-                parts = tuple(replace(part, boundary_tier=tier) for part in parts)
-            edges = [0, *(part.last for part in parts)]
-            if not parts or [part.first for part in parts] != edges[:-1] or edges != sorted(set(edges)):
-                raise ValueError("its partitions do not follow each other")
-            if unknown := [part.graph for part in parts if part.graph not in GRAPHS]:
-                raise ValueError(f"graph {unknown[0]}")
-            if unknown := [part.boundary_tier for part in parts if part.boundary_tier not in BOUNDARY_TIERS]:
-                raise ValueError(f"boundary_tier {unknown[0]}")
-            if twice := [part.first for part in parts if part.stays and part.weights_stay]:
-                raise ValueError(f"the partition from block {twice[0]} on stays as a whole, and its weights alone do")
-            if min(part.micro_batch for part in parts) < 1:
-                raise ValueError("micro_batch 0")
-            return _typed(cls, {**found, "partitions": parts})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls.read(text)
+        except ValueError as error:
             raise OptionError(f"--plan: {name} is not a plan that --plan-out wrote ({error}).") from None
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Raises ValueError, in words."""
+        found = parsed(text)
+        try:
+            found = _of_today(found)
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError("it has not the fields of a plan") from None
+        plan = as_type(cls, found)
+        edges = [0, *(part.last for part in plan.partitions)]
+        if not plan.partitions or [part.first for part in plan.partitions] != edges[:-1] or edges != sorted(set(edges)):
+            raise ValueError("its partitions do not follow each other")
+        if twice := [part.first for part in plan.partitions if part.stays and part.weights_stay]:
+            raise ValueError(f"the partition from block {twice[0]} on stays as a whole, and its weights alone do")
+        return plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,22 +223,29 @@ class PlanRequest:
         return None if self.saved is None else replace(self.saved, method="streamed")
 
 
-def _part_of(version: int, part: dict[str, Any]) -> dict[str, Any]:
-    """Format 3 had two answers for one question, and the disk alone beside the device."""
-    if version != 3:
-        return part
-    part = dict(part)
-    keeps, offloads = part.pop("keeps_graph", False), part.pop("offloads_graph", False)
-    return {**part, "graph": "disk" if offloads else KEPT if keeps else AGAIN}
-
-
-def _typed(kind: type[T], values: dict[str, Any]) -> T:
-    """A dataclass from JSON. Raises ValueError for a number or text of another type, TypeError for other fields."""
-    for known in fields(kind):  # type: ignore[arg-type]
-        value = values.get(known.name, known.default)
-        if (known.type in (int, str, bool) and type(value) is not known.type) or (known.type is int and value < 0):
-            raise ValueError(f"{known.name} is {value!r}")
-    return kind(**values)
+def _of_today(found: dict[str, Any]) -> dict[str, Any]:
+    """What an older version wrote, with the fields of this one. Raises ValueError for another format, and whatever comes of
+    other types."""
+    version = found.pop("format")
+    if version not in (2, 3, 4, FORMAT):
+        raise ValueError(f"format {version}")
+    parts = found["partitions"]
+    if version == 2:
+        since = found.pop("keeps_graph_from")
+        found = {_RENAMED.get(name, name): value for name, value in found.items()}
+        parts = [{**part, "graph": KEPT if since is not None and since <= p else AGAIN} for p, part in enumerate(parts)]
+    elif version == 3:  # it had two answers for one question, and the disk alone beside the device
+        parts = [
+            {
+                **{name: value for name, value in part.items() if name not in ("keeps_graph", "offloads_graph")},
+                "graph": "disk" if part.get("offloads_graph") else KEPT if part.get("keeps_graph") else AGAIN,
+            }
+            for part in parts
+        ]  # fmt: skip
+    if version < 5:
+        tier = found.pop("boundary_tier")  # one for all
+        parts = [{**part, "boundary_tier": tier} for part in parts]
+    return {**found, "partitions": parts}
 
 
 def as_text_rows(plan: Plan) -> list[dict[str, Any]]:

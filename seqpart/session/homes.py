@@ -9,7 +9,6 @@ import torch
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.export import export_weights
 from seqpart.checkpoint.resume import ResumePoint
-from seqpart.costs.partition import state_layouts
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.directory.run_directory import RunDirectory
@@ -84,13 +83,15 @@ class Homes:
         with self._told("the blocks were built"):
             self._build(keep=manifest is not None)
         if resumed is not None and manifest is not None:
+            homes = resumed.homes(self._prepared)
             with self._told("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
                 # What learns since has no state yet.
-                self.store.lay_anew(self._layouts(), growing={block.state_home for block in self._prepared.chain})
+                self.store.lay_anew(homes.layouts, growing={block.state_home for block in self._prepared.chain})
+                manifests.refuse_others(manifest, self.store, homes.layouts, homes.needed, homes.best)
                 self._write_missing_rows(resumed.position)
             if self._preparation.settings.ema is None:  # an average is kept to the end
-                for name in resumed.unused_states(self._prepared):
+                for name in homes.unused:
                     self.store.discard(name)
             return
         if self._preparation.initial_weights is not None:
@@ -99,20 +100,11 @@ class Homes:
             for name in ("train", "test") if rows else ():
                 self._write_rows(name)
 
-    def _layouts(self) -> dict[str, Layout]:
-        """Of every home of weights and of optimizer state that the plan has, by its name."""
-        chain, costs, found = self._prepared.chain, self._prepared.costs, dict[str, Layout]()
-        for part, optimizer in zip(self._prepared.plan.partitions, self._prepared.stages[0].optimizers, strict=True):
-            own = slice(part.first, part.last)
-            states = state_layouts(costs[own], optimizer)
-            for block, cost, state in zip(chain[own], costs[own], states, strict=True):
-                found |= {block.home: cost.layout, block.state_home: state}
-        return found
-
     def recall(self) -> None:
         """The weights become what they were when they were to be remembered."""
         self.store.recall()
-        self.store.lay_anew(self._layouts())
+        layouts = {block.home: cost.layout for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True)}
+        self.store.lay_anew(layouts)
 
     def _write_missing_rows(self, at: Position) -> None:
         """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""

@@ -5,16 +5,18 @@ these what such a program sees and does, parameters and buffers of modules that 
 there, and nothing else; and whether a parameter learns can be changed: that holds from the next update on.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.errors import Interrupted, ModelError, OptionError
+from seqpart.loop.best import Kept
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 from seqpart.offload.layout import TensorSpec
@@ -26,8 +28,6 @@ _OF_SHAPE = {
     "numel", "size", "dim", "ndimension", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__",
 }  # fmt: skip
 """Attributes and methods that its shape and type alone answer."""
-FROZEN, LEARNS = "frozen", "learns"
-"""What is said of parameters in a checkpoint."""
 _known: dict[int, TensorSpec] = {}
 """Of each tensor that is away at this moment, by its id: the shape that it has at home."""
 
@@ -104,9 +104,9 @@ class PlanAnew(Interrupted):
     """The run is saved, and goes on with a plan that has room for more parameters that learn."""
 
 
-def let_learn(model: object, state: Mapping[str, Any]) -> None:
+def let_learn(model: object, kept: Kept) -> None:
     """Let parameters of a model, or of a list of modules, learn where the plan of a checkpoint has room for that."""
-    names = {*state.get(LEARNS, ()), *state.get(FROZEN, ())}
+    names = {*kept.learns, *kept.frozen}
     parts = model if isinstance(model, list | tuple) else [model]
     for number, part in enumerate(parts):
         for name, parameter in part.named_parameters() if isinstance(part, nn.Module) else ():
@@ -119,11 +119,10 @@ class Pauses:
 
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        state: Mapping[str, Any],
+        kept: Kept,
     ) -> None:  # fmt: skip
-        """optimizers: of the last visits of partitions, as far as the user's program may hold them. state: what a checkpoint
-        says."""
-        self._optimizers, self._since, self.replans = optimizers, [*state.get(LEARNS, ())], False
+        """optimizers: of the last visits of partitions, as far as the user's program may hold them."""
+        self._optimizers, self._since, self.replans = optimizers, kept.learns, False
         """replans: whether there may be another plan, with room for more that learns."""
         self.unplanned: list[str] = []
         """Names of parameters that are to learn, and the plan has no room for it."""
@@ -137,7 +136,7 @@ class Pauses:
             for name, parameter in block.own(dict(block.alive.named_parameters())).items():
                 own = _Own(block, name, parameter, planned=name in cost.trainable)
                 self._own.append(own)
-                if own.label in state.get(FROZEN, ()):
+                if own.label in kept.frozen:
                     self._learn(own, False)
 
     @contextmanager
@@ -184,11 +183,10 @@ class Pauses:
                     yield tensor, type(tensor)
                     tensor.__class__ = _AWAY[type(tensor)]
 
-    def state(self) -> dict[str, list[str]]:
-        """What a checkpoint says of it: names of parameters that are frozen though the plan has room for them, and of those
-        that did not learn when the run began."""
+    def noted_in(self, kept: Kept) -> Kept:
+        """`kept` with who learns by now."""
         frozen = [own.label for own in self._own if own.planned and not own.learns]
-        return {name: labels for name, labels in ((FROZEN, frozen), (LEARNS, self._since + self.unplanned)) if labels}
+        return msgspec.structs.replace(kept, frozen=frozen, learns=self._since + self.unplanned)
 
     def _learn(self, own: _Own, learns: bool) -> None:
         own.block.learns[own.name] = learns

@@ -24,6 +24,7 @@ from seqpart.execution.metrics import Metrics
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slots
 from seqpart.interrupts import Interrupts
+from seqpart.loop.best import Kept
 from seqpart.memory.device import Device
 from seqpart.memory.limit import RUNTIME_VARIES, Grant, enforced, told
 from seqpart.memory.sampler import Proof, Sampler
@@ -69,8 +70,9 @@ class Session:
         self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
         self._preparation, self._observer, self._resumed, self._job = preparation, observer or Observer(), resumed, job
         self._settings, self._device, self._falsify = preparation.settings, preparation.device, falsify
-        self.losses = list(resumed.losses) if resumed is not None else []
-        self.test = resumed.test if resumed is not None else None
+        before = resumed.state if resumed is not None else None
+        self.losses = list(before.losses) if before is not None else []
+        self.test = before.test if before is not None else None
         """Loss and accuracy of the latest pass over the test rows."""
         self._partitions: list[Partition] = []
         self.failed_at: Position | None = None
@@ -92,9 +94,9 @@ class Session:
         self.reader_thread = stack.enter_context(ReaderThread())
         self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
-        loop = resumed.loop if resumed is not None else {}
-        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, loop)
-        self.watch = Watch(self._observer, self._settings, sampler, loop, self.pauses.pause)
+        kept = before.loop if before is not None else Kept()
+        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept)
+        self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
@@ -190,9 +192,9 @@ class Session:
 
     def _beginning(self) -> tuple[Position, Metrics | None]:
         resumed = self._resumed
-        if resumed is None or resumed.manifest is None:
+        if resumed is None or resumed.state is None:
             return Position(), None
-        return resumed.position, Metrics.from_json(resumed.metrics, self._device.torch) if resumed.metrics else None
+        return resumed.position, Metrics.of(resumed.state.tally, self._device.torch)
 
     def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         """(what failed, where the run stands, its sums): to the stage's end, to a stop, or to a failed allocation."""
@@ -383,28 +385,32 @@ class Session:
         try:
             self.watch.at_rest(executor, phases, self.heard)
         except Exception as error:
+            self._remember_best(executor)  # which the evaluations that are saved name
             self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
-        if self.watch.has_new_best:
-            self.saving.settle(executor, self._partitions)
-            self.homes.remember()
-            self.watch.has_new_best = False
+        self._remember_best(executor)
         self.saving.at_rest(executor, self._partitions, phases)
         self._stopped = not self._observer.at_rest(executor)
         goes_on = self.watch.end_behind(phases, executor.position) is None
         return not self._stopped and not self.pauses.changed and goes_on  # what learns from now on comes anew
 
+    def _remember_best(self, executor: Executor) -> None:
+        if self.watch.has_new_best:
+            self.saving.settle(executor, self._partitions)
+            self.homes.remember()
+            self.watch.has_new_best = False
+
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """What a checkpoint says beside tensors."""
         return state_of(
             self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, data=self._digest,
-            job=self._job, loop=self.watch.state() | self.pauses.state(),
+            job=self._job, loop=self.pauses.noted_in(self.watch.state()),
         )  # fmt: skip
 
     def take_best(self) -> None:
         """The weights of the best evaluation, where they were kept, take the place of what was trained since."""
-        best = self.watch.evaluations.best
-        if not self._settings.keep_best or best is None or best.phase == self.watch.evaluations.all[-1].phase:
+        best, last = self.watch.evaluations.best, self.watch.evaluations.all[-1:]
+        if not self._settings.keep_best or best is None or best.phase in [one.phase for one in last]:
             return
         self.homes.recall()
         self.test = best.loss, best.accuracy

@@ -9,7 +9,7 @@ from seqpart.execution import events
 from seqpart.execution.events import PhaseDone
 from seqpart.execution.executor import Executor
 from seqpart.execution.metrics import Heard, Metrics
-from seqpart.loop.best import Evaluated, Evaluations, criterion_of
+from seqpart.loop.best import Evaluated, Evaluations, Kept, criterion_of
 from seqpart.loop.callbacks import BeginEvent, Ending, EpochEvent, EvalEvent, Event, MetricValue, StepEvent, callers
 from seqpart.memory.sampler import Sampler
 from seqpart.report.reporter import Reporter
@@ -28,18 +28,16 @@ class Watch:
     """
 
     def __init__(
-        self, observer: Observer, settings: Settings, sampler: Sampler, state: dict[str, Any],
+        self, observer: Observer, settings: Settings, sampler: Sampler, state: Kept,
         pause: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         """pause: what a callback is called in."""
         self._calls, self._pause = callers(observer.callbacks), pause
-        self.evaluations = Evaluations.from_json(criterion_of(settings.best_by), state.get("evaluations", {}))
+        self.evaluations = Evaluations.of(criterion_of(settings.best_by), state.evaluations)
         self.ending = Ending()
-        self._ends_in: int | None = None
-        """The stretch of phases whose end was asked for."""
-        if "ending" in state:
-            why, self._ends_in = state["ending"]
-            self.ending.ask(why)
+        why, self._ends_in = state.ending
+        """Why, and the stretch of phases whose end was asked for."""
+        self.ending.ask(why)
         self._patience, self._keeps, self._sampler = settings.early_stopping, settings.keep_best, sampler
         self._metrics = observer.metrics
         self._sums = Metrics() if self._calls["on_step"] or observer.counts_updates else None
@@ -53,8 +51,8 @@ class Watch:
         """What the executor's computations tell."""
         return Heard(partitions, self._sums, self._metrics)
 
-    def state(self) -> dict[str, Any]:
-        return {"evaluations": self.evaluations.to_json(), "ending": (self.ending.asked, self._ends_in)}
+    def state(self) -> Kept:
+        return Kept(self.evaluations.kept, (self.ending.asked, self._ends_in))
 
     def listen(self, event: events.Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from seqpart.costs.fake_mode import FakeMode, quiet_log, quiet_random
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, refuse_without_values
-from seqpart.model.inspection import cure_of_types, is_listened_to, left_as_they_are, listed, remembered
+from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.model.tensors import with_tensors
@@ -107,7 +107,7 @@ def _traced(
             # It cannot be looked into: as one block it may do.
             if error.module is model or error.module in whole:
                 where = error.where or error.path or type(model).__name__
-                types = "" if form else cure_of_types(model.parameters(), dtype)
+                types = "" if form else cure_of_types(model.parameters(), dtype) or cure_of_tokens(error.why, dtype)
                 cure = types or "Let that be a module of its own, or give the model as a list of blocks."
                 raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)

@@ -1,0 +1,59 @@
+"""What JSON from outside must be: types with their ranges, which msgspec compares it with, and names the field that is wrong.
+
+A checksum says that a file is what was written, and not that what was written makes sense.
+"""
+
+import re
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+T = TypeVar("T")
+
+_MOST = 1 << 62
+Whole = Annotated[int, Meta(ge=0, le=_MOST)]
+Positive = Annotated[int, Meta(ge=1, le=_MOST)]
+Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+PathText = Annotated[str, Meta(pattern=r"\A[^\x00\ud800-\udc7f\udd00-\udfff]+\Z", max_length=4096)]
+"""What can be the path of a file here: bytes that are no text are U+DC80 to U+DCFF in it."""
+
+
+_WORDS = re.compile(r"`str` matching regex '\\\\A\(\?:([\w|]+)\)\\\\Z'")
+
+
+def word_of(*words: str) -> Meta:
+    """One of them."""
+    return matching(re.compile("|".join(map(re.escape, words))))
+
+
+def matching(whole: re.Pattern[str]) -> Meta:
+    """Text that is this from its beginning to its end, short enough for the name of a file. Not for a union with a list in it:
+    msgspec 0.22 frees its pattern once too often there."""
+    return Meta(pattern=rf"\A(?:{whole.pattern})\Z", max_length=250)
+
+
+def as_type(kind: type[T], found: object) -> T:
+    """`found`, which JSON gave, as a dataclass or a Struct. Raises ValueError, which names the field that is of another type,
+    out of its range, missing or unknown."""
+    try:
+        made = msgspec.convert(found, kind)
+    except (msgspec.ValidationError, OverflowError, RecursionError, UnicodeError) as error:
+        said, _, place = str(error).partition(" - at `$")
+        said = _WORDS.sub(lambda found: f"one of {found[1].replace('|', ', ')}", said)
+        place = place.strip(".`")
+        raise ValueError(f"{place}: {said[:1].lower()}{said[1:]}" if place else said) from None
+    _refuse_unknown(found, msgspec.to_builtins(made), "")
+    return made
+
+
+def _refuse_unknown(found: object, known: object, place: str) -> None:
+    if isinstance(found, dict) and isinstance(known, dict):
+        for name, value in found.items():
+            if name not in known:
+                raise ValueError(f"{place}{name}: unknown field")
+            _refuse_unknown(value, known[name], f"{place}{name}.")
+    elif isinstance(found, list | tuple) and isinstance(known, list | tuple):
+        for number, (one, other) in enumerate(zip(found, known, strict=True)):
+            _refuse_unknown(one, other, f"{place}{number}.")
