@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, OptionError
+from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.memory.limit import measure_runtime
 from seqpart.planning.plan import Plan
@@ -100,7 +101,10 @@ def test_a_tiled_embedding_has_the_bits_of_the_whole_and_so_have_its_gradients(r
         found = tiled(ids)
         (found * weights).sum().backward()
         gradient = torch.cat([parameter.grad for parameter in tiled.parameters()])
-        assert all(parameter.nbytes <= max(nbytes, -(-rows // 128) * width * 4) for parameter in tiled.parameters())
+        sizes = [parameter.numel() for parameter in tiled.parameters()]
+    assert 4 * max(sizes) <= max(nbytes, round_up(-(-rows // 128), 32) * width * 4)
+    # torch's fused Adam rounds the last numbers of a tensor otherwise, those that are no whole vector: 23 of a weight differed.
+    assert all(size % 32 == 0 for size in sizes[:-1])
     assert torch.equal(found, whole(ids))
     assert torch.equal(gradient, whole.weight.grad)
     assert torch.equal(holder[0].weight, whole.weight)
@@ -120,6 +124,8 @@ def test_a_tiled_linear_layer_computes_what_the_whole_does(outputs, inputs, nbyt
     expected = torch.autograd.grad(whole(x).square().sum(), [x, *whole.parameters()])
     with Tiling(holder, nbytes) as tiled:
         (got,) = torch.autograd.grad(tiled(x).square().sum(), [x])
+        ragged = [parameter for parameter in tiled.parameters() if parameter.numel() % 32]
+        assert len(ragged) <= 1 + bias, "only the last tile may have numbers that are no whole vector"
     torch.testing.assert_close(got, expected[0])
     assert_equal(values(holder[0]), values(whole))
 

@@ -392,3 +392,87 @@ def test_other_cuts_and_another_micro_batch_are_tried_and_said():
     assert "micro-batches of 2 and 1 give the same losses within 0.001 (sums are added in another order)" in str(found)
     found = check(*MODELS["batch norm and dropout"], partitions=3)
     assert "micro-batches of 2 are not compared: a block takes statistics" in found.divided
+
+
+# --- a plain loop -----------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Layers of two types, and a number before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList([nn.Linear(13, 17), nn.Linear(17, 17).double(), nn.Linear(17, 5)])
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh().float()
+        return x
+
+
+class SeesItsPlace(nn.Linear):
+    """As a kernel that rounds otherwise where its weights begin off a cache line; those of this machine may not."""
+
+    def forward(self, x):
+        place = self.weight.data_ptr() if type(self.weight) is nn.Parameter else 0
+        return super().forward(x) * (1.0 if place % 64 == 0 else 1.0 + 2**-20)
+
+
+def odd_rows():
+    return torch.randn(33, 13), torch.arange(33) % 5
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"lr_schedule": "cosine", "micro_batch_size": 5}], ids=str)
+def test_a_plain_loop_has_the_same_bits(options):
+    found = check(Mixed, odd_rows(), partitions=2, batch_size=16, lr=0.01, epochs=2, **options)
+    assert found.unlike == "" and "a plain loop has the same bits" in str(found)
+
+
+GIVEN = {
+    "modules": lambda: nn.Sequential(nn.Linear(13, 9), nn.BatchNorm1d(9), nn.Linear(9, 5)),
+    "a list": lambda: [nn.Linear(13, 9), nn.Linear(9, 5)],
+    "factories": lambda: [lambda: nn.Linear(13, 9), lambda: nn.Linear(9, 5)],
+}
+
+
+@pytest.mark.parametrize("model", GIVEN.values(), ids=GIVEN)
+def test_a_plain_loop_is_made_of_whatever_the_model_is_given_as(model):
+    rows = torch.randn(32, 13), torch.arange(32) % 5
+    assert check(model, rows, batch_size=16, epochs=2, partitions=2).unlike == ""
+
+
+def test_norms_that_are_added_up_in_another_order_are_noticed(monkeypatch):
+    """`full` has the same fault: it was no fault to verify."""
+    import seqpart.execution.executor as executor
+
+    monkeypatch.setattr(executor, "total_norm", lambda norms: torch.linalg.vector_norm(torch.stack([n.norm for n in norms])))
+    with pytest.raises(VerifyMismatch, match=r"have the same bits, and a plain PyTorch loop of the same batches has others"):
+        check(Mixed, odd_rows(), partitions=2, batch_size=16, lr=0.01, epochs=2, clip_grad_norm=0.05)
+
+
+def test_weights_that_begin_off_a_cache_line_are_noticed(monkeypatch):
+    import seqpart.offload.layout as layout
+
+    def model():
+        return nn.Sequential(nn.Linear(13, 13), nn.Sequential(nn.Linear(13, 3), SeesItsPlace(3, 5)))
+
+    assert check(model, odd_rows(), batch_size=16, epochs=2, partitions=2).unlike == ""
+    monkeypatch.setattr(layout, "LINE", 1)
+    with pytest.raises(VerifyMismatch, match=r"a plain PyTorch loop of the same batches has others, first in"):
+        check(model, odd_rows(), batch_size=16, epochs=2, partitions=2)
+
+
+def test_what_a_plain_loop_does_otherwise_is_said_and_not_compared():
+    def model():
+        return nn.Sequential(nn.Linear(13, 9), nn.Dropout(), nn.Linear(9, 5))
+
+    found = check(model, odd_rows(), batch_size=16, epochs=2, partitions=2)
+    assert "draws random numbers" in found.unlike and f"a plain loop is not compared: {found.unlike}" in str(found)
+
+
+def test_a_reference_that_is_cut_leaves_no_room_for_a_plain_loop():
+    assert (
+        "--reference full" in check(Mixed, odd_rows(), partitions=2, reference="checkpointed", batch_size=16, epochs=2).unlike
+    )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import gcd
 from types import TracebackType
 from typing import TypeVar
 
@@ -23,6 +24,9 @@ _MOST_TILES = 128
 """Of a layer: each is a block, with files of its own."""
 _GRANULE = 64
 """Rows that kernels take at a time."""
+_VECTOR = 32
+"""Numbers that a fused optimizer steps at once (of bfloat16, with AVX-512). It rounds the last ones of a tensor otherwise,
+which are fewer, so that no tile but the last may have such."""
 
 
 def sizes_to_try(model: object) -> tuple[int, ...]:
@@ -105,7 +109,7 @@ class Tiling:
         self._places, self._splits = [], {}
 
     def _tiled(self, layer: nn.Linear | nn.Embedding) -> Tiled:
-        rows = _rows(layer.weight, self._nbytes)
+        rows = _rows(layer, self._nbytes)
         firsts = range(0, len(layer.weight), rows)
         assert isinstance(layer.weight, nn.Parameter)
         weights = self._split(layer.weight, rows)
@@ -200,11 +204,13 @@ def _may_be_tiled(module: nn.Module) -> bool:
     return all(parameter.layout == torch.strided and parameter.is_contiguous() for parameter in module.parameters())
 
 
-def _rows(weight: torch.Tensor, nbytes: int) -> int:
-    """Of a tile: as many as `nbytes` have, whole granules where that is possible, and tiles alike."""
-    row = max(1, weight.nbytes // len(weight))
-    most = max(1, nbytes // row, -(-len(weight) // _MOST_TILES))
+def _rows(layer: nn.Linear | nn.Embedding, nbytes: int) -> int:
+    """Of a tile: as many as `nbytes` have, whole granules where that is possible, and tiles alike. Tiles of weight and bias
+    have multiples of _VECTOR numbers, if that takes more than `nbytes` too."""
+    weight = layer.weight
+    step = _VECTOR if isinstance(layer, nn.Linear) and layer.bias is not None else _VECTOR // gcd(_VECTOR, weight[0].numel())
+    most = max(step, nbytes // max(1, weight.nbytes // len(weight)) // step * step, -(-len(weight) // _MOST_TILES))
     count = -(-len(weight) // most)
-    rows = -(-len(weight) // count)
+    rows = round_up(-(-len(weight) // count), step)
     granules = round_up(rows, _GRANULE)
     return granules if granules <= most else rows
