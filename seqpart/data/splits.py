@@ -98,9 +98,9 @@ def as_split(data: object, name: str) -> Split:
 
     x may also be a dict of tensors, which the model takes by name, or a tuple of tensors, which it takes in order; an item
     may be a dict with its labels as `labels`. These tensors keep their types, but for floats, which become float32.
-    x of type int64 is tokens and stays whole; x of any other type, uint8 images for one, becomes float32. A Split says
-    by its `dtype` what it wants. y has one label for each row; or whole numbers (rows, ...), a class for each position, or
-    floats of any shape; or it is a dict or a tuple of these, for a loss that takes such a one.
+    x of whole numbers of 32 or 64 bits is tokens and stays whole, as int64; of any other type, as uint8 images, it becomes
+    float32. A Split says by its `dtype` what it wants. y has one label for each row; or whole numbers (rows, ...), a class for
+    each position, or floats of any shape; or it is a dict or a tuple of these, for a loss that takes such a one.
 
     Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
     data set whose items are others when they are read again, as those of random augmentation: rows are read once and kept.
@@ -146,7 +146,9 @@ def _known_dtype(split: Split) -> Split:
 
 
 def _dtype_of(x: object) -> torch.dtype:
-    return TOKENS if getattr(x, "dtype", None) in (torch.int64, np.dtype(np.int64)) else torch.float32
+    """Whole numbers that a float32 may round stay whole: ids, tokens, times."""
+    wide = str(getattr(x, "dtype", "")).removeprefix("torch.") in ("int32", "uint32", "int64", "uint64")
+    return TOKENS if wide else torch.float32
 
 
 def _from_pair(x: Any, y: Any, name: str) -> Split:
@@ -381,6 +383,9 @@ def _converted(found: torch.Tensor, split: Split) -> torch.Tensor:
         raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
     if split.tokens and found.is_floating_point():
         raise DataError(f"{split.name} data: expected tokens (whole numbers); found {found.dtype}.")
+    if split.tokens and found.dtype == torch.uint64 and bool((found.view(torch.int64) < 0).any()):
+        most = max(found.flatten().tolist())
+        raise DataError(f"{split.name} data: {most} is beyond 63 bits, and no torch operation takes it. Hash it to fewer.")
     if split.dtype in _WHOLE_TO and found.dtype in _WIDE and len(found):
         least, most = (int(end) for end in found.to(torch.int64).aminmax())
         if max(-least, most) > _WHOLE_TO[split.dtype]:
