@@ -163,6 +163,29 @@ def test_a_directory_of_transformers_comes_in_and_goes_out(tmp_path):
     subprocess.run([sys.executable, "-c", READ], cwd=tmp_path, check=True)
 
 
+UNTIED = """
+import torch
+from safetensors.torch import load_file, save_file
+tensors = load_file("mine/model.safetensors")
+save_file(tensors | {"lm_head.weight": torch.randn(128, 32) / 9}, "mine/model.safetensors", metadata={"format": "pt"})
+"""
+
+
+@pytest.mark.slow
+def test_a_directory_with_two_values_for_what_its_configuration_ties_comes_in_as_from_pretrained_has_it(tmp_path):
+    """One of them was lost without a word. A resumed run has the two parameters too."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: seqpart[hf]")
+    subprocess.run([sys.executable, "-c", MADE + UNTIED], cwd=tmp_path, check=True)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    words = ["--model", "hf:mine", "--data", "text:text.txt", "--context", "16", *COMMAND, "--lr", "0", "--weight-decay", "0"]
+    end(start(tmp_path, *words, "--epochs", "4", "--save-every", "1", "--output-dir", "out", until="epoch 2"), 9)
+    again = run(tmp_path, "--resume", "out")
+    assert again.code == 0, again.err
+    came, left = (load_file(tmp_path / name / "model.safetensors") for name in ("mine", "out"))
+    assert [name for name in came if not torch.equal(came[name], left[name])] == []
+
+
 @pytest.mark.slow
 def test_a_whole_model_goes_on_behind_a_kill_to_the_same_bits(pictures):
     words = ["--model", "torchvision:resnet18", "--data", "npz:pictures.npz", *COMMAND, "--epochs", "4", "--save-every", "1"]

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.errors import OptionError
+from seqpart.errors import OptionError, SeqpartError
 from seqpart.weights.empty import parameters_on_meta
 from seqpart.weights.files import WeightFiles
+from seqpart.weights.initial import untie
 from seqpart.weights.names import matched
 
 LIBRARIES = ("torchvision", "timm", "hf")
@@ -111,6 +112,8 @@ def _transformers(name: str, asked: Asked) -> Made:
     with _default_dtype(dtype):
         config.dtype = dtype
         model = _tried(f"hf:{name}", lambda: _empty_or_whole(lambda: kind(config), not asked.partial))
+    with suppress(SeqpartError):  # whoever is to read them says what is wrong
+        untie(model, WeightFiles(asked.weights or folder))
     if asked.weights is not None or asked.resumes:
         return Made(model, asked.weights or folder, asked.partial)
     lacks = _lacks(model, folder)
