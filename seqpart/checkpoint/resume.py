@@ -9,6 +9,7 @@ import xxhash
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.changes import Place, different, kept_words, refuse_fixed, told, trained_epochs
+from seqpart.checkpoint.identity import Layers, refuse_other_layers, refuse_other_rows, row_digests
 from seqpart.checkpoint.manifest import Manifest
 from seqpart.data.splits import Split
 from seqpart.directory.publication import is_begun_anew
@@ -59,6 +60,8 @@ class ResumePoint:
     epochs: tuple[float, ...] = ()
     """Of each partition, as they were."""
     data: str = ""
+    rows: dict[str, str] = field(default_factory=dict)
+    layers: Layers = ()
     functions: dict[str, str] | None = None
     """What tells one loss or optimizer that was given as a function from another."""
     tuned: str = ""
@@ -97,6 +100,7 @@ class ResumePoint:
         found = data_digest(preparation.train, preparation.test)
         if found != self.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
+        refuse_other_rows(self.root, self.rows, row_digests(preparation.train, preparation.test))
         for name, was in (self.functions or {}).items():
             if preparation.functions[name] != was:
                 raise OptionError(
@@ -113,6 +117,7 @@ class ResumePoint:
         prepared = preparation.measured(lambda: self._prepared(preparation, request, cut_matters))
         if prepared.plan.fingerprint != self.plan.fingerprint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
+        refuse_other_layers(self.root, self.layers, preparation.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
         before, now = max(self.micro_batches), max(stage.micro_batch for stage in prepared.stages)
@@ -195,7 +200,8 @@ def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
         test=tuple(state["test"]) if state["test"] else None, plan=Plan.from_json(state["plan"], str(manifest.path)),
         micro_batches=tuple(state["micro_batches"]), changed=frozenset(changed), said=told(changed, state["settings"], mine),
         place=place, epochs=tuple(state["epochs"]), data=state["data"], functions=state["functions"], tuned=state["tuned"],
-        label_bytes=state["label_bytes"], loop=state.get("loop", {}),
+        label_bytes=state["label_bytes"], loop=state.get("loop", {}), rows=state.get("rows", {}),
+        layers=state.get("layers", ()),
     )  # fmt: skip
 
 
@@ -222,8 +228,8 @@ def refuse_finished(root: Path) -> None:
 
 def state_of(
     preparation: Preparation, prepared: Prepared, position: Position, metrics: Metrics,
-    *, losses: list[float], test: tuple[float, float | None] | None, data: str, job: dict[str, Any] | None,
-    loop: dict[str, Any],
+    *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
+    job: dict[str, Any] | None, loop: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """What `progress_of` reads again."""
     return {
@@ -231,13 +237,13 @@ def state_of(
         "position": [position.phase, position.updates], "place": astuple(Place.of(prepared.phases, position)),
         "epochs": preparation.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
         "micro_batches": [stage.micro_batch for stage in prepared.stages], "tally": metrics.to_json(), "losses": losses,
-        "test": test, "data": data, "functions": preparation.functions, "tuned": preparation.tuned,
-        "label_bytes": prepared.request.label_bytes, "job": job, "loop": loop,
+        "test": test, "data": data, "rows": rows, "layers": layers, "functions": preparation.functions,
+        "tuned": preparation.tuned, "label_bytes": prepared.request.label_bytes, "job": job, "loop": loop,
     }  # fmt: skip
 
 
 def data_digest(train: Split, test: Split) -> str:
-    """Tells data sets apart by shape, number and labels; the rows of the first boundary have checksums of their own."""
+    """Tells data sets apart by shape, number and labels."""
     digest = xxhash.xxh3_64()
     for split in (train, test):
         digest.update(

@@ -2,13 +2,14 @@
 what they were: modes, caches, hooks."""
 
 import copy
+import hashlib
 import itertools
 import re
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ ACTIVATIONS = (
     nn.Identity,
 )  # fmt: skip
 """Layers that make of each number another one by itself, the same every time, and have no tensors."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"})
 """Settings that tell layers which are alike apart: their own numbers."""
 
@@ -106,21 +108,42 @@ def packed_parts(module: nn.Module) -> Iterator[tuple[str, Packed]]:
             yield path, packed
 
 
-def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Kind:
-    """Types, plain settings, and the tensors' names and shapes; and what a module says of itself as its `structure`."""
+def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, private: bool = True) -> Kind:
+    """Types, plain settings, and the tensors' names and shapes; and what a module says of itself as its `structure`.
+
+    private: also settings whose names begin with an underscore."""
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
     said = getattr(module, "structure", None)
-    return tuple((type(part), _settings(part)) for part in module.modules()), shapes, said if isinstance(said, tuple) else ()
+    parts = tuple((type(part), _settings(part, private)) for part in module.modules())
+    return parts, shapes, said if isinstance(said, tuple) else ()
 
 
-def _settings(module: nn.Module) -> Kind:
-    return tuple((name, repr(value)) for name, value in sorted(vars(module).items()) if name not in _NUMBERS and _plain(value))
+def digest_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of its structure: the same in another process."""
+    structure = structure_of(module, tensors, private=False)
+    return hashlib.blake2b(_ADDRESS.sub("", _text(structure)).encode(), digest_size=8).hexdigest()
+
+
+def settings_of(module: nn.Module) -> list[str]:
+    """Its plain settings, and those of its parts, in words: each once."""
+    return list(dict.fromkeys(f"{name}={value}" for part in module.modules() for name, value in _settings(part, private=False)))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"({','.join(map(_text, value))})"
+    return value if isinstance(value, str) else str(getattr(value, "__qualname__", None) or repr(value))
+
+
+def _settings(module: nn.Module, private: bool) -> tuple[tuple[str, str], ...]:
+    own = {name: value for name, value in vars(module).items() if name not in _NUMBERS and (private or name[0] != "_")}
+    return tuple((name, repr(value)) for name, value in sorted(own.items()) if _plain(value))
 
 
 def _plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(_plain(part) for part in _leaves(value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType | BuiltinFunctionType)
 
 
 def _shallow(value: object) -> object:

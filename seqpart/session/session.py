@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from seqpart.boundaries.exchange import BoundaryExchange, open_exchange
+from seqpart.checkpoint.identity import layers_of, row_digests
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.costs.partition import state_layouts
@@ -92,7 +93,11 @@ class Session:
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
-        self._digest = data_digest(preparation.train, preparation.test)
+        self._identity: dict[str, Any] = {}
+        if self._settings.saves:
+            data = preparation.train, preparation.test
+            layers = layers_of(preparation.chain.whole)
+            self._identity = {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers}
         self.saving = Saving(
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
@@ -368,8 +373,8 @@ class Session:
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """What a checkpoint says beside tensors."""
         return state_of(
-            self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, data=self._digest,
-            job=self._job, loop=self.watch.state(),
+            self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
+            loop=self.watch.state(), **self._identity,
         )  # fmt: skip
 
     def take_best(self) -> None:
