@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.model.modes import stays
 
 Kind = tuple[object, ...]
 ACTIVATIONS = (
@@ -92,9 +93,9 @@ def nothing_learns(frozen: int) -> ModelError:
     )
 
 
-def packed_in(modules: Iterable[nn.Module | None]) -> list[str]:
+def packed_in(modules: Iterable[nn.Module]) -> list[str]:
     """Which layers have quantized weights, in words."""
-    found = {id(packed): packed for module in modules if module is not None for _, packed in packed_parts(module)}
+    found = {id(packed): packed for module in modules for _, packed in packed_parts(module)}
     said = []
     for how in dict.fromkeys(packed.how for packed in found.values()):
         alike = [packed.weights for packed in found.values() if packed.how == how]
@@ -114,7 +115,7 @@ def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, priv
     private: also settings whose names begin with an underscore."""
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
     said = getattr(module, "structure", None)
-    parts = tuple((type(part), _settings(part, private)) for part in module.modules())
+    parts = tuple((type(part), stays(part), _settings(part, private)) for part in module.modules())
     return parts, shapes, said if isinstance(said, tuple) else ()
 
 
