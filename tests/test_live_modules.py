@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from seqpart import SeqpartError, Trainer, parameters_on_meta
@@ -401,3 +401,24 @@ def test_tiles_have_the_attributes_of_the_weight_that_they_are_of(tmp_path):
         (torch.randn(16, 64), torch.arange(16) % 3)
     )
     assert sorted(shape for mark, shape in seen if mark) == [(48, 64), (52, 64)]  # of 256 rows
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+def test_hooks_of_accelerate_are_named_and_the_cure_trains(way, tmp_path):
+    """Weights on the meta device were refused with a cure that led to an error of torch's own."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(2)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), (torch.randn(16, 6), torch.arange(16) % 3)
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "came.safetensors")
+    options = {"mem_limit": "2GB", "method": "streamed", "epochs": 1, "batch_size": 8, "quiet": True, "overwrite": True}
+    expected = Trainer(model, output_dir=tmp_path / "run", **options).fit(x).state_dict()
+    model.load_state_dict(load_file(tmp_path / "came.safetensors"))
+    model = getattr(accelerate, way)(model, *[tmp_path / "disk"] * (way == "disk_offload"), execution_device="cpu")
+    for weights in (None, tmp_path / "came.safetensors"):
+        words = r"hooks of accelerate.*on a Sequential and \d+ more.*remove_hook_from_module"
+        with pytest.raises(ModelError, match=words) as told:
+            Trainer(model, output_dir=tmp_path / "run", weights=weights, **options).fit(x)
+    cure = re.search(r"accelerate\.hooks\.remove_hook_from_module\(.*?\)", str(told.value))[0]
+    exec(f"import accelerate.hooks; {cure}", {"model": model})
+    found = Trainer(model, output_dir=tmp_path / "run", **options).fit(x).state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

@@ -182,6 +182,19 @@ def refuse_away(model: object) -> None:
         )
 
 
+def refuse_hooked(model: object) -> None:
+    """Raises ModelError for modules that accelerate's hooks bring to where they are run, and take away from there again."""
+    hooked = [type(module).__name__ for module in modules_of(model) if "_hf_hook" in vars(module)]
+    if hooked:
+        raise ModelError(
+            f"the model has hooks of accelerate (cpu_offload, disk_offload, a device_map), on a {hooked[0]}"
+            + (f" and {len(hooked) - 1} more" if len(hooked) > 1 else "")
+            + ", which move its weights. Here seqpart does: take them off with accelerate.hooks.remove_hook_from_module(model, "
+            "recurse=True), and give weights=DIR for what is on the meta device then. Where the model does not fit into "
+            "memory, build it with seqpart.parameters_on_meta() from its configuration, and give weights=DIR."
+        )
+
+
 class LiveModules:
     """The modules of `chain` that were given alive, and the file in `folder` where their tensors are while they are empty.
 
