@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -184,6 +185,35 @@ def test_a_directory_with_two_values_for_what_its_configuration_ties_comes_in_as
     assert again.code == 0, again.err
     came, left = (load_file(tmp_path / name / "model.safetensors") for name in ("mine", "out"))
     assert [name for name in came if not torch.equal(came[name], left[name])] == []
+
+
+CONFIGURED = """
+import transformers
+transformers.LlamaConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=128
+).save_pretrained("bare")
+"""
+
+
+@pytest.mark.slow
+def test_a_configuration_alone_is_a_model_where_the_data_say_which(tmp_path):
+    """config.json of a configuration names no class: the run ended after all imports, with "the architectures None"."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: seqpart[hf]")
+    subprocess.run([sys.executable, "-c", CONFIGURED], cwd=tmp_path, check=True)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    words = ["--data", "text:text.txt", "--context", "16", "--output-dir", "out", *COMMAND]
+    ran = run(tmp_path, "--model", "hf:bare", *words)
+    assert ran.code == 0, ran.err
+    written = json.loads((tmp_path / "out" / "pretrained" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    np.savez(tmp_path / "rows.npz", x_train=np.ones((8, 16)), y_train=np.arange(8) % 2)
+    refused = run(tmp_path, "--model", "hf:bare", "--data", "npz:rows.npz", *COMMAND)
+    assert refused.code == 2 and "the class of a llama is known without where --data is text:FILE" in refused.err
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    named = run(tmp_path, "--model", "hf:bare", *words, "--overwrite")
+    assert named.code == 0, named.err
 
 
 @pytest.mark.slow

@@ -44,13 +44,21 @@ class Packed:
     said_in: str = ""
 
 
-def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> str:
-    """What helps a module that fails on floats of type `dtype`: to have weights of that type, where all are of another."""
+def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast: torch.dtype | None) -> str:
+    """What helps a module that fails on floats of type `dtype`, where all its weights are of another: to have weights of that
+    type, or to be run under autocast, if it is not."""
     found = {tensor.dtype for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()}
     if not found or not dtype.is_floating_point or dtype in found:
         return ""
     said, other = (str(kind).removeprefix("torch.") for kind in (min(found, key=str), dtype))
-    cure = "model.float()" if dtype == torch.float32 else f"model.to(torch.{other})"
+    if dtype != torch.float32:
+        cure = f"model.to(torch.{other})"
+    elif autocast is not None or found not in ({torch.bfloat16}, {torch.float16}):
+        cure = "model.float()"
+    elif found == {torch.bfloat16}:
+        cure = "--dtype bf16, which casts rows as it computes, or model.float()"
+    else:
+        cure = "model.float(), and --dtype bf16 for products in 16 bits"
     return f"Its weights are {said} and it is given {other}, as which rows of floats are read: give {cure}."
 
 
@@ -248,8 +256,16 @@ def _looks(value: object) -> object:
     return repr(value) if is_plain(value) else type(value)
 
 
+def without_stop(error: Exception, cure: str) -> Exception:
+    """Another error in the place of a StopIteration, which would end a generator that it passes."""
+    if not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"it raised StopIteration{f'({error})' if str(error) else ''}, which only an iterator may. {cure}.")
+
+
 def explained_step(error: Exception) -> Exception:
     """In words, where the message does not say what is wrong with the rows, or the loss."""
+    error = without_stop(error, "Let the layer, the loss or the metric raise another error")
     if re.search(r"of type _Place|through the graph a second time|size of tensor [ab] \(0\)", str(error)):
         return OptionError(
             "loss: its graph reaches layers of other partitions, as by an attribute that a layer keeps in its forward pass: "

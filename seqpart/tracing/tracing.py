@@ -108,10 +108,10 @@ def _traced(
             # It cannot be looked into: as one block it may do.
             if error.module is model or error.module in whole:
                 where = error.where or error.path or type(model).__name__
-                types = "" if form else cure_of_types(model.parameters(), dtype)
-                cure = (
-                    types or _without_draws(model) or "Let that be a module of its own, or give the model as a list of blocks."
-                )
+                floats = any(one.dtype.is_floating_point for one in form)
+                types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
+                cure = types or _without_draws(model)
+                cure = cure or "Let that be a module of its own, or give the model as a list of blocks."
                 raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)
 
