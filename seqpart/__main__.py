@@ -1,6 +1,7 @@
 """The console script `seqpart`, also `python -m seqpart`: says how it is used without loading torch."""
 
 import sys
+from difflib import get_close_matches
 
 from seqpart.errors import BadInput, StoreError
 from seqpart.report.output import lasting_output
@@ -34,6 +35,10 @@ def console() -> None:
     usage = [f"usage: seqpart {{{','.join(COMMANDS)}}} [options]", ""]
     usage += [f"  {name:<8}{does}" for name, does in COMMANDS.items()]
     usage += ["", "seqpart COMMAND --help shows the options of each."]
+    if command and not asked:
+        near = get_close_matches(command.lower(), COMMANDS, 1) or ["train"] * command.startswith("-")
+        said = f"found {command} where a command belongs." if command.startswith("-") else f"unknown command {command!r}."
+        usage = [f"{said} Did you mean {near[0]}?" if near else said, "", *usage]
     with lasting_output() as output:
         print("\n".join(usage), file=sys.stdout if asked else sys.stderr)
         output.flush()

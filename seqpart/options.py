@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
+import torch
+
 from seqpart.kinds import LrSchedule, Method, Objective, Precision, TrackerName
 from seqpart.rates.scheduler import SchedulerFactory
 
@@ -31,7 +33,7 @@ class Options(TypedDict, total=False):
     ema: float | None
     lr_schedule: LrSchedule | SchedulerFactory
     warmup_updates: int
-    dtype: Precision
+    dtype: Precision | Literal["bfloat16", "float32"] | torch.dtype
     recovery_epochs: int
     recover: Literal["left", "all"] | None
     recovery_batch_size: int | None
@@ -54,7 +56,7 @@ class Options(TypedDict, total=False):
     subnet_rows: Literal["shard", "all"] | None
     subnet_moments: Literal["keep", "zero"] | None
     shuffle: bool | Literal["auto"]
-    cache_dtype: Precision | None
+    cache_dtype: Precision | Literal["bfloat16", "float32"] | torch.dtype | None
     trace: str | Path | None
     log: TrackerName | Sequence[TrackerName] | None
     cached_views: int | None

@@ -38,7 +38,7 @@ from seqpart.model.losses import LossName
 from seqpart.rates.scheduler import SchedulerFactory, problems
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.units import parse_size
-from seqpart.values import IN_PYTHON, NO_LIMIT, as_text, checked_value, flag_of, said_of
+from seqpart.values import IN_PYTHON, NO_LIMIT, as_text, checked_value, flag_of, joined, said_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Settings:
                 refuse_unusable(flag_of(field.name), path)
         problems = [*misfits, *(text for text in self._problems() if text)]
         if problems:
-            raise OptionError("; ".join(problems) + ".")
+            raise OptionError(joined(problems))
 
     def _take_types(self) -> list[str]:
         """Take every value as its field's type has it; those of another type are told, and their defaults taken, so that
@@ -207,7 +207,7 @@ class Settings:
                 expected = EXPECTED.get(field.name, "")
                 value = checked_value(field.name, getattr(self, field.name), _types()[field.name], expected=expected)
             except OptionError as error:
-                problems.append(error.with_flags.removesuffix("."))
+                problems.append(error.with_flags)
                 value = "sil" if field.name == "method" else field.default
             object.__setattr__(self, field.name, value)
         return problems
@@ -283,7 +283,8 @@ class Settings:
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(options) - names):
             known = sorted({*names, "quiet"})  # which Trainer takes beside them
-            raise OptionError(f"unknown setting(s): {said_of(unknown, known, IN_PYTHON)} Known: {', '.join(known)}.")
+            said = said_of(unknown, known, IN_PYTHON)
+            raise OptionError(f"unknown setting(s): {said}" + ("" if said.endswith("?") else f" Known: {', '.join(known)}."))
         if "mem_limit" not in options:
             raise OptionError(NO_LIMIT)
         return cls(**options)

@@ -39,6 +39,7 @@ from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.losses import LossChoice
+from seqpart.model.modes import KeptModes
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
 from seqpart.options import Options
@@ -196,7 +197,7 @@ class Trainer:
             preparation = attempt.enter_context(closing(prepare(model=model)))
             return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
 
-        model = stack.enter_context(PlainTensors(self.model, self.device.kind))
+        model = stack.enter_context(KeptModes(stack.enter_context(PlainTensors(self.model, self.device.kind))))
         if in_pairs:
             model = stack.enter_context(Separation(model, self.device, self.settings.seed))
         return first_that_fits(stack, model, self.tiles(again), work)

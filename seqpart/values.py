@@ -3,7 +3,7 @@
 Types at run time are the annotations of the dataclass, so that a setting is described once.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,6 +16,8 @@ from seqpart.files.text import short
 NO_LIMIT = "--mem-limit is missing. Give the limit to keep, such as --mem-limit 2GB."
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", Path: "a path", str: "a text"}
 _MISFIT = object()
+_TYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
+"""What torch calls types that settings have shorter words for, whether or not they take them."""
 IN_PYTHON = {
     "learning_rate": "lr", "bf16": 'dtype="bf16"', "resume": "fit(..., resume=DIR)", "callbacks": "fit(..., callbacks=[...])",
     "compute_metrics": "fit(..., compute_metrics=...)",
@@ -47,7 +49,9 @@ def checked_value(name: str, value: Any, hint: Any, *, expected: str = "") -> An
         found = _as(kind, value)
         if found is not _MISFIT:
             return found
-    raise OptionError(f"{flag_of(name)}: expected {expected or _expected(hint)}; found {short(value)}.")
+    given = value if isinstance(value, list | tuple) else [value]
+    near = nearest(map(_spelled, given), (*choices_of(hint), *choices_of(items_of(hint))))
+    raise OptionError(f"{flag_of(name)}: expected {expected or _expected(hint)}; found {short(value)}.{near}")
 
 
 def flag_of(name: str) -> str:
@@ -66,6 +70,22 @@ def said_of(names: Sequence[str], known: Iterable[str], others: Mapping[str, str
     return f"{', '.join(names)}." + (f" Did you mean {' and '.join(found)}?" if found else "")
 
 
+def nearest(values: Iterable[object], words: Collection[str]) -> str:
+    """` Did you mean adamw?`, of the first of `values` that is near one of the words; "" where none is."""
+    for value in values:
+        if isinstance(value, str) and value not in words:
+            near = get_close_matches(value.strip().lower(), words, 1)
+            if near:
+                return f" Did you mean {near[0]}?"
+    return ""
+
+
+def joined(problems: Iterable[str]) -> str:
+    """What is wrong, as one message."""
+    said = "; ".join(problem.removesuffix(".") for problem in problems)
+    return said if said.endswith("?") else f"{said}."
+
+
 def as_text(value: object) -> str:
     """As the command line would have it: `5,160`, `yes`."""
     if isinstance(value, bool):
@@ -75,13 +95,20 @@ def as_text(value: object) -> str:
     return ",".join(str(item).removesuffix(".0") for item in value) if isinstance(value, tuple) else str(value)
 
 
+def _spelled(value: Any) -> Any:
+    """A torch.dtype, or the name of one, as settings call it."""
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return _TYPES.get(str(value).removeprefix("torch."), value) if is_dtype or isinstance(value, str) else value
+
+
 def _as(kind: Any, value: Any) -> Any:
     if kind is NoneType:
         return None if value is None else _MISFIT
     if get_origin(kind) is Callable:
         return value if callable(value) else _MISFIT
     if get_origin(kind) is Literal:
-        return value if isinstance(value, str) and value in get_args(kind) else _MISFIT
+        word = value if isinstance(value, str) and value in get_args(kind) else _spelled(value)
+        return word if isinstance(word, str) and word in get_args(kind) else _MISFIT
     if get_origin(kind) is tuple:
         return _as_tuple(get_args(kind)[0], value)
     if kind is Path:

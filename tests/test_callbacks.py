@@ -156,6 +156,36 @@ def test_an_error_in_a_callback_ends_the_run_which_is_saved_and_goes_on_behind_i
     assert any("with update 2 of [train 0-2.2]" in text for text in reporter.said)
 
 
+@pytest.mark.parametrize("place", ["on_step", "on_epoch", "on_eval", "loss"])
+def test_a_stop_iteration_ends_the_run_as_any_error_does(place, monkeypatch, tmp_path):
+    """It ended a generator of ours: "RuntimeError: generator raised StopIteration", and no word of where, or what was saved."""
+    arm = Arm(monkeypatch, tmp_path, How(slots=2), fresh(dropping), numbers((12,)), epochs=2, **CUT)
+    whole, _ = arm.whole()
+    begun = []
+
+    def stop(event):
+        begun.append(event)
+        if place != "loss":
+            raise StopIteration("enough")
+
+    def loss(outputs, labels):
+        if begun:
+            raise StopIteration("enough")
+        return torch.nn.functional.cross_entropy(outputs, labels)
+
+    trainer = Trainer(
+        arm.model(), loss if place == "loss" else None, "sgd", quiet=True, output_dir=arm.root, method="streamed", **arm.options
+    )  # fmt: skip
+    name = "on_step" if place == "loss" else place
+    with pytest.raises(RuntimeError, match=r"it raised StopIteration\(enough\), which only an iterator may") as error:
+        trainer.fit(*arm.data, callbacks=[type("", (), {name: staticmethod(stop)})()])
+    notes = "\n".join(error.value.__notes__)
+    assert "while running" in notes and f'go on with fit(..., resume="{arm.root}")' in notes
+    assert place == "loss" or (f"in {place} of a callback" in notes and "event.stop() ends" in str(error.value))
+    if place != "loss":
+        assert ended(arm.fit(resume=arm.root)) == whole
+
+
 def test_what_is_no_callback_is_refused(tmp_path):
     with pytest.raises(
         OptionError, match=r"callbacks: expected objects with on_begin, on_step, on_epoch or on_eval; found dict"

@@ -262,6 +262,21 @@ def test_the_console_script_says_how_it_is_used(monkeypatch, capsys):
         assert "usage: seqpart" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian", "--mem-limit", "2GB"], "unknown command 'trian'. Did you mean train?"),
+        (["Verify"], "unknown command 'Verify'. Did you mean verify?"),
+        (["fly"], "unknown command 'fly'.\n"),
+        (["--mem-limit", "2GB"], "found --mem-limit where a command belongs. Did you mean train?"),
+    ],
+)
+def test_a_command_that_there_is_not_is_named_with_the_nearest(arguments, words, monkeypatch, capsys):
+    """The usage was printed, and not one word about what was wrong."""
+    ran = through_console(monkeypatch, capsys, *arguments)
+    assert ran.code == 2 and ran.err.startswith(words) and "usage: seqpart" in ran.err
+
+
 def test_doctor_tells_what_the_machine_offers_and_leaves_nothing(here, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     ran = through_console(monkeypatch, capsys, "doctor", "--device", "cpu")

@@ -38,13 +38,13 @@ class Picky(nn.Module):
     def __init__(self, error, *, rows=0, call=1):
         super().__init__()
         self.linear = nn.Linear(16, 16)
-        self.error, self.rows, self.call, self.calls = error, rows, call, 0
+        self._error, self._rows, self._call, self._calls = error, rows, call, 0  # private: a run goes on where they are others
 
     def forward(self, x):
-        if type(x) is torch.Tensor and len(x) > self.rows:  # costs are found on fake tensors
-            self.calls += 1
-            if self.calls >= self.call:
-                raise self.error
+        if type(x) is torch.Tensor and len(x) > self._rows:  # costs are found on fake tensors
+            self._calls += 1
+            if self._calls >= self._call:
+                raise self._error
         return torch.relu(self.linear(x))
 
 

@@ -166,6 +166,12 @@ def test_where_there_is_no_pyyaml_a_yaml_file_is_refused_with_the_command_that_i
         (["--optimizer", "lion"], "--optimizer: expected one of adam, adamw, sgd, adafactor; found 'lion'"),
         (["--shuffle", "perhaps"], "--shuffle: expected yes, no or auto; found 'perhaps'"),
         (["--cache-dtype", "fp8"], "--cache-dtype: expected fp32 or bf16; found 'fp8'"),
+        (["--weights-dtype", "fp8"], "--weights-dtype: expected fp32 or bf16; found 'fp8'"),
+        (
+            ["--augment", "imagenit"],
+            "--augment: expected one of imagenet, cifar, none; found 'imagenit'. Did you mean imagenet",
+        ),
+        (["--method", "straemed"], "found 'straemed'. Did you mean streamed?"),
         *(
             (
                 ["--partitions", text],

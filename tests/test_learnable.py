@@ -65,11 +65,20 @@ def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_a_model_of_other_floats_than_its_rows_is_told_to_be_float32(dtype):
-    said = str(dtype).removeprefix("torch.")
+def test_a_model_of_other_floats_than_its_rows_is_told_what_trains_it(dtype):
+    """One of bfloat16 was told to be float32, and nothing of mixed precision."""
+    said, cure = str(dtype).removeprefix("torch."), r"give model\.float\(\)"
+    mixed = {} if dtype == torch.float64 else {"dtype": "bf16"}
+    if dtype == torch.bfloat16:
+        cure = r'give dtype="bf16", which casts rows as it computes, or model\.float\(\)'
+    elif mixed:
+        cure += ', and dtype="bf16"'
     for model in (blocks(), Whole()):
-        with pytest.raises(BadInput, match=f"Its weights are {said} and it is given float32, .*: give model.float()"):
+        with pytest.raises(BadInput, match=f"Its weights are {said} and it is given float32, .*: {cure}"):
             trainer(model.to(dtype)).plan((X.double(), Y))
+        if dtype == torch.bfloat16:
+            assert trainer(model, **mixed).plan((X.double(), Y)).partitions
+        assert trainer(model.float(), **mixed).plan((X.double(), Y)).partitions
     assert trainer(Whole()).plan((X.double(), Y)).partitions, "rows of float64 become float32"
 
 

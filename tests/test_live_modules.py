@@ -5,14 +5,16 @@ import os
 import re
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from seqpart import SeqpartError, Trainer
-from seqpart.errors import StoreError
+from seqpart import SeqpartError, Trainer, parameters_on_meta
+from seqpart.errors import ModelError, StoreError
 from seqpart.memory.usage import read_process
 from seqpart.model.blocks import Block, as_chain
 from seqpart.model.live_modules import LiveModules
@@ -297,3 +299,126 @@ def test_a_buffer_that_learns_is_the_tensor_that_it_was(tmp_path):
         output_dir=tmp_path / "run",
     ).fit((torch.randn(16, 4) + 5, torch.arange(16) % 3))
     assert norm.running_mean is mean and bool((mean > 0.5).all())
+
+
+# --- parameters stay the objects that they are ---------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.second.bias = self.first.bias
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)) * self.scale)))
+
+
+def stacked():
+    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    layers[2].bias = layers[0].bias
+    return nn.Sequential(*layers)
+
+
+def by_identity(model):
+    """Half of the parameters by `id`, and one by an attribute, as scripts make groups."""
+    decayed = {id(parameter) for parameter in list(model.parameters())[::2]}
+    next(model.parameters())._slow = True
+
+    def build(parameters):
+        groups = {(d, s): [] for d in (0.0, 0.1) for s in (0.1, 0.01)}
+        for one in parameters:
+            groups[0.1 if id(one) in decayed else 0.0, 0.01 if getattr(one, "_slow", False) else 0.1].append(one)
+        return torch.optim.SGD([{"params": own, "weight_decay": d, "lr": s} for (d, s), own in groups.items()])
+
+    return build
+
+
+@pytest.mark.parametrize(("make", "on_meta"), [(Tied, True), (stacked, False), (stacked, True), (Tied, False)])
+@pytest.mark.parametrize("method", ["streamed", "full"])
+@pytest.mark.few(3)
+def test_groups_by_identity_and_attributes_are_those_of_a_plain_loop_however_the_model_came(make, on_meta, method, tmp_path):
+    """On the meta device others took the places of the parameters while a run lasted: each was in the wrong group."""
+    torch.manual_seed(4)
+    plain = make()
+    save_file({name: value.clone() for name, value in plain.state_dict().items()}, tmp_path / "came.safetensors")
+    x, y = torch.randn(32, 6), torch.arange(32) % 3
+    with parameters_on_meta() if on_meta else nullcontext():
+        model = make()
+    options = {"weights": tmp_path / "came.safetensors"}
+    build, names = by_identity(model), {id(parameter): name for name, parameter in model.named_parameters()}
+    held = list(model.parameters())
+    trainer = Trainer(
+        model, None, build, mem_limit="2GB", method=method, epochs=1, batch_size=8, shuffle=False, quiet=True,
+        output_dir=tmp_path / "run", **options,
+    )  # fmt: skip
+    found = trainer.fit((x, y)).state_dict()
+    assert {id(parameter): name for name, parameter in model.named_parameters()} == names
+    assert [parameter.is_meta for parameter in held] == [on_meta] * len(held) and held[0]._slow
+    optimizer = by_identity(plain)(list(plain.parameters()))
+    for start in range(0, 32, 8):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x[start : start + 8]), y[start : start + 8]).backward()
+        optimizer.step()
+    assert [name for name, value in plain.state_dict().items() if not torch.equal(found[name], value)] == []
+
+
+def test_a_hook_on_a_parameter_without_values_is_refused_and_on_one_with_values_called(tmp_path):
+    save_file({name: value.clone() for name, value in Tied().state_dict().items()}, tmp_path / "came.safetensors")
+    rows, called = (torch.randn(32, 6), torch.arange(32) % 3), []
+
+    def trained(model):
+        model.last.weight.register_hook(called.append)
+        options = {
+            "mem_limit": "2GB",
+            "method": "streamed",
+            "epochs": 1,
+            "batch_size": 8,
+            "weights": tmp_path / "came.safetensors",
+        }
+        return Trainer(model, output_dir=tmp_path / "run", quiet=True, **options).fit(rows)
+
+    with parameters_on_meta():
+        model = Tied()
+    with pytest.raises(
+        ModelError, match=r"the parameter weight of a Linear is on the meta device and has a hook.*parameters_on_meta"
+    ):
+        trained(model)
+    assert not called and trained(Tied()) and len(called) >= 4
+
+
+def test_tiles_have_the_attributes_of_the_weight_that_they_are_of(tmp_path):
+    model, seen = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 3)), set()
+    model[0].weight.mark = "large"
+
+    def build(parameters):
+        seen.update((getattr(one, "mark", ""), tuple(one.shape)) for one in parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    options = {"mem_limit": "2GB", "method": "streamed", "epochs": 1, "batch_size": 8, "tile": "16kB"}
+    Trainer(model, None, build, output_dir=tmp_path / "run", quiet=True, **options).fit(
+        (torch.randn(16, 64), torch.arange(16) % 3)
+    )
+    assert sorted(shape for mark, shape in seen if mark) == [(32, 64)]
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+def test_hooks_of_accelerate_are_named_and_the_cure_trains(way, tmp_path):
+    """Weights on the meta device were refused with a cure that led to an error of torch's own."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(2)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), (torch.randn(16, 6), torch.arange(16) % 3)
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "came.safetensors")
+    options = {"mem_limit": "2GB", "method": "streamed", "epochs": 1, "batch_size": 8, "quiet": True, "overwrite": True}
+    expected = Trainer(model, output_dir=tmp_path / "run", **options).fit(x).state_dict()
+    model.load_state_dict(load_file(tmp_path / "came.safetensors"))
+    model = getattr(accelerate, way)(model, *[tmp_path / "disk"] * (way == "disk_offload"), execution_device="cpu")
+    for weights in (None, tmp_path / "came.safetensors"):
+        words = r"hooks of accelerate.*on a Sequential and \d+ more.*remove_hook_from_module"
+        with pytest.raises(ModelError, match=words) as told:
+            Trainer(model, output_dir=tmp_path / "run", weights=weights, **options).fit(x)
+    cure = re.search(r"accelerate\.hooks\.remove_hook_from_module\(.*?\)", str(told.value))[0]
+    exec(f"import accelerate.hooks; {cure}", {"model": model})
+    found = Trainer(model, output_dir=tmp_path / "run", **options).fit(x).state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

@@ -1,6 +1,9 @@
 """What a model does between its layers and no program holds is refused by name: each trained to other weights, in silence."""
 
+import ast
 import random
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -197,6 +200,29 @@ def test_what_would_be_done_once_and_never_again_is_refused_by_name(kind, tmp_pa
     torch.manual_seed(0)
     with pytest.raises(SeqpartError, match=WORDS[kind]):
         ours(kind(), tmp_path / "run")
+
+
+class Masks(Net):
+    """As wav2vec2 of transformers does as it is configured: masks from numpy, and layers that are left out."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.config = SimpleNamespace(**{"apply_spec_augment": True, "layerdrop": 0.5, **settings})
+
+    def between(self, h):
+        if self.training and self.config.apply_spec_augment:
+            h = h * torch.from_numpy(np.random.permutation(16).astype(np.float32))
+        return h * 0 if self.training and torch.rand([]) < self.config.layerdrop else h
+
+
+@pytest.mark.parametrize("settings", [{}, {"layerdrop": 0.0}, {"apply_spec_augment": False}], ids=str)
+def test_draws_that_a_configuration_of_a_library_asks_for_are_refused_with_what_turns_them_off(settings, tmp_path):
+    """The cure was for whoever writes the layers: "let that be a module of its own"."""
+    with pytest.raises(ModelError, match="Its configuration asks for that: build the model with") as told:
+        ours(Masks(**settings), tmp_path / "refused")
+    cure = dict(re.findall(r"config\.(\w+) = (0\.0|False)", str(told.value)))
+    assert len(cure) == 2 - len(settings)
+    ours(Masks(**settings, **{name: ast.literal_eval(value) for name, value in cure.items()}), tmp_path / "run")
 
 
 class Drops(Net):

@@ -17,6 +17,7 @@ from seqpart.memory.limit import measure_runtime
 from seqpart.verify.verification import verify
 from seqpart.weights.empty import parameters_on_meta
 from seqpart.weights.files import WeightFiles
+from seqpart.weights.initial import untie
 from seqpart.weights.names import matched
 from tests.choice import in_turn
 
@@ -229,6 +230,43 @@ def test_names_that_are_missing_or_unknown_are_refused_with_some_of_them_and_not
     partial = {"weights": tmp_path / "some.safetensors", "weights_partial": True}
     with pytest.raises(ModelError, match=r"no values.*second\.weight"):
         trainer(tmp_path, empty("traced"), **partial).fit(x, x)
+
+
+@pytest.mark.parametrize(("kind", "shards"), [(empty, False), (made, True)])
+def test_two_values_for_names_of_one_parameter_are_refused_and_the_cure_trains_both(kind, shards, tmp_path):
+    """One of the two was taken and the other lost, without a word: flan-T5's checkpoints, whose configuration ties."""
+    whole, x = made("traced"), data()
+    whole.tied.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+    weights = sharded(tmp_path / "shards", whole) if shards else saved(tmp_path / "some.safetensors", whole)
+    expected = trainer(tmp_path / "1", whole).fit(x, x)
+    model = kind("traced")
+    with pytest.raises(ModelError, match=r"first\.weight and tied\.weight are one parameter .* other values") as told:
+        trainer(tmp_path / "2", model, weights=weights).fit(x, x)
+    cure = str(told.value).partition("Give each its own: ")[2].partition(". Or take")[0]
+    exec(cure, {"model": model, "torch": torch})
+    assert_equal(trainer(tmp_path / "3", model, weights=weights).fit(x, x).state_dict(), expected.state_dict())
+
+
+def test_equal_values_under_both_names_stay_one_parameter(tmp_path):
+    whole, x = made("traced"), data()
+    expected = trainer(tmp_path / "1", made("traced")).fit(x, x)
+    weights = saved(tmp_path / "some.safetensors", whole, **{"tied.weight": whole.tied.weight.detach().clone()})
+    model = empty("traced")
+    untie(model, WeightFiles(weights))
+    assert model.tied.weight is model.first.weight
+    assert_equal(trainer(tmp_path / "2", model, weights=weights).fit(x, x).state_dict(), expected.state_dict())
+
+
+def test_of_two_shards_with_a_tensor_the_index_says_whose_it_is(tmp_path):
+    """That of the file whose name came last was taken."""
+    folder = sharded(tmp_path / "shards", made("traced"))
+    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    right = load_file(folder / where["head.bias"])["head.bias"]
+    for file in set(where.values()) - {where["head.bias"]}:
+        save_file(load_file(folder / file) | {"head.bias": right + 1}, folder / file)
+    files, found = WeightFiles(folder), torch.empty(CLASSES)
+    files.read("head.bias", found)
+    assert torch.equal(found, right)
 
 
 def test_partial_weights_leave_the_rest_as_it_is_initialized_and_say_which(tmp_path, capsys):

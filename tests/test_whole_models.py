@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -161,6 +162,58 @@ def test_a_directory_of_transformers_comes_in_and_goes_out(tmp_path):
     assert ran.code == 0, ran.err
     (tmp_path / "out" / "config.json").write_text((tmp_path / "mine" / "config.json").read_text())
     subprocess.run([sys.executable, "-c", READ], cwd=tmp_path, check=True)
+
+
+UNTIED = """
+import torch
+from safetensors.torch import load_file, save_file
+tensors = load_file("mine/model.safetensors")
+save_file(tensors | {"lm_head.weight": torch.randn(128, 32) / 9}, "mine/model.safetensors", metadata={"format": "pt"})
+"""
+
+
+@pytest.mark.slow
+def test_a_directory_with_two_values_for_what_its_configuration_ties_comes_in_as_from_pretrained_has_it(tmp_path):
+    """One of them was lost without a word. A resumed run has the two parameters too."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: seqpart[hf]")
+    subprocess.run([sys.executable, "-c", MADE + UNTIED], cwd=tmp_path, check=True)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    words = ["--model", "hf:mine", "--data", "text:text.txt", "--context", "16", *COMMAND, "--lr", "0", "--weight-decay", "0"]
+    end(start(tmp_path, *words, "--epochs", "4", "--save-every", "1", "--output-dir", "out", until="epoch 2"), 9)
+    again = run(tmp_path, "--resume", "out")
+    assert again.code == 0, again.err
+    came, left = (load_file(tmp_path / name / "model.safetensors") for name in ("mine", "out"))
+    assert [name for name in came if not torch.equal(came[name], left[name])] == []
+
+
+CONFIGURED = """
+import transformers
+transformers.LlamaConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=128
+).save_pretrained("bare")
+"""
+
+
+@pytest.mark.slow
+def test_a_configuration_alone_is_a_model_where_the_data_say_which(tmp_path):
+    """config.json of a configuration names no class: the run ended after all imports, with "the architectures None"."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: seqpart[hf]")
+    subprocess.run([sys.executable, "-c", CONFIGURED], cwd=tmp_path, check=True)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    words = ["--data", "text:text.txt", "--context", "16", "--output-dir", "out", *COMMAND]
+    ran = run(tmp_path, "--model", "hf:bare", *words)
+    assert ran.code == 0, ran.err
+    written = json.loads((tmp_path / "out" / "pretrained" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    np.savez(tmp_path / "rows.npz", x_train=np.ones((8, 16)), y_train=np.arange(8) % 2)
+    refused = run(tmp_path, "--model", "hf:bare", "--data", "npz:rows.npz", *COMMAND)
+    assert refused.code == 2 and "the class of a llama is known without where --data is text:FILE" in refused.err
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    named = run(tmp_path, "--model", "hf:bare", *words, "--overwrite")
+    assert named.code == 0, named.err
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.changes import Place, different, kept_words, refuse_fixed, told, trained_epochs
+from seqpart.checkpoint.identity import Layers, refuse_other_layers, refuse_other_rows, row_digests
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.costs.partition import state_layouts
 from seqpart.data.splits import Split
@@ -54,6 +55,9 @@ class State(msgspec.Struct, kw_only=True):
     test: tuple[Finite, Finite | None] | None
     """Loss and accuracy of the latest pass over the test rows."""
     data: str
+    rows: dict[str, str] = {}
+    layers: list[tuple[str, str]] = []
+    """Of the rows, and by block; none where that is not known."""
     functions: dict[str, str] | None
     """What tells one loss or optimizer that was given as a function from another."""
     tuned: str
@@ -143,6 +147,7 @@ class ResumePoint:
         state = self.state
         if data_digest(preparation.train, preparation.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
+        refuse_other_rows(self.root, state.rows, row_digests(preparation.train, preparation.test))
         for name, was in (state.functions or {}).items():
             if (now := preparation.functions.get(name)) != was:
                 raise OptionError(
@@ -160,6 +165,7 @@ class ResumePoint:
         prepared = preparation.measured(lambda: self._prepared(preparation, request, cut_matters, micro_batches))
         if prepared.plan.fingerprint != self.plan.fingerprint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
+        refuse_other_layers(self.root, state.layers, preparation.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
         before, found = max(micro_batches), max(stage.micro_batch for stage in prepared.stages)
@@ -296,8 +302,8 @@ def refuse_finished(root: Path) -> None:
 
 def state_of(
     preparation: Preparation, prepared: Prepared, position: Position, metrics: Metrics,
-    *, losses: list[float], test: tuple[float, float | None] | None, data: str, job: dict[str, Any] | None,
-    loop: Kept,
+    *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
+    job: dict[str, Any] | None, loop: Kept,
 ) -> dict[str, Any]:  # fmt: skip
     """A `State` as JSON."""
     return msgspec.to_builtins(  # type: ignore[no-any-return]
@@ -306,14 +312,14 @@ def state_of(
             place=astuple(Place.of(prepared.phases, position)),
             epochs=preparation.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
             micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
-            test=test, data=data, functions=preparation.functions, tuned=preparation.tuned,
+            test=test, data=data, rows=rows, layers=layers, functions=preparation.functions, tuned=preparation.tuned,
             label_bytes=prepared.request.label_bytes, job=job, loop=loop,
         )
     )  # fmt: skip
 
 
 def data_digest(train: Split, test: Split) -> str:
-    """Tells data sets apart by shape, number and labels; the rows of the first boundary have checksums of their own."""
+    """Tells data sets apart by shape, number and labels."""
     digest = xxhash.xxh3_64()
     for split in (train, test):
         digest.update(

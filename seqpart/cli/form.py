@@ -17,7 +17,8 @@ from seqpart.cli.spelling import SPELLINGS
 from seqpart.errors import OptionError
 from seqpart.files.text import short
 from seqpart.kinds import OF_IST
-from seqpart.values import alternatives, as_text, choices_of, flag_of, items_of
+from seqpart.settings import Settings
+from seqpart.values import alternatives, as_text, checked_value, choices_of, flag_of, items_of, joined
 
 T = TypeVar("T")
 
@@ -71,19 +72,23 @@ def form_of(kind: type[Any], *, with_help: bool) -> type[Any]:
 def filled(kind: type[T], form: Any) -> T:
     """The `kind` that a filled form means. Raises OptionError with all that is wrong."""
     hints, values, problems = get_type_hints(kind), {}, []
+    settings = {field.name for field in dataclasses.fields(Settings)}
     groups = (getattr(form, field.name) for field in dataclasses.fields(form))
     for group in groups:
         for field in dataclasses.fields(group):
             try:
-                values[field.name] = _read(field.name, getattr(group, field.name), hints[field.name])
+                value = _read(field.name, getattr(group, field.name), hints[field.name])
+                if choices_of(hints[field.name]) and field.name not in settings:  # which look at their own
+                    value = checked_value(field.name, value, hints[field.name])
+                values[field.name] = value
             except OptionError as error:
-                problems.append(error.with_flags.removesuffix("."))
+                problems.append(error.with_flags)
     try:
         made = kind(**values)
     except OptionError as error:
-        problems.append(error.with_flags.removesuffix("."))
+        problems.append(error.with_flags)
     if problems:
-        raise OptionError("; ".join(problems) + ".")
+        raise OptionError(joined(problems))
     return made
 
 

@@ -20,6 +20,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.settings import Settings
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
+from seqpart.values import nearest
 from seqpart.zoo import convolutional, datasets, images, libraries, models
 from seqpart.zoo.loading import called
 
@@ -163,7 +164,7 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
         if ":" not in job.model:
             raise OptionError(
                 "--model: expected mlp, gpt, lenet, psnet, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; "
-                f"found {job.model!r}."
+                f"found {job.model!r}.{nearest([job.model], ('mlp', 'gpt', 'lenet', 'psnet'))}"
             )
         return called(job.model, "--model"), None
     _refuse_too_deep(job.depth, "")
@@ -202,6 +203,7 @@ def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) 
         classes=_outputs(job, train, test), shape=train.shape, seed=job.seed, weights=job.weights,
         partial=job.weights_partial or whole, resumes=resumes,
         dtype=CACHE_DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
+        predicts_tokens=train.tokens and tuple(train.labels.shape[1:]) == train.shape,
     )  # fmt: skip
     made = libraries.made(library, name, asked)
     _refuse_other_rows(job, train)

@@ -251,11 +251,13 @@ def _measure_module(
             raise
         reason, known = in_other_words((str(error).splitlines() or [repr(error)])[0].rstrip("."))
         kind = "" if dtype == torch.float32 else f" and type {dtype}"
-        cure = known or cure_of_types(tensors.values(), dtype) or "Change the block, or the rows."
+        packed = dtype == torch.uint8 and "float32" in reason  # of several inputs, whose floats are these
+        given = torch.float32 if packed else dtype
+        cure = known or cure_of_types(tensors.values(), given, autocast) or "Change the block, or the rows."
         text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. {cure}"
         if block.number or known:
             raise ModelError(text) from error
-        if not dtype.is_floating_point:
+        if not given.is_floating_point:
             text += " Whole numbers of 64 bits are tokens, for an embedding: give quantities as floats."
         elif tokens := cure_of_tokens(reason, dtype):
             text += f" {tokens}"

@@ -145,8 +145,9 @@ def quiet_log() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_random() -> Iterator[None]:
-    """Measuring must not move the run's random state. Raises ModelError where a module moved that of Python or of numpy."""
+def quiet_random(cure: str = "") -> Iterator[None]:
+    """Measuring must not move the run's random state. Raises ModelError where a module moved that of Python or of numpy, with
+    the `cure` where one is known."""
     before, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
@@ -155,8 +156,8 @@ def quiet_random() -> Iterator[None]:
     np.random.set_state(of_numpy)
     if moved:
         raise ModelError(
-            f"it draws random numbers from {moved[0]} generator: a layer that is run again would draw others. Draw them from "
-            "torch (torch.rand), whose state is kept for each layer and step."
+            f"it draws random numbers from {moved[0]} generator: a layer that is run again would draw others. "
+            + (cure or "Draw them from torch (torch.rand), whose state is kept for each layer and step.")
         )
 
 

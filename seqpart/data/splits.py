@@ -8,6 +8,7 @@ tables often come as whole numbers of 8 to 32 bits and are quantities; token ids
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ TOKENS = torch.int64
 _WHOLE_TO = {torch.float32: 1 << 24, torch.float64: 1 << 53}
 """Up to what every whole number is exact in them."""
 _WIDE = (torch.int32, torch.uint32, torch.int64, torch.uint64)
+LOOKED_AT = 128 << 20
+"""Bytes, 8 for each number, of rows in memory that are looked at to tell data from others."""
 READ_TWICE = 32
 """Items of a data set that are read a second time, to find out whether they stay the same."""
 
@@ -67,6 +70,8 @@ class Split:
     """The type in which they are kept or travel, of those that come in a smaller one; None: as `dtype`."""
     padded: str = ""
     """How rows that are read anew are padded; "": as they come."""
+    some: Callable[[], Iterable[torch.Tensor]] | None = None
+    """Rows spread over it, which tell it from other data; none where they are others each time. None: its first will do."""
 
     @property
     def epoch_rows(self) -> int:
@@ -163,16 +168,22 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
     if isinstance(x, np.ndarray) and x.dtype.kind not in "buif":
         raise DataError(f"{name} data: expected x to be numbers; found an array of type {x.dtype}.")
 
-    def passes() -> Iterator[torch.Tensor]:
-        for start in range(0, len(x), ROWS_AT_ONCE):
-            rows = x[start : start + ROWS_AT_ONCE]
+    def passes(step: int = 1) -> Iterator[torch.Tensor]:
+        for start in range(0, len(x), ROWS_AT_ONCE * step):
+            rows = x[start : start + ROWS_AT_ONCE * step : step]
             # A copy: torch warns of arrays that it may not write to, such as memory-mapped ones.
             yield torch.as_tensor(rows if isinstance(rows, torch.Tensor) else np.array(rows))
 
     shape = tuple(int(n) for n in x.shape[1:])
     return Split(
-        name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x), label_form=label_form
+        name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x), label_form=label_form,
+        some=partial(passes, _step(len(labels), 8 * prod(shape))),
     )  # fmt: skip
+
+
+def _step(rows: int, nbytes: int) -> int:
+    """Of rows of so many bytes: one of how many is looked at."""
+    return max(1, -(-rows * nbytes // LOOKED_AT))
 
 
 def _from_several(x: Any, y: Any, name: str) -> Split:
@@ -181,13 +192,13 @@ def _from_several(x: Any, y: Any, name: str) -> Split:
         if len(part) != len(labels):
             raise DataError(f"{name} data: {len(part)} rows of x and {len(labels)} labels; the numbers must be equal.")
 
-    def passes() -> Iterator[torch.Tensor]:
-        for start in range(0, len(labels), ROWS_AT_ONCE):
-            yield packed(some_rows(x, slice(start, start + ROWS_AT_ONCE)), form, f"{name} data")
+    def passes(step: int = 1) -> Iterator[torch.Tensor]:
+        for start in range(0, len(labels), ROWS_AT_ONCE * step):
+            yield packed(some_rows(x, slice(start, start + ROWS_AT_ONCE * step, step)), form, f"{name} data")
 
     return Split(
         name=name, count=len(labels), shape=(nbytes_of(form),), labels=labels, open=passes, dtype=torch.uint8, form=form,
-        label_form=label_form,
+        label_form=label_form, some=partial(passes, _step(len(labels), nbytes_of(form))),
     )  # fmt: skip
 
 
@@ -229,8 +240,13 @@ def _from_items(items: Any, name: str) -> Split:
     labels, label_form = labels_of_items(targets, name)
     return Split(
         name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype, form=several,
-        label_form=label_form,
+        label_form=label_form, some=lambda: (_item(items, i, name, several)[0][None] for i in spread(len(items), READ_TWICE)),
     )  # fmt: skip
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of `count` numbers, the first and the last among them."""
+    return sorted({int(i) for i in np.linspace(0, count - 1, most)})
 
 
 def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
@@ -258,7 +274,7 @@ def _parted(item: Any, said: str) -> tuple[Any, Any]:
 
 def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     """Whether some items have other labels than `targets` says. Raises DataError where an item changes between two reads."""
-    chosen = sorted({int(i) for i in np.linspace(0, len(items) - 1, READ_TWICE)})
+    chosen = spread(len(items), READ_TWICE)
     read = {i: _item(items, i, name, form) for i in chosen}
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
     labels = {i: plain(label) for i, (_, label) in read.items()}
@@ -325,7 +341,7 @@ def _said(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def count_tokens(train: Split, test: Split) -> int:
     """Size of the vocabulary that the rows of tokens use; it takes a pass over them."""
-    return 1 + max(int(_converted(rows, split).max()) for split in (train, test) for rows in split.open())
+    return 1 + max(int(converted(rows, split).max()) for split in (train, test) for rows in split.open())
 
 
 def refuse_mismatch(train: Split, test: Split) -> None:
@@ -366,7 +382,7 @@ def write_rows(split: Split, append: Callable[[torch.Tensor], None]) -> None:
     """
     done = 0
     for found in split.open():
-        rows = _converted(found, split)
+        rows = converted(found, split)
         if tuple(rows.shape[1:]) != split.shape:
             raise DataError(
                 f"{split.name} data: expected rows of shape {split.shape}; found {tuple(rows.shape[1:])} from row {done} on."
@@ -378,7 +394,8 @@ def write_rows(split: Split, append: Callable[[torch.Tensor], None]) -> None:
         raise DataError(f"{split.name} data: expected {split.count} rows, as len() says; found {done}.")
 
 
-def _converted(found: torch.Tensor, split: Split) -> torch.Tensor:
+def converted(found: torch.Tensor, split: Split) -> torch.Tensor:
+    """Rows as they come, in the type that the split wants. Raises DataError where that would be others."""
     if found.is_complex():
         raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
     if split.tokens and found.is_floating_point():

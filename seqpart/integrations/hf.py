@@ -122,6 +122,7 @@ class Trainer:
         """
         trainer, lengths = self._trainer(), self._lengths()
         train, tests = self._loaders(lengths)
+        self.model.train()  # all of it, as theirs does
         place = self._output_dir if resume_from_checkpoint is True else resume_from_checkpoint
         resume = _run_in(Path(place)) if place else None
         began = time.time()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.data import (
 )
 
 from seqpart.data.pairs import as_pair
-from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, tested_on
+from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, spread, tested_on
 from seqpart.errors import DataError, OptionError
 from seqpart.kinds import values_of
 from seqpart.loaders.draws import generators_kept
@@ -37,7 +38,7 @@ LOOKED_AT = 1 << 16
 TELLS_EVERY = 5.0
 """Seconds."""
 _COMPARED = 16
-"""Items whose labels are compared with what the data set's `targets` say of them."""
+"""Items whose labels are compared with what the data set's `targets` say of them, and that tell data from others."""
 
 
 def training_rows(
@@ -310,7 +311,25 @@ def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Sp
         for rows, _ in _passed(part, draws):
             yield rows
 
-    return replace(like, count=source.count, labels=labels, open=passes, source=source, kept=kept, padded=source.padded)
+    return replace(
+        like, count=source.count, labels=labels, open=passes, source=source, kept=kept, padded=source.padded,
+        some=partial(_some, source, draws),
+    )  # fmt: skip
+
+
+def _some(source: Source, draws: Any) -> Sequence[torch.Tensor]:
+    """Some rows as the first epoch draws them, where they are the same when they are read again; else none."""
+    numbers: Sequence[int] = range(min(source.count, source.batch if source.collate is not None else _COMPARED))
+    if source.collate is None and not source.streams:
+        numbers = spread(source.count, _COMPARED)
+
+    def read() -> list[torch.Tensor]:
+        pieces = SourceReader(source).read(draws, 0, numbers)
+        return [rows for piece in pieces for rows in as_split(piece, source.name).open()]
+
+    with generators_kept():
+        first, again = read(), read()
+    return first if all(map(torch.equal, first, again)) else ()
 
 
 def _several(split: Split) -> bool:
@@ -388,7 +407,7 @@ def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> b
     if source.collate is not None:
         return [int(label) for label in like.labels] == [int(target) for target in targets[: len(like.labels)]]
     reader = SourceReader(source)
-    for number in sorted({int(i) for i in np.linspace(0, source.count - 1, _COMPARED)}):
+    for number in spread(source.count, _COMPARED):
         ((_, labels),) = reader.read(draws, 0, [number])
         if int(labels[0]) != int(targets[number]):
             return False

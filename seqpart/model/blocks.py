@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from seqpart.errors import ModelError
 from seqpart.memory.device import Device
 from seqpart.model.inspection import beside, left_as_they_are, packed_in, structure_of
+from seqpart.model.modes import said_of
 from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.offload.layout import stride_of
 from seqpart.units import format_size
@@ -200,7 +201,8 @@ class Chain(Sequence[Block]):
         count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
         layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
         tiles = [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
-        return tiles + packed_in(block.alive for block in self._blocks)
+        alive = [block.alive for block in self._blocks if block.alive is not None]
+        return tiles + packed_in(alive) + said_of(alive)
 
     @property
     def whole(self) -> "Chain":

@@ -2,19 +2,21 @@
 what they were: modes, caches, hooks."""
 
 import copy
+import hashlib
 import itertools
 import re
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.model.modes import stays
 
 Kind = tuple[object, ...]
 ACTIVATIONS = (
@@ -23,6 +25,7 @@ ACTIVATIONS = (
     nn.Identity,
 )  # fmt: skip
 """Layers that make of each number another one by itself, the same every time, and have no tensors."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"})
 """Settings that tell layers which are alike apart: their own numbers."""
 
@@ -41,13 +44,21 @@ class Packed:
     said_in: str = ""
 
 
-def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> str:
-    """What helps a module that fails on floats of type `dtype`: to have weights of that type, where all are of another."""
+def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast: torch.dtype | None) -> str:
+    """What helps a module that fails on floats of type `dtype`, where all its weights are of another: to have weights of that
+    type, or to be run under autocast, if it is not."""
     found = {tensor.dtype for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()}
     if not found or not dtype.is_floating_point or dtype in found:
         return ""
     said, other = (str(kind).removeprefix("torch.") for kind in (min(found, key=str), dtype))
-    cure = "model.float()" if dtype == torch.float32 else f"model.to(torch.{other})"
+    if dtype != torch.float32:
+        cure = f"model.to(torch.{other})"
+    elif autocast is not None or found not in ({torch.bfloat16}, {torch.float16}):
+        cure = "model.float()"
+    elif found == {torch.bfloat16}:
+        cure = "--dtype bf16, which casts rows as it computes, or model.float()"
+    else:
+        cure = "model.float(), and --dtype bf16 for products in 16 bits"
     return f"Its weights are {said} and it is given {other}, as which rows of floats are read: give {cure}."
 
 
@@ -97,9 +108,9 @@ def nothing_learns(frozen: int) -> ModelError:
     )
 
 
-def packed_in(modules: Iterable[nn.Module | None]) -> list[str]:
+def packed_in(modules: Iterable[nn.Module]) -> list[str]:
     """Which layers have quantized weights, in words."""
-    found = {id(packed): packed for module in modules if module is not None for _, packed in packed_parts(module)}
+    found = {id(packed): packed for module in modules for _, packed in packed_parts(module)}
     said = []
     for how in dict.fromkeys(packed.how for packed in found.values()):
         alike = [packed.weights for packed in found.values() if packed.how == how]
@@ -113,21 +124,42 @@ def packed_parts(module: nn.Module) -> Iterator[tuple[str, Packed]]:
             yield path, packed
 
 
-def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Kind:
-    """Types, plain settings, and the tensors' names and shapes; and what a module says of itself as its `structure`."""
+def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, private: bool = True) -> Kind:
+    """Types, plain settings, and the tensors' names and shapes; and what a module says of itself as its `structure`.
+
+    private: also settings whose names begin with an underscore."""
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
     said = getattr(module, "structure", None)
-    return tuple((type(part), _settings(part)) for part in module.modules()), shapes, said if isinstance(said, tuple) else ()
+    parts = tuple((type(part), stays(part), _settings(part, private)) for part in module.modules())
+    return parts, shapes, said if isinstance(said, tuple) else ()
 
 
-def _settings(module: nn.Module) -> Kind:
-    return tuple((name, repr(value)) for name, value in sorted(vars(module).items()) if name not in _NUMBERS and _plain(value))
+def digest_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of its structure: the same in another process."""
+    structure = structure_of(module, tensors, private=False)
+    return hashlib.blake2b(_ADDRESS.sub("", _text(structure)).encode(), digest_size=8).hexdigest()
+
+
+def settings_of(module: nn.Module) -> list[str]:
+    """Its plain settings, and those of its parts, in words: each once."""
+    return list(dict.fromkeys(f"{name}={value}" for part in module.modules() for name, value in _settings(part, private=False)))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"({','.join(map(_text, value))})"
+    return value if isinstance(value, str) else str(getattr(value, "__qualname__", None) or repr(value))
+
+
+def _settings(module: nn.Module, private: bool) -> tuple[tuple[str, str], ...]:
+    own = {name: value for name, value in vars(module).items() if name not in _NUMBERS and (private or name[0] != "_")}
+    return tuple((name, repr(value)) for name, value in sorted(own.items()) if _plain(value))
 
 
 def _plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(_plain(part) for part in _leaves(value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | FunctionType | BuiltinFunctionType)
 
 
 def _shallow(value: object) -> object:
@@ -231,8 +263,16 @@ def _looks(value: object) -> object:
     return repr(value) if is_plain(value) else type(value)
 
 
+def without_stop(error: Exception, cure: str) -> Exception:
+    """Another error in the place of a StopIteration, which would end a generator that it passes."""
+    if not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"it raised StopIteration{f'({error})' if str(error) else ''}, which only an iterator may. {cure}.")
+
+
 def explained_step(error: Exception) -> Exception:
     """In words, where the message does not say what is wrong with the rows, or the loss."""
+    error = without_stop(error, "Let the layer, the loss or the metric raise another error")
     if re.search(r"of type _Place|through the graph a second time|size of tensor [ab] \(0\)", str(error)):
         return OptionError(
             "loss: its graph reaches layers of other partitions, as by an attribute that a layer keeps in its forward pass: "

@@ -8,14 +8,17 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from seqpart.errors import CorruptFile, OptionError
+from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
 from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
@@ -86,28 +89,60 @@ class _Taken:
 class MetaTensors:
     """Tensors on the meta device of `model`, or of those of its blocks that are modules: their values come from files.
 
-    From now on until they are given back tensors on the CPU take their places, which have shapes and empty storages.
+    From now on until they are given back they are on the CPU, with shapes and empty storages. A parameter stays the object that
+    it is, with its attributes, since an optimizer's groups may be made by these; another buffer takes the place of one.
     """
 
     def __init__(self, model: object) -> None:
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
+        """Of buffers."""
+        self._parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Those of the model, each once, and what holds their other selves."""
         others: dict[int, torch.Tensor] = {}
         for module in modules_of(model):
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None and tensor.is_meta:
-                        other = others.setdefault(id(tensor), _with_empty_storage(tensor))
-                        self._places.append((tensors, name, tensor, other))  # type: ignore[arg-type]
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and id(parameter) not in others:
+                    _refuse_hooked(name, module, parameter)
+                    others[id(parameter)] = other = _with_empty_storage(parameter)
+                    self._parameters.append((parameter, other))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    other = others.setdefault(id(buffer), _with_empty_storage(buffer))
+                    self._places.append((module._buffers, name, buffer, other))
         self.take()
 
     def take(self) -> None:
-        for tensors, name, _, other in self._places:
-            tensors[name] = other
+        for parameter, other in self._parameters:
+            if parameter.is_meta:
+                try:
+                    swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+                except RuntimeError as error:
+                    self.give_back()
+                    raise ModelError(
+                        f"a parameter of shape {tuple(parameter.shape)} on the meta device cannot get values: {error}. Let go "
+                        "of what refers to it (weak references, graphs), or build the model without parameters_on_meta."
+                    ) from None
+        for tensors, name, _, stand_in in self._places:
+            tensors[name] = stand_in
 
     def give_back(self) -> None:
         """Let the model be what it was."""
-        for tensors, name, tensor, _ in self._places:
-            tensors[name] = tensor
+        for parameter, other in self._parameters:
+            if not parameter.is_meta:
+                parameter.grad = None
+                with suppress(RuntimeError):  # who still holds it, in a graph, holds one without values, as on meta
+                    swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        for tensors, name, buffer, _ in self._places:
+            tensors[name] = buffer
+
+
+def _refuse_hooked(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
+    """Raises ModelError for what would be lost with the tensor that a parameter on the meta device is."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ModelError(
+            f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which does not come "
+            "along when it gets its values. Build that module without parameters_on_meta, or leave the hook out."
+        )
 
 
 def modules_of(model: object) -> Iterator[nn.Module]:
@@ -117,9 +152,13 @@ def modules_of(model: object) -> Iterator[nn.Module]:
     yield from {id(module): module for module in modules}.values()
 
 
-def _with_empty_storage(tensor: torch.Tensor) -> torch.Tensor:
+def _with_empty_storage(tensor: torch.Tensor) -> Any:
     like = _empty(tensor.shape, tensor.stride(), tensor.dtype)
-    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+    if not isinstance(tensor, nn.Parameter):
+        return like
+    parameter = nn.Parameter(like, tensor.requires_grad)
+    parameter.__class__, parameter.__dict__ = type(tensor), vars(tensor)  # one dict: also of what is set meanwhile
+    return parameter
 
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -140,6 +179,19 @@ def refuse_away(model: object) -> None:
         raise OptionError(
             "the model, or a part of it, is in a session or a run that is not over, and empty until it is. Evaluate by "
             "`session.evaluate`, or end the session first."
+        )
+
+
+def refuse_hooked(model: object) -> None:
+    """Raises ModelError for modules that accelerate's hooks bring to where they are run, and take away from there again."""
+    hooked = [type(module).__name__ for module in modules_of(model) if "_hf_hook" in vars(module)]
+    if hooked:
+        raise ModelError(
+            f"the model has hooks of accelerate (cpu_offload, disk_offload, a device_map), on a {hooked[0]}"
+            + (f" and {len(hooked) - 1} more" if len(hooked) > 1 else "")
+            + ", which move its weights. Here seqpart does: take them off with accelerate.hooks.remove_hook_from_module(model, "
+            "recurse=True), and give weights=DIR for what is on the meta device then. Where the model does not fit into "
+            "memory, build it with seqpart.parameters_on_meta() from its configuration, and give weights=DIR."
         )
 
 
@@ -244,12 +296,12 @@ class LiveModules:
                     block.restore_modes()
         finally:
             os.close(self._file)
-            self._meta.give_back()
             self._file, self._taken, self._pieces = -1, {}, []
             for tensor in self._emptied:
                 if tensor in _away:  # it has several names
                     del _away[tensor]
             self._emptied.clear()
+            self._meta.give_back()
 
     def _found(self) -> tuple[dict[int, dict[str, _Taken]], list[_Piece]]:
         pieces: dict[int, _Piece] = {}

@@ -44,7 +44,7 @@ def template(block: Block) -> nn.Module:
     """The block's module on the meta device. Raises ModelError where it cannot be copied."""
     module, tensors = block.fake(FakeMode())
     own = tensors_of(module)
-    memo: dict[int, object] = {id(tensor): _on_meta(tensors[name]) for name, tensor in own.items()}
+    memo: dict[int, object] = {id(tensor): _like(tensor, _on_meta(tensors[name])) for name, tensor in own.items()}
     try:
         copied = copy.deepcopy(module, memo)
     except Exception as error:
@@ -56,8 +56,16 @@ def template(block: Block) -> nn.Module:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A parameter, with the attributes of `tensor`, where that is one."""
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
 
 
 def cuts_of(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> list[dict[str, Cut]]:
@@ -121,7 +129,7 @@ def _zeros(tensor: torch.Tensor, cut: Cut, units: Sequence[int]) -> torch.Tensor
         zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
     else:
         zeros = torch.zeros(shape, dtype=tensor.dtype)
-    return nn.Parameter(zeros, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else zeros
+    return _like(tensor, zeros)
 
 
 def _take_part(module: nn.Module, number: int, layer: HiddenLayer, units: int) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpart.model.blocks import Block
+from seqpart.model.modes import stays
 
 Around = Callable[[Iterable[nn.Module]], AbstractContextManager[None]]
 """A context for the forward pass of a block that consists of these modules."""
@@ -19,14 +20,14 @@ def as_it_is(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def observes(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm with running statistics."""
-    return isinstance(module, _BatchNorm) and module.track_running_stats
+    """Whether it is a BatchNorm with running statistics that are to change."""
+    return isinstance(module, _BatchNorm) and module.track_running_stats and not stays(module)
 
 
 @contextmanager
 def observed(modules: Iterable[nn.Module], *, anew: bool) -> Iterator[None]:
     """Inside, BatchNorms among `modules` take the batch's own mean and deviation, and average them. anew: from here on."""
-    norms = [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
+    norms = [module for module in modules if isinstance(module, _BatchNorm) and observes(module)]
     before = [(norm.momentum, norm.training) for norm in norms]
     for norm in norms:
         if anew:

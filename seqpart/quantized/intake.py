@@ -11,7 +11,7 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.interrupts import undivided
 from seqpart.model.inspection import is_listened_to
-from seqpart.model.live_modules import modules_of, refuse_away
+from seqpart.model.live_modules import modules_of, refuse_away, refuse_hooked
 from seqpart.quantized.layers import Linear4bit, Linear8bit, Quantized
 
 _SCALES = 256
@@ -36,6 +36,7 @@ class PlainTensors:
 
     def __enter__(self) -> object:
         refuse_away(self._model)  # here every model comes in
+        refuse_hooked(self._model)
         library = sys.modules.get("bitsandbytes")
         layers = _quantized(self._model, library) if library is not None else {}
         if not layers:

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from seqpart.boundaries.exchange import BoundaryExchange, open_exchange
+from seqpart.checkpoint.identity import layers_of, row_digests
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.checkpoint.saving import Saving
 from seqpart.costs.partition import state_layouts
@@ -100,7 +101,8 @@ class Session:
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
-        self._digest = data_digest(preparation.train, preparation.test)
+        if self._settings.saves:
+            _ = self._identity  # rows are read for it: now, and not beside a partition
         self.saving = Saving(
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
@@ -400,11 +402,20 @@ class Session:
             self.homes.remember()
             self.watch.has_new_best = False
 
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What tells the data and the model from others."""
+        data = self._preparation.train, self._preparation.test
+        layers = layers_of(self._preparation.chain.whole)
+        return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers}
+
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """What a checkpoint says beside tensors."""
+        if self.pauses.unplanned:
+            self._identity["layers"] = []  # of the plan that comes: others of them are frozen
         return state_of(
-            self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, data=self._digest,
-            job=self._job, loop=self.pauses.noted_in(self.watch.state()),
+            self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
+            loop=self.pauses.noted_in(self.watch.state()), **self._identity,
         )  # fmt: skip
 
     def take_best(self) -> None:

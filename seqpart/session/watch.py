@@ -12,6 +12,7 @@ from seqpart.execution.metrics import Heard, Metrics
 from seqpart.loop.best import Evaluated, Evaluations, Kept, criterion_of
 from seqpart.loop.callbacks import BeginEvent, Ending, EpochEvent, EvalEvent, Event, MetricValue, StepEvent, callers
 from seqpart.memory.sampler import Sampler
+from seqpart.model.inspection import without_stop
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
@@ -130,8 +131,11 @@ class Watch:
                 with self._pause():
                     call(event)
             except Exception as error:
-                error.add_note(f"in {name} of a callback")
-                raise
+                told = without_stop(error, "event.stop() ends the training")
+                told.add_note(f"in {name} of a callback")
+                if told is error:
+                    raise
+                raise told from error
 
     def taken(self) -> list[Evaluated]:
         """The evaluations so far, which count no longer."""

@@ -23,7 +23,7 @@ from seqpart.model.blocks import as_chain
 from seqpart.model.inspection import ACTIVATIONS, is_listened_to
 from seqpart.model.separable import SeparableLinear
 from seqpart.tiling.modules import LinearTile
-from seqpart.tiling.tiling import Split
+from seqpart.tiling.tiling import Split, piece_of
 
 _BY_CHANNEL = (nn.AvgPool2d, nn.MaxPool2d, nn.Flatten)
 """What leaves a convolution's channels in their order, one after the other."""
@@ -141,7 +141,7 @@ class Separation:
 
     def _split(self, whole: torch.Tensor, groups: int) -> list[nn.Parameter]:
         assert isinstance(whole, nn.Parameter)
-        parts = [nn.Parameter(part, whole.requires_grad) for part in torch.split(whole.data, len(whole) // groups)]
+        parts = [piece_of(whole, part) for part in torch.split(whole.data, len(whole) // groups)]
         self._splits.append(Split(whole, whole.shape, whole.stride(), parts))
         return parts
 

@@ -127,9 +127,16 @@ class Tiling:
 
     def _split(self, whole: nn.Parameter, rows: int) -> list[nn.Parameter]:
         if id(whole) not in self._splits:
-            tiles = [nn.Parameter(part, whole.requires_grad) for part in torch.split(whole.data, rows)]
+            tiles = [piece_of(whole, part) for part in torch.split(whole.data, rows)]
             self._splits[id(whole)] = Split(whole, whole.shape, whole.stride(), tiles)
         return self._splits[id(whole)].tiles
+
+
+def piece_of(whole: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
+    """A parameter with the attributes of the one that it is a part of: an optimizer's groups may be made by these."""
+    piece = nn.Parameter(part, whole.requires_grad)
+    vars(piece).update(vars(whole))
+    return piece
 
 
 def first_that_fits(stack: ExitStack, model: object, sizes: Sequence[int], work: Callable[[ExitStack, object], T]) -> T:

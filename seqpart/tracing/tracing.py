@@ -28,6 +28,8 @@ from seqpart.tracing.unrecorded import extremes, refuse_memory
 
 _ROWS, _OTHER_ROWS = 4, 6
 """Of the batches that are run: their difference tells what follows the rows."""
+_DRAWING = {"apply_spec_augment": "False", "layerdrop": "0.0", "encoder_layerdrop": "0.0", "decoder_layerdrop": "0.0"}
+"""What configurations of transformers turn on (wav2vec2, HuBERT and their kin), and what turns it off."""
 
 
 def chain_of(
@@ -107,8 +109,10 @@ def _traced(
             # It cannot be looked into: as one block it may do.
             if error.module is model or error.module in whole:
                 where = error.where or error.path or type(model).__name__
-                types = "" if form else cure_of_types(model.parameters(), dtype) or cure_of_tokens(error.why, dtype)
-                cure = types or "Let that be a module of its own, or give the model as a list of blocks."
+                floats = any(one.dtype.is_floating_point for one in form)
+                types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
+                cure = types or ("" if form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
+                cure = cure or "Let that be a module of its own, or give the model as a list of blocks."
                 raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)
 
@@ -125,9 +129,18 @@ def _in_mode(
     except Differs as error:
         raise ModelError(
             f"the model does other things with {_OTHER_ROWS} rows than with {_ROWS}, in {error.op.where}: what it does must "
-            "not depend on the number of rows, nor on a random number that it draws. Let that be inside a layer, or give the "
-            "model as a list of blocks."
+            "not depend on the number of rows, nor on a random number that it draws. "
+            + (_without_draws(model) or "Let that be inside a layer, or give the model as a list of blocks.")
         ) from None
+
+
+def _without_draws(model: nn.Module) -> str:
+    """What helps a model of transformers that draws random numbers between its layers, or from numpy, because its
+    configuration says so; "" where it does not."""
+    config = getattr(model, "config", None)
+    drawing = {name: off for name, off in _DRAWING.items() if getattr(config, name, None)}
+    said = ", ".join(f"config.{name} = {off}" for name, off in drawing.items())
+    return f"Its configuration asks for that: build the model with {said}." if said else ""
 
 
 def _recorded(
@@ -138,7 +151,7 @@ def _recorded(
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_is(model))
-        stack.enter_context(quiet_random())
+        stack.enter_context(quiet_random(_without_draws(model)))
         stack.enter_context(quiet_log())
         fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
         stack.enter_context(with_tensors(model, fakes))

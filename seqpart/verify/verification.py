@@ -33,6 +33,7 @@ from seqpart.memory.limit import limit_for
 from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
 from seqpart.model.losses import LossChoice
+from seqpart.model.modes import KeptModes
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.packs import tiers_in_words
 from seqpart.planning.plan import Plan
@@ -119,6 +120,7 @@ def verify(
 
         asked = Trainer(model, loss, optimizer, quiet=True, **options)
         sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(model, asked.device.kind))
+        model = stack.enter_context(KeptModes(model))
         limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor", model)

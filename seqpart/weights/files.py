@@ -1,8 +1,9 @@
 """Tensors of safetensors files by name: of one file, or of all that the index of a directory names. Read piece by piece."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,9 +40,11 @@ class WeightFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, Stored] = {}
-        for file in _files(path):
+        files, shard_of = _files(path)
+        for file in files:
             for stored in _tensors(file):
-                self.tensors[stored.spec.name] = stored
+                if shard_of.get(stored.spec.name, file.name) == file.name:
+                    self.tensors[stored.spec.name] = stored
 
     def read(self, name: str, view: torch.Tensor, skip: int = 0) -> None:
         """Fill `view`, on the CPU, of the tensor's shape, or of its rows behind `skip` elements; another floating-point type is
@@ -61,6 +64,20 @@ class WeightFiles:
         if not view.is_contiguous():
             view.copy_(flat.view(view.shape))
 
+    def differ(self, name: str, other: str, dtype: torch.dtype) -> bool:
+        """Whether two tensors have other numbers, as a parameter of that type has them. They are read piece by piece."""
+        count = prod(self.tensors[name].spec.shape)
+        if count != prod(self.tensors[other].spec.shape):
+            return True
+        pieces = torch.empty(2, min(_CHUNK, count), dtype=dtype)
+        for start in range(0, count, _CHUNK):
+            one, two = pieces[:, : count - start]
+            self.read(name, one, start)
+            self.read(other, two, start)
+            if not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+                return True
+        return False
+
 
 def _fill(flat: torch.Tensor, stored: Stored, file: BinaryIO) -> None:
     same = flat.dtype == stored.spec.dtype
@@ -74,17 +91,18 @@ def _fill(flat: torch.Tensor, stored: Stored, file: BinaryIO) -> None:
             here.copy_(into)
 
 
-def _files(path: Path) -> Sequence[Path]:
+def _files(path: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
+    """Files, and by name of a tensor which of several has it, as far as an index says so."""
     if not path.exists():
         raise OptionError(f"--weights: {path} does not exist. Give a safetensors file, or a directory that has some.")
     if not path.is_dir():
         _refuse_pickle(path)
-        return _indexed(path) if path.name.endswith(INDEX) else [path]
+        return _indexed(path) if path.name.endswith(INDEX) else ([path], {})
     indexes = sorted(path.glob(f"*{INDEX}"))
     found = sorted(path.glob("*.safetensors"))
     one = [file for file in found if file.name in ("model.safetensors", "weights.safetensors")]
     if len(one) == 1 or (not one and not indexes and len(found) == 1):
-        return one or found
+        return one or found, {}
     if len(indexes) == 1 and not one:
         return _indexed(indexes[0])
     if found:
@@ -105,10 +123,11 @@ def _refuse_pickle(path: Path) -> None:
         )
 
 
-def _indexed(index: Path) -> Sequence[Path]:
+def _indexed(index: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
     """Files that an index names, which must lie beside it."""
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        shard_of = json.loads(index.read_bytes())["weight_map"]
+        names = set(shard_of.values())
     except OSError as error:
         raise explained(error, index) from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -118,7 +137,7 @@ def _indexed(index: Path) -> Sequence[Path]:
     missing = sorted(name for name in names if not (index.parent / name).is_file())
     if missing:
         raise OptionError(f"--weights: {index} names {missing[0]}, which is not beside it ({len(missing)} missing).")
-    return [index.parent / name for name in sorted(names)]
+    return [index.parent / name for name in sorted(names)], shard_of
 
 
 def _tensors(path: Path) -> list[Stored]:

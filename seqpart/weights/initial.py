@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode
@@ -37,13 +38,26 @@ def initial_weights(
     )  # fmt: skip
 
 
+def untie(model: nn.Module, files: WeightFiles) -> None:
+    """Give names of one parameter a parameter each where `files` have other values for the one than for the other, as
+    from_pretrained of transformers does."""
+    tensors = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, source in matched(tensors, files.tensors).found.items():
+        tensor = tensors[name]
+        owner = first.setdefault(id(tensor), source)
+        if isinstance(tensor, nn.Parameter) and owner != source and files.differ(owner, source, tensor.dtype):
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
+
+
 class InitialWeights:
     """Of `files`, what belongs to `blocks`, whose tensors lie in their homes as `layouts` say.
 
     partial: whether tensors that the files have not, or in another shape (a head for other classes), stay what they are, and
     those that the model has not are passed over; else all three are refused. What an adapter of peft adds to its base stays
-    what it is. Raises ModelError for these, for tensors of other kinds, for files that have nothing of the model, and for
-    tensors without values that the files have not.
+    what it is. Raises ModelError for these, for tensors of other kinds, for other values of what is one parameter, for files
+    that have nothing of the model, and for tensors without values that the files have not.
     """
 
     def __init__(
@@ -67,8 +81,18 @@ class InitialWeights:
         used = {name: source for name, source in match.found.items() if name not in kept}
         if partial and not used:
             raise ModelError(f"{files.path} has no tensor of this model: it has {_some(list(files.tensors))}.")
+        first: dict[tuple[int, str], str] = {}
         for name, source in used.items():
-            skip = 0
+            skip, (block, spec) = 0, here[name].pieces[0]
+            owner = first.setdefault((block.number, spec.name), name)
+            if owner != name and files.differ(used[owner], source, spec.dtype):
+                path, _, leaf = name.rpartition(".")
+                raise ModelError(
+                    f"{owner} and {name} are one parameter of the model, and {files.path} has other values for the one than "
+                    "for the other (from_pretrained does not tie them then). Give each its own: part = "
+                    f"model.get_submodule('{path}'); part.{leaf} = torch.nn.Parameter(part.{leaf}.detach().clone()). Or take "
+                    "one of the two out of the file."
+                )
             for block, spec in here[name].pieces:
                 if not (values_stay and block.alive is not None and spec.name not in empty.get(block.number, ())):
                     self._sources.setdefault(block.number, {})[spec.name] = source, skip

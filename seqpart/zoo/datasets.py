@@ -19,6 +19,7 @@ from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
 from seqpart.files.text import refuse_unusable
+from seqpart.values import nearest
 from seqpart.zoo import folders, images, text, tokenized
 from seqpart.zoo.loading import called
 
@@ -75,7 +76,7 @@ def load(
             )
         return found[0], found[1]
     kind = "npz:" if name.endswith(".npz") else "text:" if name.endswith(".txt") else ""
-    hint = f" Did you mean {kind}{name}?" if kind else ""
+    hint = f" Did you mean {kind}{name}?" if kind else nearest([name], NAMES)
     raise OptionError(
         f"--data: expected {', '.join(NAMES)}, idx:DIR, npz:FILE, folder:DIR, imagefolder:DIR, text:FILE, hf-text:FILE or "
         f"package.module:function; found {name!r}.{hint}"

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.errors import OptionError
+from seqpart.errors import OptionError, SeqpartError
 from seqpart.weights.empty import parameters_on_meta
 from seqpart.weights.files import WeightFiles
+from seqpart.weights.initial import untie
 from seqpart.weights.names import matched
 
 LIBRARIES = ("torchvision", "timm", "hf")
@@ -33,7 +34,8 @@ class Made:
 class Asked:
     """classes: outputs of the model, and shape: of its rows, where its library lets us choose. seed: of initial weights.
     weights: what it is to begin with; where these are all its tensors (not `partial`), or come from a checkpoint (`resumes`),
-    it never exists whole. dtype: of its parameters, of hf:DIR alone."""
+    it never exists whole. dtype: of its parameters, of hf:DIR alone. predicts_tokens: whether rows are tokens with one for each
+    position to be predicted."""
 
     classes: int
     shape: tuple[int, ...]
@@ -42,6 +44,7 @@ class Asked:
     partial: bool = False
     resumes: bool = False
     dtype: torch.dtype | None = None
+    predicts_tokens: bool = False
 
 
 def made(library: str, name: str, asked: Asked) -> Made:
@@ -97,7 +100,7 @@ def _timm(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 def _transformers(name: str, asked: Asked) -> Made:
     folder = Path(name)
-    kind, config = _kind_and_config(name, folder)
+    kind, config = _kind_and_config(name, folder, asked.predicts_tokens)
     beside = any(folder.glob("*.safetensors"))
     if asked.weights is None and not beside:
         if pickled := [path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]:
@@ -111,6 +114,8 @@ def _transformers(name: str, asked: Asked) -> Made:
     with _default_dtype(dtype):
         config.dtype = dtype
         model = _tried(f"hf:{name}", lambda: _empty_or_whole(lambda: kind(config), not asked.partial))
+    with suppress(SeqpartError):  # whoever is to read them says what is wrong
+        untie(model, WeightFiles(asked.weights or folder))
     if asked.weights is not None or asked.resumes:
         return Made(model, asked.weights or folder, asked.partial)
     lacks = _lacks(model, folder)
@@ -135,8 +140,9 @@ def _lacks(model: nn.Module, folder: Path) -> bool | None:
     return bool(match.unexpected) if alike and all(id(tensor) in had for tensor in tensors.values()) else None
 
 
-def _kind_and_config(name: str, folder: Path) -> tuple[Any, Any]:
-    """The class and the configuration of the model that a directory describes."""
+def _kind_and_config(name: str, folder: Path, predicts_tokens: bool) -> tuple[Any, Any]:
+    """The class and the configuration of the model that a directory describes. Where config.json names no class, as that of a
+    configuration alone does not, the data may say which: a causal language model."""
     transformers: Any = _library("transformers", "seqpart[hf]")
     if not (folder / "config.json").is_file():
         raise OptionError(
@@ -146,11 +152,17 @@ def _kind_and_config(name: str, folder: Path) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise OptionError(f"--model hf:{name}: config.json cannot be read: {error}") from error
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if not config.architectures and predicts_tokens and type(config) in causal:
+        config.architectures = [causal[type(config)].__name__]
     kind = getattr(transformers, (config.architectures or ["none"])[0], None)
     if kind is None:
+        why = f"transformers {transformers.__version__} has none of these"
+        if not config.architectures:
+            why = f"the class of a {config.model_type} is known without where --data is text:FILE or hf-text:FILE"
         raise OptionError(
-            f"--model hf:{name}: config.json names the architectures {config.architectures}, and transformers "
-            f"{transformers.__version__} has none of these. Name one that it has, as LlamaForCausalLM."
+            f"--model hf:{name}: config.json names the architectures {config.architectures}, and {why}. Name one that it has, "
+            'such as "architectures": ["LlamaForCausalLM"].'
         )
     return kind, config
 

@@ -1,0 +1,135 @@
+"""A part that came in evaluation mode though the model trains stays so, as in a loop that lets it evaluate after train()."""
+
+import pytest
+
+from seqpart import Trainer
+from seqpart.verify.verification import verify
+
+import torch  # isort: skip
+from torch import nn
+
+WIDTH = 12
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8)
+        self.drop = nn.Sequential(nn.Dropout(0.4), nn.Linear(8, 8))
+        self.last = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.last(torch.relu(self.drop(torch.relu(self.norm(self.first(x))))))
+
+
+def stacked():
+    return nn.Sequential(*Normed().children())
+
+
+def listed():
+    return nn.ModuleList(Normed().children())
+
+
+class Pretrained(Normed):
+    """As a library leaves it."""
+
+    @classmethod
+    def from_pretrained(cls):
+        return cls().eval()
+
+
+class Wrapped(nn.Module):
+    """As peft, or a class of a script, has such a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Pretrained.from_pretrained()
+
+    def forward(self, x):
+        return self.base(x)
+
+
+def normed_of(model):
+    parts = model if isinstance(model, nn.Sequential | nn.ModuleList) else list(model.children())
+    return parts[1], parts[2]
+
+
+def fitted(folder, model, method="streamed", **options):
+    x, y = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2)), torch.arange(32) % 3
+    options = {"mem_limit": "2GB", "epochs": 2, "batch_size": 8, "shuffle": False, "lr": 0.1, **options}
+    given = list(model) if isinstance(model, nn.ModuleList) else model
+    trainer = Trainer(given, None, "sgd", method=method, output_dir=folder / "run", quiet=True, overwrite=True, **options)
+    return trainer, (x, y)
+
+
+def plain(model, rows, evaluating):
+    model = nn.Sequential(*model) if isinstance(model, nn.ModuleList) else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()
+    for part in evaluating:
+        part.eval()
+    for _ in range(2):
+        for start in range(0, 32, 8):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(rows[0][start : start + 8]), rows[1][start : start + 8]).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+CASES = [(Normed, "streamed"), (stacked, "full"), (stacked, "streamed"), (listed, "streamed"), (Normed, "checkpointed")]
+
+
+@pytest.mark.parametrize(("make", "method"), CASES)
+@pytest.mark.few(3)
+def test_a_part_that_came_in_evaluation_trains_to_the_bits_of_a_plain_loop_that_lets_it_evaluate(make, method, tmp_path):
+    """It trained with the batch's statistics, and its own moved, in silence: a frozen BatchNorm for small batches."""
+    torch.manual_seed(1)
+    model, other = make(), make()
+    other.load_state_dict(model.state_dict())
+    for part in normed_of(model):
+        part.eval()
+    modes = [part.training for part in model.modules()]
+    trainer, rows = fitted(tmp_path, model, method)
+    assert "in evaluation while the rest trains, as they came: " in str(trainer.plan(rows))
+    found = trainer.fit(rows, rows)
+    expected = plain(other, rows, normed_of(other))
+    assert [name for name, value in expected.items() if not torch.equal(value, model.state_dict()[name])] == []
+    assert int(normed_of(model)[0].num_batches_tracked) == 0 and [part.training for part in model.modules()] == modes
+    assert not any("train" in vars(part) for part in model.modules())
+    whole = nn.Sequential(*model) if make is listed else model
+    assert found.test_loss == pytest.approx(nn.functional.cross_entropy(whole.eval()(rows[0]), rows[1]).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: Normed().eval(), Pretrained.from_pretrained, Wrapped])
+def test_a_model_that_came_in_evaluation_as_a_whole_trains(make, tmp_path):
+    """So does one that a library left so inside another: it says nothing of what is to evaluate."""
+    model = make()
+    trainer, rows = fitted(tmp_path, model)
+    trainer.fit(rows)
+    counted = [int(part.num_batches_tracked) for part in model.modules() if isinstance(part, nn.BatchNorm1d)]
+    assert counted == [8, 8]
+
+
+def test_a_train_of_its_own_is_left_to_a_part(tmp_path):
+    """The idiom of many scripts, in either direction."""
+    model = stacked()
+    model[1].eval()
+    model[1].train = lambda mode=True: nn.Module.train(model[1], True)
+    trainer, rows = fitted(tmp_path, model)
+    trainer.fit(rows)
+    assert int(model[1].num_batches_tracked) == 8 and "train" in vars(model[1])
+
+
+def test_dropout_that_evaluates_agrees_in_every_exact_method_and_is_verified(tmp_path):
+    torch.manual_seed(3)
+    came, found = stacked(), []
+    for method in ("full", "checkpointed", "streamed"):
+        model = stacked()
+        model.load_state_dict(came.state_dict())
+        model[1].eval()
+        model[2].eval()
+        trainer, rows = fitted(tmp_path, model, method)
+        found.append(trainer.fit(rows).state_dict())
+    assert all(torch.equal(one[name], found[0][name]) for one in found[1:] for name in one)
+    verify(model, rows, steps=2, mem_limit="2GB", batch_size=8)
+    assert not model[1].training and "train" not in vars(model[1])
