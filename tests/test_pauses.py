@@ -205,6 +205,32 @@ def test_where_everything_is_frozen_the_run_ends_in_words(tmp_path):
         trained(net(), "streamed", "callback", lambda model, _: model.requires_grad_(False), tmp_path)
 
 
+@pytest.mark.parametrize("method", ["sil", "ist"])
+def test_the_approximate_methods_obey_it_or_refuse_it(method, tmp_path):
+    """ist trains copies of the layers."""
+    torch.manual_seed(0)
+    norm = nn.LayerNorm
+    model = nn.Sequential(nn.Linear(8, 16), norm(16), nn.ReLU(), nn.Linear(16, 16), norm(16), nn.ReLU(), nn.Linear(16, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    class Freezing:
+        def on_step(self, event):
+            model[0].requires_grad_(False)
+
+    options = {"partitions": 2} if method == "sil" else {"subnets": 2}
+    made = Trainer(
+        model, mem_limit="1GB", method=method, batch_size=8, micro_batch_size=8, epochs=2, lr=0.1, quiet=True,
+        output_dir=tmp_path / "run", **options,
+    )  # fmt: skip
+    if method == "ist":
+        with pytest.raises(ModelError, match="trains copies of parts of the model"):
+            made.fit(ROWS, callbacks=[Freezing()])
+        return
+    made.fit(ROWS, callbacks=[Freezing()])
+    moved = (model.state_dict()["0.weight"] - before["0.weight"]).abs().max()
+    assert 0 < moved < 0.11, "one update of Adam moves a number by no more than the rate"
+
+
 def clamp(model, _):
     with torch.no_grad():
         model.scale.clamp_(0, 1)

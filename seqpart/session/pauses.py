@@ -20,6 +20,7 @@ from seqpart.loop.best import Kept
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 from seqpart.offload.layout import TensorSpec
+from seqpart.parts.parts import JointChain
 
 _SAID = {"__get__": {"grad", "grad_fn", "is_leaf", "requires_grad", "names"}, "__set__": {"requires_grad"}}
 """Attributes of a tensor that is away: of the tensor itself."""
@@ -124,6 +125,7 @@ class Pauses:
         """optimizers: of the last visits of partitions, as far as the user's program may hold them."""
         self._optimizers, self._since, self.replans = optimizers, kept.learns, False
         """replans: whether there may be another plan, with room for more that learns."""
+        self._in_parts = isinstance(chain, JointChain)
         self.unplanned: list[str] = []
         """Names of parameters that are to learn, and the plan has no room for it."""
         self.frozen: set[int] = set()
@@ -201,6 +203,11 @@ class Pauses:
             elif learns != own.learns:
                 self.changed = True
                 self._learn(own, learns)
+        if self._in_parts and (self.changed or unplanned):
+            raise ModelError(
+                "--method ist trains copies of parts of the model, drawn anew in every round: who learns cannot be changed "
+                "while it does. Freeze before the run, or take an exact method."
+            )
         if unplanned and self.replans:
             self.changed, self.unplanned = True, unplanned
         elif unplanned:
