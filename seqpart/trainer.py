@@ -21,7 +21,7 @@ from seqpart.arguments import (
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.devices.opening import open_device
-from seqpart.errors import OptionError
+from seqpart.errors import Interrupted, OptionError
 from seqpart.evaluation import evaluated, evaluation_settings
 from seqpart.execution.metrics import ComputeMetrics, own_metrics
 from seqpart.files.scratch import own_folder
@@ -271,6 +271,8 @@ class Trainer:
                 return self._fit(train, test, reuse, resume, reporter, job, before_update, callbacks, compute_metrics)
             except PlanAnew as saved:
                 reuse, resume, reporter = None, saved.directory, None
+            except Interrupted as interrupted:
+                raise interrupted.with_traceback(None) from None  # where a signal came is nothing that its reader could mend
 
     def _fit(
         self, train: object, test: object, reuse: Plan | None, resume: str | Path | None, reporter: Reporter | None,

@@ -117,7 +117,7 @@ def test_a_file_of_options_gives_numbers_lists_and_switches(here, capsys):
     settings = json.loads((here / "out" / "events.jsonl").read_text().splitlines()[0])["settings"]
     expected = {
         "epochs": [1, 2], "lr": [0.001, 0.0005], "batch_size": 128, "partitions": [0, 2], "clip_grad_norm": 1.0,
-        "shuffle": False, "overwrite": True, "kappa": None, "output_dir": "out",
+        "shuffle": False, "overwrite": True, "kappa": None, "output_dir": str(here / "out"),
     }  # fmt: skip
     assert {name: settings[name] for name in expected} == expected
     assert "partition 1 train epoch 2" in ran.out

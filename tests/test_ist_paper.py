@@ -55,7 +55,8 @@ def test_a_run_moves_what_is_counted(arm, tmp_path):
     job = replace(SMALL, arm=arm, subnets=4)
     assert ist_costs.exchanges(job) == 2 * 2  # epochs of 4 updates
     read, written = found_by(job, tmp_path)["moved"]["split"]
-    assert written == ist_costs.moved(job) <= read
+    assert ist_costs.moved(job) <= read
+    assert 0 <= written - ist_costs.moved(job) < 0.05 * written, "but for what lies between tensors, to begin on cache lines"
 
 
 def test_an_ensemble_is_ist_in_one_round(tmp_path):

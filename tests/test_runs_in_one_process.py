@@ -12,6 +12,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import OptionError
+from seqpart.memory.usage import read_process
 
 ROWS = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 8
 BATCH = ROWS[0][:16], ROWS[1][:16]
@@ -19,7 +20,7 @@ BATCH = ROWS[0][:16], ROWS[1][:16]
 
 def trainer(**options):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    return Trainer(model, mem_limit="800MB", method="full", batch_size=16, quiet=True, **options)
+    return Trainer(model, mem_limit=read_process().held + (400 << 20), method="full", batch_size=16, quiet=True, **options)
 
 
 def soft():

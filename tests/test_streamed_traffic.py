@@ -13,6 +13,8 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.costs.simulator import Resources
 from seqpart.execution.events import StepDone
+from seqpart.files.direct import round_up
+from seqpart.offload.layout import LINE
 from seqpart.planning.prediction import predict
 from seqpart.planning.problem import parts_of
 from seqpart.report.reporter import Reporter
@@ -25,8 +27,12 @@ WIDTHS = (6, 16, 10, 12, 4)
 """Four linear blocks, one a partition: of unequal sizes, so that no two are mistaken for each other."""
 LAST = len(WIDTHS) - 2
 
-WEIGHTS = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
-STATE = {"sgd": [0] * 4, "momentum": WEIGHTS, "adam": [2 * size + 2 * 4 for size in WEIGHTS]}
+WEIGHTS = [4 * b + round_up(4 * a * b, LINE) for a, b in itertools.pairwise(WIDTHS)]
+# Of the weight and of the bias: moments, each on a cache line, and a count of steps behind all of them.
+STATE = {
+    "sgd": [0] * 4, "momentum": WEIGHTS,
+    "adam": [2 * round_up(4 * a * b, LINE) + round_up(4 * b, LINE) + 4 * b + 2 * 4 for a, b in itertools.pairwise(WIDTHS)],
+}  # fmt: skip
 """Momentum: as large as the weights. Adam: two moments, and for each of two tensors a counter of 4 bytes."""
 OPTIONS = {"sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}, "adam": {"optimizer": "adam"}}
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.errors import CorruptFile, OptionError, resuming
+from seqpart.errors import CorruptFile, OptionError, resuming, shown
 from seqpart.files.atomic import write_synced
 from seqpart.files.checksummed import checked_body, with_checksum
 from seqpart.files.direct import explained, sync
@@ -150,7 +150,9 @@ def load(path: Path) -> Manifest:
     Raises OptionError where nothing was saved, CorruptFile, naming the file, where it is damaged.
     """
     if not path.exists() and path.name != CHECKPOINT:
-        raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
+        raise OptionError(
+            f"--resume: {shown(path)} does not exist. Give the directory of a run, or one of its checkpoint files."
+        )
     path = path / CHECKPOINT if path.is_dir() else path
     if not path.is_file():
         if (path.parent / PREVIOUS).is_file():

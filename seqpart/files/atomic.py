@@ -5,7 +5,7 @@ import errno
 import os
 from pathlib import Path
 
-from seqpart.errors import DirectoryUnusable, DiskFull, StoreError
+from seqpart.errors import DirectoryUnusable, DiskFull, StoreError, shown
 from seqpart.files.direct import explained, sync
 from seqpart.files.owned import aside, is_device, made, write_all
 
@@ -41,7 +41,10 @@ def write_synced(path: Path, text: str, mode: int = 0o666) -> None:
 def unusable(error: OSError, path: Path) -> StoreError:
     """As `explained`, for a path that is being made: what is missing was not there before either, and no option moves it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(f"the disk is full: could not write {path}. Free some space, or give another path. Earlier files stay.")
+        full = f"the disk is full: could not write {shown(path)}"
+        return DiskFull(f"{full}. Free some space, or give another path. Earlier files stay.")
     if error.errno in (errno.ENOENT, errno.EEXIST):
-        return DirectoryUnusable(f"cannot make {path}: {error.strerror}. Give a path in a directory that you may write to.")
+        return DirectoryUnusable(
+            f"cannot make {shown(path)}: {error.strerror}. Give a path in a directory that you may write to."
+        )
     return explained(error, path)

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError
+from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError, shown
 from seqpart.files.owned import PRIVATE, aside, made, made_over, opened
 
 PAGE = 4096
@@ -223,20 +223,21 @@ def sync(path: Path) -> None:
 
 def explained(error: OSError, path: Path) -> StoreError:
     """The user's words for what the operating system said."""
+    said = shown(path)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
-            f"the disk is full: could not write {path}. "
+            f"the disk is full: could not write {said}. "
             "Free some space, or give another place with --offload-dir. Earlier files are untouched."
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        return DirectoryUnusable(f"cannot use {path}: {error.strerror}. Give a directory that you may write to.")
+        return DirectoryUnusable(f"cannot use {said}: {error.strerror}. Give a directory that you may write to.")
     if error.errno == errno.ENOENT:
-        return CorruptFile(f"{path} is missing: it was here when the run began. Start again in a new --output-dir.", path)
+        return CorruptFile(f"{said} is missing: it was here when the run began. Start again in a new --output-dir.", path)
     if error.errno in (errno.ELOOP, errno.EISDIR, errno.ESPIPE, errno.ENXIO):
-        return CorruptFile(f"{path} is a link, a directory or a pipe, and no file that seqpart wrote. It was not used.", path)
+        return CorruptFile(f"{said} is a link, a directory or a pipe, and no file that seqpart wrote. It was not used.", path)
     if error.errno == errno.EFBIG:
-        return StoreError(f"a file at {path} would be larger than this process may make one (ulimit -f). Raise that limit.")
-    return StoreError(f"reading or writing {path} failed: {error.strerror}.")
+        return StoreError(f"a file at {said} would be larger than this process may make one (ulimit -f). Raise that limit.")
+    return StoreError(f"reading or writing {said} failed: {error.strerror}.")
 
 
 def probe_disk(folder: Path, nbytes: int = 64 << 20, *, hidden: bool = False) -> tuple[float, float]:

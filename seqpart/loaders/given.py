@@ -354,7 +354,7 @@ def counted(source: Source, most: int | None = None) -> Source:
                 return replace(source, count=most, rows=most, goes_on=True)
             if time.monotonic() > told + TELLS_EVERY:
                 cure = ". Give max_steps where it has no end" if source.name == "training" else ", all of which are needed"
-                print(f"{source.name} data: still counting, {count:,} rows{cure}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{source.name} data: still counting, {count:,} rows{cure}\n")
                 told = time.monotonic()
     except Exception as error:
         raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error

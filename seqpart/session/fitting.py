@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
-from seqpart.errors import Interrupted, shown
+from seqpart.errors import shown
 from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
 from seqpart.files.scratch import AVERAGE, WEIGHTS
@@ -25,13 +25,6 @@ _NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "
 
 def carry_out(session: Session, began: float) -> Result:
     """began: the time from which its seconds count."""
-    try:
-        return _carried_out(session, began)
-    except Interrupted as interrupted:
-        raise interrupted.with_traceback(None) from None  # where a signal came is nothing that its reader could mend
-
-
-def _carried_out(session: Session, began: float) -> Result:
     directory = session.places.directory
     with directory.interruptible():
         with session.limited():
