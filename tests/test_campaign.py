@@ -18,11 +18,14 @@ from safetensors.torch import save_file
 
 from benchmarks import record as records_on_disk
 from benchmarks.campaign import __main__ as campaign
-from benchmarks.campaign import document, faults, jobs, judging, table
+from benchmarks.campaign import document, faults, jobs, judging, lies, program, table
 from benchmarks.campaign.cases import Record, Worker
 from benchmarks.campaign.judging import Figures
 from benchmarks.campaign.starting import Ended
 from benchmarks.campaign.surroundings import Desk
+from seqpart.checkpoint.manifest import CHECKPOINT
+from seqpart.directory.marker import MARKER
+from seqpart.files.checksummed import checked_body, with_checksum
 from tools.watch import Watched
 
 MB = 10**6
@@ -35,6 +38,7 @@ def test_what_is_drawn_is_a_function_of_the_seed():
     assert drawn == [faults.draw(random.Random(f"3 case {number}")) for number in range(600)]
     assert {fault.kind for fault in drawn} == set(faults.KINDS) - {"none"}
     assert {jobs.draw(3, number).kind for number in range(100)} == set(jobs.KINDS)
+    assert {trait for number in range(100) for trait in jobs.draw(3, number).traits} == set(jobs.TRAITS)
 
 
 # --- The library of faults -------------------------------------------------------------------------------------------
@@ -127,6 +131,45 @@ def test_a_large_allocation_fails_once_and_files_can_be_slow(struck):
     assert counts["struck"] and time.monotonic() - began > 0.2
 
 
+# --- What a program of the user's does, and files that lie ------------------------------------------------------------
+
+
+def test_what_is_done_at_an_update_is_drawn_and_its_kill_comes_later():
+    words = [faults.Fault("working directory", at / 10, seed=at).words(7, Path("/elsewhere")) for at in range(10)]
+    assert words[9][0] == "chdir=7:/elsewhere" and words[0][0] == "chdir=1:/elsewhere"
+    assert {len(found) for found in words} == {1, 2}
+    for found in words:
+        at, *kill = [int(word.partition("=")[2].partition(":")[0]) for word in found]
+        assert all(at <= kill <= 7 for kill in kill)
+    assert program.changes_of(["optimizer=halves", "learns=3:1:0", "learns=5:1:1"]) == [(3, 1, False), (5, 1, True)]
+    assert program.divided(["kill=1", "--", "--method", "full"]) == (["kill=1"], ["--method", "full"])
+    assert program.divided(["--method", "full"]) == ([], ["--method", "full"])
+
+
+def test_a_lie_is_one_value_with_right_checksums_and_is_put_right(tmp_path):
+    (tmp_path / "rows").mkdir()
+    sums = tmp_path / "rows" / "train-00000.0.sums.json"
+    sums.write_text('["0123456789abcdef"]')
+    body = {
+        "format": 2, "state": {"position": [0, 3], "settings": {"lr": "1"}, "plan": '{"heap": 1}'},
+        "rows": {"train-0": {"sums": sums.name, "digest": "0" * 16}},
+    }  # fmt: skip
+    (tmp_path / CHECKPOINT).write_text(with_checksum("checkpoint", body))
+    (tmp_path / MARKER).write_text('{"pid": 3}')
+    files = [tmp_path / CHECKPOINT, tmp_path / MARKER, sums]
+    true = [path.read_bytes() for path in files]
+    said = set()
+    for seed in range(100):
+        lie = lies.tell(seed, tmp_path, files)
+        assert [path.read_bytes() for path in files] != true
+        found = checked_body("checkpoint", (tmp_path / CHECKPOINT).read_text())
+        assert not isinstance(found, dict) or found.get("state", body["state"])["settings"] == {"lr": "1"}, "the user's wish"
+        said.add((lie.path.name, lie.said.partition(":")[0]))
+        lie.put_right()
+        assert [path.read_bytes() for path in files] == true
+    assert {name for name, _ in said} == {CHECKPOINT, MARKER, sums.name}
+
+
 # --- The checks ------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +220,8 @@ def test_one_bit_of_one_tensor_is_a_difference(tmp_path):
     save_file({"a": torch.ones(4), "b": torch.tensor([0.0, -0.0, 0.0])}, tmp_path / "other")
     assert judging.same_tensors(tmp_path / "one", tmp_path / "same") is None
     assert judging.same_tensors(tmp_path / "other", tmp_path / "one").startswith("b:"), "minus zero is another bit"
+    save_file({"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.tensor(1.0)}, tmp_path / "types")
+    assert judging.same_tensors(tmp_path / "types", tmp_path / "types") is None
     save_file({"a": torch.ones(4)}, tmp_path / "fewer")
     assert judging.same_tensors(tmp_path / "fewer", tmp_path / "one")
 
@@ -295,18 +340,23 @@ def test_a_planted_violation_of_a_real_run_is_found(worker):
         "--data", "benchmarks.campaign.models:features_150", "--model", "tests.test_campaign:planted_model", "--method", "full",
         "--batch-size", "50", "--epochs", "1",
     )  # fmt: skip
-    job = jobs.Job(number=0, kind="planted", options=options, slack=0, ram=False, offload=False, linked=False)
+    job = jobs.Job(number=0, kind="planted", options=options, slack=0, ram=False, offload=False, linked=False, updates=3)
     record = Record(0, 0, "none", [])
     worker.settle(job, record)
     assert {"bits", "around"} <= set(kinds(record.violations)), record
     assert [text for text in record.violations if "thesis.safetensors is gone" in text]
 
 
+OF_FILES = "kill at a change,torn write,bit flip,full disk,SIGTERM"
+OF_PROGRAMS = "working directory,link led elsewhere,second fit,cgroup,changed value,changed plan"
+
+
 @pytest.mark.slow
-def test_a_few_cases_of_a_seed_hold(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kinds", [OF_FILES, OF_PROGRAMS])
+def test_a_few_cases_of_a_seed_hold(kinds, tmp_path, monkeypatch):
     """A case is found by its number, with its job's undisturbed run before it."""
     monkeypatch.setattr(records_on_disk, "FOLDER", tmp_path)
-    words = ["--seed", "7", "--jobs", "1", "--faults", "kill at a change,torn write,bit flip,full disk,SIGTERM"]
+    words = ["--seed", "7", "--jobs", "1", "--faults", kinds]
     assert campaign.main(["--cases", "5", *words, "--folder", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in (tmp_path / "campaign-cases.jsonl").read_text().splitlines()]
     assert len(lines) >= 5 and any(line["struck"] and line["bits"] for line in lines if line["fault"] != "none")

@@ -4,7 +4,6 @@
 update gave the half-trained weights as the result.
 """
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.campaign.lies import TOLD, at, body_of, changes, checkpoint_of, places, put
 from seqpart import Trainer
 from seqpart.checkpoint.manifest import CHECKPOINT, PREVIOUS
 from seqpart.cli.arguments import gathered, options_of
@@ -39,12 +39,6 @@ WAYS = {
 }
 UPDATE = {"full": 3, "sil": 7, "streamed": 7, "ist": 5}
 """Behind which the run is stopped."""
-TOLD = {"settings", "label_bytes", "loop", "tally", "losses", "test", "job", "tuned"}
-"""What a state says of the past or of the user's wishes: nothing else contradicts another such value."""
-OTHERS = [
-    None, True, False, 0, -1, 1, 7, 2**40, 2**70, 0.5, -0.5, 1e300, float("nan"), float("inf"), "", "x", "a\0b", "../x",
-    "\ud800", "x" * 5000, [], [0], [None], {}, {"x": 1}, [[]], "0" * 16, "block-00001.0.safetensors",
-]  # fmt: skip
 JOB = {"method": "full", "mem_limit": "1GB", "lr": 0.001, "batch_size": [8, 4], "momentum": 0, "depth": 3, "weights": None}
 
 
@@ -94,34 +88,6 @@ def killed(request, tmp_path_factory):
     return request.param, root / "run", copied, right
 
 
-def places(found, place=()):
-    """Of everything in JSON, the whole of it first."""
-    yield place
-    inner = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
-    for name, value in inner:
-        yield from places(value, (*place, name))
-
-
-def at(found, place):
-    for name in place:
-        found = found[name]
-    return found
-
-
-def changes(value):
-    """What else may stand in its place."""
-    yield from OTHERS
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        yield from (value + 1, value - 1, -value, value * 10**9, float(value), str(value))
-    elif isinstance(value, str):
-        yield from (value + "x", value[:-1], value.upper(), f"{value}\0")
-    elif isinstance(value, list):
-        yield from (value[:-1], [*value, *value[:1]], value[::-1])
-    elif isinstance(value, dict):
-        yield {**value, "x": 1}
-        yield from ({name: one for name, one in value.items() if name != left_out} for left_out in value)
-
-
 @st.composite
 def changed(draw, found):
     """(where, what it is now) of one thing in JSON that is another."""
@@ -130,25 +96,8 @@ def changed(draw, found):
     return place, value
 
 
-def put(found, place, value):
-    if not place:
-        return value
-    found = copy.deepcopy(found)
-    at(found, place[:-1])[place[-1]] = value
-    return found
-
-
-def body_of(root):
-    """Of the checkpoint, its plan as JSON too."""
-    body = json.loads((root / CHECKPOINT).read_text())["checkpoint"]
-    body["state"]["plan"] = json.loads(body["state"]["plan"])
-    return body
-
-
 def write(root, body):
-    if isinstance(body, dict) and isinstance(body.get("state"), dict) and isinstance(body["state"].get("plan"), dict):
-        body = put(body, ("state", "plan"), json.dumps(body["state"]["plan"]))
-    (root / CHECKPOINT).write_text(with_checksum("checkpoint", body))
+    (root / CHECKPOINT).write_text(checkpoint_of(body))
 
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

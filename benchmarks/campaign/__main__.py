@@ -6,8 +6,8 @@
                                                                       and once more what was violated
     python -m benchmarks.campaign --table                             docs/trust.md from the results
 
-Each job (a model, data, method, optimizer, type, batch, limit) is run undisturbed first, under the smallest limit that its
-refusal names or a little more, and held against a plain PyTorch loop; then with faults. A watcher outside samples every
+Each job (a model, data, method, optimizer, type, batch, threads, limit) is run undisturbed first, under the smallest limit that
+its refusal names or a little more, and held against a plain PyTorch loop; then with faults. A watcher outside samples every
 process. Exit code 1 where anything was violated.
 """
 
@@ -129,7 +129,7 @@ def cases_of(
 ) -> Iterator[Record]:
     """The cases of one job, in turn: the undisturbed run, and its faults. With `only` that one alone is yielded."""
     job = jobs.draw(seed, number)
-    record = Record(number * PER_JOB, number, "none", list(job.options))
+    record = Record(number * PER_JOB, number, "none", list(job.options), traits=list(job.traits))
     base = guarded(record, lambda: worker.settle(job, record))
     if only in (None, record.case):
         yield record
@@ -139,7 +139,8 @@ def cases_of(
         if only not in (None, case):
             continue
         fault = faults.draw(Random(f"{seed} case {case}"), kinds)
-        found = Record(case, number, fault.kind, record.arguments, cases.drawn_start(seed, case, fault))
+        start = cases.drawn_start(seed, case, fault)
+        found = Record(case, number, fault.kind, record.arguments, start, traits=record.traits)
         guarded(found, lambda fault=fault, found=found: worker.carry_out(base, fault, found))
         yield found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import record as records_on_disk
 from benchmarks.campaign.faults import KINDS
+from benchmarks.campaign.jobs import TRAITS
 
 _PLACES = re.compile(r"/tmp/\S*?(?=[\s:,.]?(\s|$))")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trust.md"
@@ -17,8 +18,8 @@ HEAD = """\
 # What seqpart promises when things go wrong
 
 This page is made by `python -m benchmarks.campaign --table` from the results of one campaign. A campaign draws jobs (model,
-data, method, optimizer, type, batch, micro-batch, limit, directories) and faults from a seed, runs them as processes of the
-real command, and looks at every one of them from outside. A case can be run again with all that it prints:
+data, method, optimizer, type, batch, micro-batch, threads, limit, directories) and faults from a seed, runs them as processes
+of the real command, and looks at every one of them from outside. A case can be run again with all that it prints:
 `python -m benchmarks.campaign --seed {seed} --only CASE`.
 
 **{cases} cases, {starts} starts of the command: {violated} cases with a violation, {wrong} of them with wrong bits.
@@ -62,10 +63,14 @@ Kills and signals come from outside, at a time that is drawn. Faults of single o
 files below the case's own directory and lets the K-th fail, be torn or be slow; it moves the wall clock, and refuses the
 K-th large allocation. K is drawn from what the undisturbed run counted. An error of a device (EIO) is made by this library
 too, not by a device: {devices}. A `small disk` is a real file system (tmpfs) that is too small for the run, mounted as
-its directory, and enlarged before the run goes on. One case in eight is a process of its own; the others are forked from a
-process that has imported torch already, and their peaks were measured to be 0.06 % higher. How high the memory stands while
-torch is imported ({imports:.0f} MB) is seen in the former alone; it is in the proof, and comes before any plan: where it is
-the peak of the whole process, the prediction is not compared.
+its directory, and enlarged before the run goes on. What a user's program does (an optimizer from a function, a callback that
+freezes a layer, goes into another directory, leads a link elsewhere, calls `fit` in another thread, or is killed) is done by
+`benchmarks/campaign/program.py`, which starts the command with callbacks. A `cgroup` is a real one, v1 or v2, made as root;
+its run is given a limit that just fits. A changed value is any of the file's JSON, but for what tells of the past or of the
+user's wishes (losses, settings): nothing else contradicts these. One case in eight is a process of its own; the others are
+forked from a process that has imported torch already, and their peaks were measured to be 0.06 % higher. How high the memory
+stands while torch is imported ({imports:.0f} MB) is seen in the former alone; it is in the proof, and comes before any plan:
+where it is the peak of the whole process, the prediction is not compared.
 
 ## What no campaign can show
 
@@ -73,6 +78,8 @@ A loss of power (the campaign kills processes; what the disk itself loses is hel
 `seqpart/checkpoint/manifest.py` describes), a disk that lies about what it has written, damage in two files at once, and a GPU.
 """
 
+FOUND = Path(__file__).with_name("found.md")
+"""What use from outside found, by kind."""
 _BY_SECTOR = "the kernel's `dm-flakey` and `dm-error` fail by time and by sector, which no seed repeats"
 _NONE = "the machine's kernel has no device mapper, and a FUSE file system was not written for it"
 
@@ -103,6 +110,7 @@ def text_of(found: dict[str, Any]) -> str:
         ends = ", ".join(f"{outcome} {count}" for outcome, count in row["outcomes"].items())
         cells = [name, kind.what, kind.promise, row["cases"], row["struck"], ends, row["cases violated"]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += _traits(result.get("traits", {}))
     lost = "" if not result["lost"] else f" ({len(result['lost'])} did not: {'; '.join(result['lost'])})"
     devices = _BY_SECTOR if result["device_mapper"] else _NONE
     return (
@@ -111,8 +119,18 @@ def text_of(found: dict[str, Any]) -> str:
         + "\n"
         + _violations(result)
         + _mended(result)
+        + "\n"
+        + FOUND.read_text()
         + PROMISES.format(lost=lost, devices=devices, imports=result["imports"] / 1e6)
     )
+
+
+def _traits(rows: dict[str, dict[str, int]]) -> list[str]:
+    """Of what is unusual about jobs."""
+    if not rows:
+        return []
+    lines = ["", "### Unusual jobs", "", "| what | in words | cases | compared | violated |", "|---|---|---|---|---|"]
+    return lines + [f"| {trait} | {TRAITS[trait]} | {' | '.join(map(str, row.values()))} |" for trait, row in rows.items()]
 
 
 def _violations(result: dict[str, Any]) -> str:

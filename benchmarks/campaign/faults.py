@@ -12,12 +12,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from benchmarks.campaign.starting import Process
+from benchmarks.peers.cell import Cgroup, NoCgroup
 
 SOURCE = Path(__file__).with_name("faults.c")
 GOES_ON = "`--resume` reaches the bits of the undisturbed run"
@@ -56,12 +57,39 @@ KINDS = {
     "slow disk": Kind("0.2 to 5 ms more for every operation on a file", "as if nothing had happened", (0,), 1),
     "clock jump": Kind("the wall clock jumps by up to ten years, ahead or back", "as if nothing had happened", (0,), 2),
     "neighbour": Kind("another process takes 1.5 GB and writes to it all the time", "as if nothing had happened", (0,), 1),
+    "working directory": Kind(
+        "at the K-th update the program goes into another directory; half of them are killed later",
+        f"as if nothing had happened, though its places are named from the first; {GOES_ON}", (-signal.SIGKILL, 0), 2,
+    ),
+    "link led elsewhere": Kind(
+        "at the K-th update the links above its directories lead to the user's files; half of them are killed later",
+        f"as if nothing had happened, and nothing there is touched; {GOES_ON}", (-signal.SIGKILL, 0), 2,
+    ),
+    "second fit": Kind(
+        "at the K-th update another thread calls `fit`",
+        "refused in words, the run as if nothing had happened, and RLIMIT_DATA as before at its end", (0,), 2,
+    ),
+    "cgroup": Kind(
+        "a memory cgroup of 93 to 115 % of a limit that just fits",
+        "refused in words (exit code 2 or 3), or as if there was none; the kernel kills nothing", (0, 2, 3), 3,
+    ),
+    "changed value": Kind(
+        "killed, then one value of its checkpoint, plan, marker or sums of rows changed, with right checksums",
+        "exit code 6 or 2, and with the true file it goes on; or the bits of the undisturbed run", (-signal.SIGKILL, 0), 4,
+    ),
+    "changed plan": Kind(
+        "one value changed in the plan that `--plan` gives",
+        "refused in words (exit code 2 or 3), or carried out under the limit to the bits of a plain loop", (0, 2, 3), 2,
+    ),
     "failed allocation": Kind(
         "the K-th allocation of 64 KiB or more fails",
         f"half the micro-batch, or exit code 4 (3 while it is planned); {GOES_ON}", (0, 3, 4), 3,
     ),
 }  # fmt: skip
 DAMAGE = ("bit flip", "truncation", "lost file")
+AFTER_A_KILL = (*DAMAGE, "changed value")
+OF_A_PROGRAM = {"working directory": "chdir", "link led elsewhere": "lead", "second fit": "second"}
+"""fault: what a callback does, in program.py"""
 SIGNALS = {"kill": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGHUP": signal.SIGHUP}
 JUMPS = (-315_360_000, -86_400, -3_600, -30, 30, 3_600, 86_400, 315_360_000)
 _LIBRARY = {
@@ -92,6 +120,17 @@ class Fault:
         at = 1 + int(self.at * counts[counter]) if counter else 1
         return f"{kind} {at} {self.value} {ledger} {under}"
 
+    def words(self, updates: int, *targets: Path) -> list[str]:
+        """For program.py, of a run of so many updates: what is done at one of them, and perhaps a kill at that or a later one.
+
+        targets: what it is done with.
+        """
+        if self.kind not in OF_A_PROGRAM:
+            return []
+        at, random = 1 + int(self.at * updates), Random(self.seed)
+        killed = [f"kill={random.randint(at, updates)}"] if self.kind != "second fit" and random.random() < 0.5 else []
+        return [":".join([f"{OF_A_PROGRAM[self.kind]}={at}", *map(str, targets)]), *killed]
+
 
 def counting(ledger: Path, under: Path) -> str:
     return f"count 0 0 {ledger} {under}"
@@ -108,6 +147,7 @@ def draw(random: Random, kinds: list[str] | None = None) -> Fault:
         "torn write": random.randrange(1000), "full disk": errno.ENOSPC,
         "EIO on a change": errno.EIO, "EIO on a read": errno.EIO,
         "slow disk": random.choice([200, 1000, 5000]), "clock jump": random.choice(JUMPS),
+        "cgroup": random.choice([93, 97, 99, 100, 101, 105, 115]),
     }  # fmt: skip
     again = tuple(random.random() for _ in range(random.choice([0, 0, 1, 2]))) if kind.startswith(("kill", "torn")) else ()
     return Fault(kind, random.random(), values.get(kind, 0), again, random.randrange(1 << 30))
@@ -195,6 +235,17 @@ def neighbour() -> Iterator[None]:
             yield
         finally:
             process.kill()
+
+
+@contextmanager
+def cgroup(size: int) -> Iterator[Cgroup | None]:
+    """None where this machine lets us make none."""
+    with ExitStack() as stack:
+        try:
+            group = stack.enter_context(Cgroup(size))
+        except NoCgroup:
+            group = None
+        yield group
 
 
 def damage(fault: Fault, files: list[Path]) -> Path | None:

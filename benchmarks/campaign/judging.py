@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from benchmarks.campaign.starting import Ended
@@ -22,6 +23,7 @@ RESULTS = {
     "model.safetensors", "plan.json", "result.json", "events.jsonl", "memory.jsonl", "job.json", "seqpart-run.json",
     "seqpart.lock",
 }  # fmt: skip
+_NEEDED = re.compile(r" needs ([\d.]+ ?[kMGT]i?B)")
 _SMALLEST = re.compile(r"(?:smallest limit that (?:fits|would)[^:]*:|Give more, for example) ([\d.]+ ?[kMGT]i?B)")
 
 
@@ -51,7 +53,15 @@ class Figures:
 
 def smallest_named(complained: str) -> int | None:
     """The limit that a refusal names."""
-    found = _SMALLEST.search(complained)
+    return _size(_SMALLEST.search(complained))
+
+
+def needed(complained: str) -> int | None:
+    """What a refusal says is needed, without the margin that a limit has above it."""
+    return _size(_NEEDED.search(complained))
+
+
+def _size(found: re.Match[str] | None) -> int | None:
     return parse_size(found[1], total=None, free=None, name="a refusal") if found else None
 
 
@@ -131,9 +141,13 @@ def same_tensors(one: Path, other: Path) -> str | None:
         return f"other names: {sorted(found.keys() ^ expected.keys())[:4]}"
     for name, tensor in expected.items():
         mine = found[name]
-        if mine.dtype != tensor.dtype or mine.shape != tensor.shape or mine.numpy().tobytes() != tensor.numpy().tobytes():
+        if mine.dtype != tensor.dtype or mine.shape != tensor.shape or _bytes_of(mine) != _bytes_of(tensor):
             return f"{name}: {int((mine != tensor).sum())} of {tensor.numel()} elements"
     return None
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def halvings(out: Path) -> list[int]:

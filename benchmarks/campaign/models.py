@@ -48,6 +48,54 @@ def normed(width: int, depth: int) -> list[Any]:
     return [lambda: nn.Linear(FEATURES, width), *[middle] * depth, lambda: nn.Linear(width, CLASSES)]
 
 
+class Typed(nn.Module):
+    """A residual layer whose parameters have a type of their own."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self._dtype = nn.Linear(width, width).to(dtype), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.to(self._dtype)).tanh().to(x.dtype)
+
+
+class Odd(nn.Module):
+    """A scalar and other parameters of odd sizes lie before those of its layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.shift = nn.Parameter(torch.zeros(1, 3))
+        self.inner = nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x * self.scale)
+        y = torch.cat([y[:, :3] + self.shift, y[:, 3:]], 1)
+        return x + nn.functional.gelu(y * self.gain)
+
+
+def odd(width: int, depth: int) -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(FEATURES, width), *(Odd(width) for _ in range(depth)), nn.Linear(width, CLASSES))
+
+
+def mixed(width: int, depth: int) -> nn.Module:
+    """Parameters of three types."""
+    torch.manual_seed(4)
+    kinds = torch.float64, torch.float32, torch.bfloat16
+    middle = (Typed(width, kinds[number % 3]) for number in range(depth))
+    return nn.Sequential(nn.Linear(FEATURES, width), *middle, nn.Linear(width, CLASSES))
+
+
+def partly(width: int, depth: int, part: int) -> nn.Module:
+    """Most of it does not learn: all but the head (0), the first layer (1) or a layer in the middle (2)."""
+    model = alive(width, depth).requires_grad_(False)
+    assert isinstance(model, nn.Sequential)
+    model[(-1, 0, len(model) // 2)[part]].requires_grad_(True)
+    return model
+
+
 def alive(width: int, depth: int) -> nn.Module:
     """Given as a module that lives already."""
     torch.manual_seed(4)
@@ -117,7 +165,7 @@ def _labelled(rows: int, *shape: int) -> Any:
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
 
-_MODELS = {made.__name__: made for made in (normed, alive, frozen, regression, conv, lstm, encoder)}
+_MODELS = {made.__name__: made for made in (normed, alive, frozen, odd, mixed, partly, regression, conv, lstm, encoder)}
 _DATA = {made.__name__: made for made in (features, images, series, amounts)}
 
 

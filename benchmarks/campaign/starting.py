@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import children
+from benchmarks.peers.cell import Cgroup
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 from watch import Process, Watched, watch, watch_process  # noqa: E402
 
 COMMAND = "seqpart.train"
-# One thread: runs beside each other, and the same bits as the plain loop. No bytecode: nothing outside the run may change.
+# One thread, or as many as the job says: runs beside each other, and the same bits as the plain loop.
+# No bytecode: nothing outside the run may change.
 ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200",
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -46,6 +48,9 @@ class Order:
     place: Path
     """The working directory; what is printed goes into the files `said` and `complained` there."""
     main: str = COMMAND
+    threads: int = 1
+    group: Cgroup | None = None
+    """Of a process of its own: what it is forked from lies outside."""
     fault: str | None = None
     preload: Path | None = None
     at_sample: Callable[["Process", float], object] | None = None
@@ -65,13 +70,14 @@ class Ended:
 
 def run_fresh(order: Order) -> Ended:
     """As a user starts it."""
-    environment = dict(ENVIRONMENT)
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": str(order.threads)}
     if order.fault is not None:
         environment |= {"LD_PRELOAD": str(order.preload), "CAMPAIGN_FAULT": order.fault}
     with open(order.place / "said", "wb") as said, open(order.place / "complained", "wb") as complained:
         process = subprocess.Popen(
             children.command(order.main, *order.arguments), cwd=order.place, env=environment,
             stdin=subprocess.DEVNULL, stdout=said, stderr=complained,
+            preexec_fn=order.group.enter if order.group is not None else None,
         )  # fmt: skip
         return _watched(process, order)
 
@@ -121,7 +127,10 @@ class Starter:
         )
 
     def run(self, order: Order) -> Ended:
-        words = {"main": order.main, "arguments": order.arguments, "place": str(order.place), "fault": order.fault}
+        words = {
+            "main": order.main, "arguments": order.arguments, "place": str(order.place), "fault": order.fault,
+            "threads": order.threads,
+        }  # fmt: skip
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(words).encode() + b"\n")
         return _watched(Forked(int(self._server.stdout.readline()), self._server.stdout), order)
@@ -158,6 +167,7 @@ def become(order: dict[str, Any]) -> None:
         opened = os.open(name, flags | (os.O_CREAT | os.O_TRUNC if number else 0), 0o644)
         os.dup2(opened, number)
         os.close(opened)
+    importlib.import_module("torch").set_num_threads(order["threads"])
     sys.argv = [order["main"], *order["arguments"]]
     sys.path[0] = order["place"]
     if order["fault"] is not None:

@@ -5,6 +5,7 @@ DESK/around/runs/own           a killed run with a checkpoint
 DESK/around/runs/elsewhere     another, whose homes are in DESK/around/offload
 DESK/around/precious/moved     a third, moved away from its place; its homes are in DESK/around/offload too
 DESK/around/precious           the user's files, under names like ours; links in `runs` and `offload` lead there
+DESK/elsewhere                 an empty directory; DESK/place is the working directory
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.campaign import faults
 from benchmarks.campaign.jobs import MODULE, words
+from benchmarks.campaign.program import lead
 from benchmarks.campaign.starting import Order, Starter
 
 NEIGHBOUR = [
@@ -94,8 +96,17 @@ class Desk:
         for folder in (self.place, self.runs, self.offload, self.precious):
             folder.mkdir(parents=True)
         (self.place / "words.txt").write_text(words(0))
-        for name in ("runs", "offload"):
-            (self.around / f"{name}-link").symlink_to(name)
+        (self.root / "elsewhere").mkdir()
+        for link, target in self.links.items():
+            link.symlink_to(target)
+
+    @property
+    def links(self) -> dict[Path, str]:
+        return {self.around / f"{name}-link": name for name in ("runs", "offload")}
+
+    def lead_links_back(self) -> None:
+        for link, target in self.links.items():
+            lead([link], target)
 
     def _whole_neighbour(self) -> None:
         """What a neighbour ends with that nobody kills, and its changes of files."""
@@ -167,6 +178,7 @@ class Desk:
 
     def clear(self) -> None:
         """Remove the run under test; after a change lay everything out anew."""
+        self.lead_links_back()
         faults.take_away(self.out)
         shutil.rmtree(self.out, ignore_errors=True)
         for path in self.homes_elsewhere():

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import record as records_on_disk
 from benchmarks.campaign.cases import Record
 from benchmarks.campaign.faults import KINDS
+from benchmarks.campaign.jobs import TRAITS
 
 COMPARED = ("plain loop", "undisturbed run", "undisturbed run of the same plan")
 """What bits were compared with."""
@@ -51,7 +52,8 @@ def save(name: str, found: list[Record], lost: list[str], about: dict[str, Any])
         for record in ordered
         if record.violations
     ]
-    result = {**about, "cases": len(found), "lost": lost, "faults": counted(ordered), "violated": violated}
+    result = {**about, "cases": len(found), "lost": lost, "faults": counted(ordered), "traits": by_trait(ordered)}
+    result["violated"] = violated
     path = records_on_disk.save(name, result)
     lines = [json.dumps(dataclasses.asdict(record)) for record in ordered]
     _cases_of(name).write_text("\n".join(lines) + "\n")
@@ -77,6 +79,19 @@ def counted(found: list[Record]) -> dict[str, dict[str, Any]]:
     return table
 
 
+def by_trait(found: list[Record]) -> dict[str, dict[str, int]]:
+    """Per trait of jobs: cases of jobs that have it, those whose bits were compared, and those that were violated."""
+    table = {}
+    for trait in TRAITS:
+        having = [record for record in found if trait in record.traits]
+        table[trait] = {
+            "cases": len(having),
+            "bits": sum(record.bits in COMPARED for record in having),
+            "cases violated": sum(bool(record.violations) for record in having),
+        }
+    return table
+
+
 def summary(found: list[Record], lost: list[str]) -> str:
     rows = [["fault", "cases", "struck", "starts", "outcomes", "bits compared", "violated"]]
     for name, row in counted(found).items():
@@ -89,4 +104,6 @@ def summary(found: list[Record], lost: list[str]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     bad = sum(bool(record.violations) for record in found)
+    for trait, row in by_trait(found).items():
+        lines.append(f"{trait}: {', '.join(f'{name} {count}' for name, count in row.items())}")
     return "\n".join([*lines, *lost, f"{len(found)} cases, {bad} with violations"])

@@ -12,6 +12,7 @@ another process maps cannot be taken out: a command in a cgroup waits until they
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import mmap
 import os
@@ -78,9 +79,11 @@ class Cell:
 class Cgroup:
     """A memory cgroup of its own; gone, with whatever still ran in it, at the end of a `with`."""
 
+    _numbers = itertools.count()
+
     def __init__(self, size: int, swap: int = 0) -> None:
         self.v1 = (V1 / "memory.limit_in_bytes").exists()
-        self._path = (V1 if self.v1 else V2) / f"peers-{os.getpid()}"
+        self._path = (V1 if self.v1 else V2) / f"peers-{os.getpid()}-{next(self._numbers)}"
         self._size, self._swap = size, swap
 
     def __enter__(self) -> "Cgroup":

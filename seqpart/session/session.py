@@ -203,10 +203,19 @@ class Session:
         self._held = self.sampler.usage.read()
         with self._device.heap.kept(stage.heap):
             ended = yield from self._run_steps(stage, start, metrics)
+            while ended[0] is None and self._learns_anew(stage, ended[1]):
+                # In the same heap: another one would lie behind what libraries have kept in this one.
+                self.pauses.changed = False
+                ended = yield from self._run_steps(stage, *ended[1:])
             if ended[0] is not None:  # graphs of the step that failed go before the heap does, which could not shrink else
                 self._partitions = []
                 gc.collect()
             return ended
+
+    def _learns_anew(self, stage: Stage, at: Position) -> bool:
+        """Whether the stage, which was left at that position, goes on at once with other parameters that learn."""
+        ends = self._stopped or at.phase >= stage.end or self.watch.end_behind(self.prepared.phases, at) is not None
+        return self.pauses.changed and not self.pauses.unplanned and not ends
 
     def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         with ExitStack() as stack:

@@ -73,9 +73,9 @@ class Program:
         model, _ = model_of(job, limit_of(job.mem_limit, device), train, test, Reporter(quiet=True))
         self.blocks = nn.ModuleList(block.build(Device(), job.seed) for block in as_chain(model)).to(self.device)
         (rate,), (name,) = values_of(job.lr), values_of(job.optimizer)  # one of each: the question refuses others
-        chosen = choose(name, lr=rate, weight_decay=job.weight_decay, momentum=job.momentum)
+        self._chosen = choose(name, lr=rate, weight_decay=job.weight_decay, momentum=job.momentum)
         self._parameters = [parameter for parameter in self.blocks.parameters() if parameter.requires_grad]
-        self._optimizer, self._rate = chosen.build(self._parameters), rate
+        self._optimizer, self._rate = self._chosen.build(self._parameters), rate
         self._batch = min(max(values_of(job.batch_size)), train.count)
         self._micro = min(job.micro_batch_size or self._batch, self._batch)
         (self._epochs,) = values_of(job.epochs)
