@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import psutil
 import torch
 
 from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
@@ -45,8 +46,10 @@ def limit_of(asked: str | int | float, device: Device) -> int:
     if limit < 1 << 16:
         raise OptionError(f"--mem-limit: expected a size such as 2GB; {asked!r} is {limit} bytes, less than any process has.")
     if limit >= total + PAGE:  # a cgroup's is whole pages
-        whose = {cgroups.limit(): "its cgroup allows (memory.max)", room(): "this process may have (ulimit -v, -d)"}
-        there = whose.get(total, "the device has") if device.shares_memory else "the device has"
+        there = "the device has"
+        if device.shares_memory:
+            of_cgroup = cgroups.limit(), "its cgroup allows (memory.max)"
+            there = min((psutil.virtual_memory().total, there), of_cgroup, (room(), "this process may have (ulimit -v, -d)"))[1]
         raise OptionError(
             f"--mem-limit: {format_size(limit)} were asked for, and {there} {format_size(total)}. Give less, or auto."
         )
