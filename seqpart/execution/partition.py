@@ -34,7 +34,7 @@ from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store
 from seqpart.offload.transfer import Transfer
 from seqpart.parts.statistics import Around, EarlierBuffers, as_it_is
-from seqpart.rates.scheduler import Groups, tune
+from seqpart.rates.scheduler import Groups, note_rates, tune
 
 
 class Partition:
@@ -171,9 +171,7 @@ class Partition:
             return
         self.optimizer = self._choice.build(list(self.trainable.values()))
         self.built = weakref.ref(self.optimizer)
-        for group in self.optimizer.param_groups:
-            if "lr" in group:
-                group["initial_lr"] = group["lr"]
+        note_rates(self.optimizer)
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
             if not (begun := block.state_home in self._store):
                 region.zero_()

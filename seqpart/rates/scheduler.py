@@ -80,6 +80,13 @@ def _told(what: str) -> Iterator[None]:
         raise OptionError(f"--lr-schedule: {what}: {type(error).__name__}: {error}") from error
 
 
+def note_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Let its groups know the learning rates that they were built with, for `tune`."""
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["initial_lr"] = group["lr"]
+
+
 def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
     """Let its groups have `rate` times their initial learning rate, if they have one, or the options that a scheduler says.
 

@@ -20,7 +20,7 @@ from seqpart.memory.compiler import take_step
 from seqpart.methods.method import PartitionLoss
 from seqpart.model.blocks import Block
 from seqpart.model.reductions import Verdict
-from seqpart.rates.scheduler import tune
+from seqpart.rates.scheduler import note_rates, tune
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.session.session import Session
 from seqpart.tracing.tracing import judged_output, run_on_rows
@@ -47,9 +47,7 @@ def train_plainly(session: Session, model: object, updates: int) -> dict[tuple[i
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     stage, settings = session.prepared.stages[0], session.settings
     optimizer, rate = stage.optimizers[-1].build(trained), session.rate_of(stage)
-    for group in optimizer.param_groups:
-        if "lr" in group:
-            group["initial_lr"] = group["lr"]
+    note_rates(optimizer)
     judge = session.prepared.loss(0)
     assert judge is not None
     left = updates
