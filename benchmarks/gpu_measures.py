@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from seqpart.devices.simulated import SimulatedDevice
-from seqpart.files.direct import REQUEST, DirectFile, aligned, bytes_of
+from seqpart.files.direct import REQUEST, DirectFile
 from seqpart.hardware.table import Hardware
 from seqpart.memory.compiler import take_step
 from seqpart.memory.device import DOWN, UP, Device
 from seqpart.memory.limit import margin_of, measure_runtime, warm_up
+from seqpart.memory.pages import aligned, bytes_of
 from seqpart.memory.usage import MemoryUsage
 
 KIB, MIB = 1 << 10, 1 << 20

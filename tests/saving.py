@@ -18,8 +18,8 @@ from seqpart.checkpoint.manifest import load, restore, save
 from seqpart.data import row_file
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.row_file import RowLayout
-from seqpart.files.direct import PAGE, aligned
 from seqpart.files.scratch import has_checkpoint
+from seqpart.memory.pages import PAGE, aligned
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store

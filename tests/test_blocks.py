@@ -8,8 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from seqpart.errors import ModelError
-from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import aligned
 from seqpart.model.blocks import as_chain
 from seqpart.model.tensors import attach, detach, layout_of, run_fake, tensors_of
 

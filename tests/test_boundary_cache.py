@@ -12,8 +12,8 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import RING, WINDOW, MemoryReader, Reader, ReaderThread, reader_bytes, windows
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile
-from seqpart.files.direct import PAGE
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE
 from seqpart.offload.host_pool import HostPool, OwnMemory
 from seqpart.schedule.phase import Phase, PhaseKind
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from seqpart.boundaries.exchange import InHost, OnDevice, OnDisk
 from seqpart.errors import StoreError
-from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
+from seqpart.memory.pages import round_up
 from seqpart.planning.problem import BUFFERS, exchange_bytes
 
 LARGEST = 3 << 12

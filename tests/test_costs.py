@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from seqpart.costs.blocks import _watch_inference, _watch_training, measure_chain, measure_loss
 from seqpart.costs.counting import LiveBytes
 from seqpart.errors import DataError, ModelError
-from seqpart.files.direct import round_up
+from seqpart.memory.pages import round_up
 from seqpart.model.blocks import as_chain
 from seqpart.model.packs import Value
 from seqpart.model.tensors import layout_of, tensors_of

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from seqpart.devices.cuda import CudaDevice
 from seqpart.devices.opening import open_device
 from seqpart.errors import OptionError
-from seqpart.files.direct import PAGE
 from seqpart.memory import cgroups, nvml
 from seqpart.memory import device as devices
 from seqpart.memory.device import Device, describe_versions, host_memory_free, keyed_seed
+from seqpart.memory.pages import PAGE
 from seqpart.memory.usage import MemoryUsage
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU on this machine")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError
 from seqpart.files import direct as direct
-from seqpart.files.direct import PAGE, DirectFile, aligned, bytes_of, explained, probe_disk, round_up
+from seqpart.files.direct import DirectFile, explained, probe_disk
+from seqpart.memory.pages import PAGE, aligned, bytes_of, round_up
 
 
 def noise(nbytes):

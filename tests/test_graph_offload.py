@@ -8,8 +8,8 @@ from torch import nn
 
 from seqpart.execution.graph_offload import GraphOffload
 from seqpart.execution.saved_tensors import packing
-from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import aligned
 from seqpart.offload.graph_ranges import DiskRanges
 
 CAPACITY, MICRO_BATCHES = 1 << 16, 3

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.files.direct import PAGE, round_up
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, round_up
 from seqpart.offload.host_pool import Extents, HostPool, piece_sizes, pieces_for
 
 

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from seqpart.directory.publication import latest
-from seqpart.files.scratch import has_checkpoint
-from seqpart.session.fitting import RESULT
-from seqpart.session.places import JOB
+from seqpart.files.scratch import JOB, RESULT, has_checkpoint
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, command, end, start
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from seqpart.errors import CorruptFile, ModelError
-from seqpart.files.direct import PAGE, aligned, bytes_of
+from seqpart.memory.pages import PAGE, aligned, bytes_of
 from seqpart.offload.layout import LINE, Layout, TensorSpec, decode_header, encode_header, header_size, spec_of
 
 HOME = Path("home.safetensors")

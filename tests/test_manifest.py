@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from seqpart.checkpoint.manifest import CHECKPOINT, PREVIOUS, load, restore, save
 from seqpart.data import row_file
 from seqpart.errors import CorruptFile, DiskFull, OptionError
-from seqpart.files.direct import PAGE
+from seqpart.memory.pages import PAGE
 from tests import saving
 from tests.command import SECONDS
 from tests.saving import CALLS, fill, go_on, is_whole, opened, resumed

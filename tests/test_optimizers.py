@@ -8,7 +8,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import OptionError
-from seqpart.files.direct import aligned
+from seqpart.memory.pages import aligned
 from seqpart.model.optimizers import averaging, choose, describe
 from seqpart.offload.layout import TensorSpec, spec_of
 

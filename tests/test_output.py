@@ -13,7 +13,7 @@ import textwrap
 import pytest
 
 from seqpart.errors import StoreError
-from seqpart.session.fitting import RESULT
+from seqpart.files.scratch import RESULT
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, SMALL, call, command, refused
 

@@ -15,8 +15,8 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.data.reader import windows
 from seqpart.errors import DataError, DoesNotFit, Interrupted, ModelError, OptionError
-from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import aligned
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.separable import PSL, psl_phases, rows_of_pairs
 from seqpart.model import SeparableLinear

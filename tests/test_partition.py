@@ -12,8 +12,8 @@ from seqpart.devices.opening import open_device
 from seqpart.errors import CorruptFile
 from seqpart.execution.partition import Partition
 from seqpart.execution.slots import Slot, at_once
-from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import aligned
 from seqpart.model.blocks import as_chain
 from seqpart.model.clipping import total_norm
 from seqpart.model.optimizers import choose

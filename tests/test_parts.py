@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart.errors import ModelError, OptionError
-from seqpart.files.direct import aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import aligned
 from seqpart.model.blocks import as_chain
 from seqpart.model.tensors import layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool

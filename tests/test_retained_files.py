@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from seqpart.errors import DiskFull
-from seqpart.files.direct import PAGE, aligned
 from seqpart.files.retained import RetainedFiles
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, aligned
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store

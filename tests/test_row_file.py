@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from seqpart.data import row_file
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DiskFull
-from seqpart.files.direct import PAGE, aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, aligned
 from seqpart.offload.host_pool import HostPool, OwnMemory
 
 LAYOUTS = {

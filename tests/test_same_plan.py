@@ -8,9 +8,9 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, Interrupted
+from seqpart.files.scratch import PLAN
 from seqpart.memory.usage import read_process
 from seqpart.planning.plan import Plan
-from seqpart.session.places import PLAN
 from tests.choice import in_turn
 from tests.machine import SPEEDS, known_runtime, known_speeds
 from tests.resuming import interrupt

@@ -14,8 +14,7 @@ import torch
 from seqpart.checkpoint.manifest import FORMAT
 from seqpart.directory.publication import latest
 from seqpart.files.checksummed import with_checksum
-from seqpart.files.scratch import CHECKPOINT
-from seqpart.session.places import JOB
+from seqpart.files.scratch import CHECKPOINT, JOB
 from tests.command import SMALL, call, files
 from tests.test_packages import MODULES
 

@@ -17,7 +17,7 @@ from seqpart.errors import DoesNotFit
 from seqpart.execution.events import StepDone
 from seqpart.execution.executor import Executor
 from seqpart.execution.slots import Slots
-from seqpart.files.direct import PAGE
+from seqpart.memory.pages import PAGE
 from seqpart.planning.exact import cuts_of
 from seqpart.planning.prediction import predict, rows_for_memory, rows_held
 from seqpart.planning.problem import buffers_of, exchange_bytes, largest_boundary, parts_of

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.execution.slots import Slots, at_once
-from seqpart.files.direct import PAGE, round_up
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, round_up
 
 sizes = st.integers(0, 20).map(lambda pages: pages * PAGE + 1)
 moves = st.lists(st.one_of(sizes, st.none()), max_size=40)

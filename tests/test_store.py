@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from seqpart.errors import CorruptFile, DiskFull
-from seqpart.files.direct import PAGE, aligned, bytes_of
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, aligned, bytes_of
 from seqpart.offload import tensor_file as homefile
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout, TensorSpec, spec_of

@@ -10,8 +10,8 @@ import torch
 
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.execution.slots import at_once
-from seqpart.files.direct import PAGE, aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, aligned
 from seqpart.offload.host_pool import Extents, HostPool
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store

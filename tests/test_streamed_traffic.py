@@ -13,7 +13,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.costs.simulator import Resources
 from seqpart.execution.events import StepDone
-from seqpart.files.direct import round_up
+from seqpart.memory.pages import round_up
 from seqpart.offload.layout import LINE
 from seqpart.planning.prediction import predict
 from seqpart.planning.problem import parts_of

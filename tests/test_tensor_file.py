@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from seqpart.errors import CorruptFile
-from seqpart.files.direct import PAGE, aligned
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, aligned
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store
 

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, OptionError
-from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
 from seqpart.memory.limit import measure_runtime
+from seqpart.memory.pages import round_up
 from seqpart.planning.plan import Plan
 from seqpart.tiling.modules import Tiled
 from seqpart.tiling.tiling import SIZES, Tiling, sizes_to_try

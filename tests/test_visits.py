@@ -8,7 +8,7 @@ from torch import nn
 
 from seqpart.errors import CorruptFile
 from seqpart.execution.slots import Slot, at_once
-from seqpart.files.direct import aligned
+from seqpart.memory.pages import aligned
 from seqpart.model.optimizers import choose
 from tests.test_partition import Home
 

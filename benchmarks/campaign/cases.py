@@ -20,7 +20,7 @@ from benchmarks.campaign.starting import COMMAND, Ended, Order, Starter, imports
 from benchmarks.campaign.surroundings import Desk
 from benchmarks.peers.cell import Cgroup
 from seqpart.directory.marker import LOCK, MARKER
-from seqpart.session.places import PLAN
+from seqpart.files.scratch import PLAN
 
 MOST_STARTS = 6
 IMPORTS = 3.0

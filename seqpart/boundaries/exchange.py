@@ -23,8 +23,8 @@ from typing import Protocol, Self
 import torch
 
 from seqpart.costs.partition import PartitionCost
-from seqpart.files.direct import round_up
 from seqpart.memory.device import DOWN, Device, Event
+from seqpart.memory.pages import round_up
 from seqpart.model.packs import DEVICE, Tiers
 from seqpart.offload.buffered_file import BufferedFile
 from seqpart.offload.layout import LINE

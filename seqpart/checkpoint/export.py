@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from seqpart.costs.blocks import BlockCost
-from seqpart.files.direct import REQUEST, DirectFile, aligned, bytes_of, explained, round_up
+from seqpart.files.direct import REQUEST, DirectFile, explained
 from seqpart.files.owned import remove
+from seqpart.memory.pages import aligned, bytes_of, round_up
 from seqpart.model.blocks import Block
 from seqpart.model.optimizers import AVERAGE
 from seqpart.offload.layout import Layout, TensorSpec, encode_header

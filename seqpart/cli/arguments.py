@@ -20,10 +20,9 @@ from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import opened
 from seqpart.files.schema import as_type
-from seqpart.files.scratch import has_checkpoint
+from seqpart.files.scratch import JOB, has_checkpoint
 from seqpart.files.text import refuse_unusable, short
 from seqpart.report.terminal import wrapped
-from seqpart.session.places import JOB
 from seqpart.values import NO_LIMIT, said_of
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from seqpart.costs.counting import LiveBytes
 from seqpart.costs.fake_mode import FakeMode, SameTypes, asks_for_values, cast, eval_edits, quiet_log, quiet_random, real_module
 from seqpart.errors import DataError, ModelError
-from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
+from seqpart.memory.pages import round_up
 from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, frozen_in, in_other_words
 from seqpart.model.packs import ROWS, Value, has_gradients

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpart.files.direct import round_up
+from seqpart.memory.pages import round_up
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

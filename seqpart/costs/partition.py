@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from seqpart.costs.blocks import BlockCost
-from seqpart.files.direct import round_up
 from seqpart.memory.heap import COMPUTING_SHARE
+from seqpart.memory.pages import round_up
 from seqpart.model.blocks import Block
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Value

@@ -20,12 +20,12 @@ from seqpart.asking import generators_left_alone
 from seqpart.costs.blocks import BlockCost
 from seqpart.costs.fake_mode import FakeMode, real_module
 from seqpart.errors import ModelError
-from seqpart.files.direct import round_up
 from seqpart.interrupts import put_off
 from seqpart.memory.compiler import back_propagate, without_symbols
 from seqpart.memory.device import Device
 from seqpart.memory.heap import page_faults, seconds_per_fault
 from seqpart.memory.limit import Grant
+from seqpart.memory.pages import round_up
 from seqpart.memory.usage import HighWater, Reservations
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import Kind, remembered, structure_of

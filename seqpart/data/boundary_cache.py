@@ -9,10 +9,10 @@ import torch
 from seqpart.data.reader import Passing
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile
-from seqpart.files.direct import aligned_bytes
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import ROW_FILES
 from seqpart.memory.device import Device
+from seqpart.memory.pages import aligned_bytes
 from seqpart.offload.host_pool import HostPool, OwnMemory
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from seqpart.data.row_file import PassingLayout, RowLayout, Rows
-from seqpart.files.direct import PAGE, aligned, aligned_bytes, bytes_of
+from seqpart.files.movers import Watched, unwatched
 from seqpart.memory.device import Device, Event, keyed_seed
-from seqpart.recording.trace import Watched, unwatched
+from seqpart.memory.pages import PAGE, aligned, aligned_bytes, bytes_of
 from seqpart.schedule.phase import Phase, Span
 
 WINDOW = 8

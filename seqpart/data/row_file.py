@@ -16,11 +16,12 @@ import xxhash
 
 from seqpart.errors import CorruptFile
 from seqpart.files.atomic import write_text
-from seqpart.files.direct import PAGE, DirectFile, aligned, bytes_of, explained, round_up, sync
+from seqpart.files.direct import DirectFile, explained, sync
 from seqpart.files.owned import PRIVATE, opened, remove
 from seqpart.files.schema import Digest, as_type
 from seqpart.files.text import parsed
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE, aligned, bytes_of, round_up
 from seqpart.offload.host_pool import HostPool, OwnMemory
 from seqpart.offload.layout import TensorSpec, encode_header
 

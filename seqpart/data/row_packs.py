@@ -18,8 +18,8 @@ from seqpart.costs.partition import passing
 from seqpart.data.boundary_cache import Boundaries, once_of
 from seqpart.data.row_file import RowLayout, Rows
 from seqpart.errors import CorruptFile, DataError, ModelError
-from seqpart.files.direct import aligned, aligned_bytes
 from seqpart.memory.device import Device
+from seqpart.memory.pages import aligned, aligned_bytes
 from seqpart.model.packs import Pack, Value
 
 

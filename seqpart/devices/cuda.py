@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from seqpart.devices.accelerator import Accelerator
-from seqpart.files.direct import round_up
 from seqpart.memory.device import DOWN, UP, Event, keyed_seed
+from seqpart.memory.pages import round_up
 
 
 class CudaDevice(Accelerator):

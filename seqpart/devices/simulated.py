@@ -24,9 +24,9 @@ from seqpart.devices.caching_allocator import CachingAllocator
 from seqpart.devices.ordering import HOST, Memory, Unordered, act, touch
 from seqpart.devices.streams import COMPUTING, Event, Stream, Streams
 from seqpart.devices.watching import Used, Watching, waits
-from seqpart.files.direct import aligned, watched
 from seqpart.hardware.table import Hardware
 from seqpart.memory.device import DOWN, UP
+from seqpart.memory.pages import aligned, watched
 
 _COPIES = {UP: "the stream of copies to the device", DOWN: "the stream of copies home"}
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from seqpart.costs.partition import PartitionCost
-from seqpart.files.direct import round_up
 from seqpart.memory.device import Device
+from seqpart.memory.pages import round_up
 from seqpart.offload.graph_ranges import DiskRanges, Key, Ranges, host_ranges
 from seqpart.offload.layout import LINE
 

@@ -7,75 +7,20 @@ system refuses it the same calls go through the cache and drop the pages behind 
 
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Self
-
-import numpy as np
-import torch
+from typing import Self
 
 from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError, shown
 from seqpart.files.owned import PRIVATE, aside, made, made_over, opened
+from seqpart.memory.pages import PAGE, aligned, bytes_of, tell_watchers
 
-PAGE = 4096
 REQUEST = 8 << 20
 """Bytes of one read or write. 4-16 MiB reached the disk's full speed; more only costs buffers."""
-
-
-def round_up(size: int, to: int = PAGE) -> int:
-    return -(-size // to) * to
-
-
-def aligned_bytes(nbytes: int) -> int:
-    """What `aligned(nbytes)` takes."""
-    return max(PAGE, round_up(nbytes))
-
-
-def aligned(nbytes: int) -> torch.Tensor:
-    """A new uint8 buffer, (round_up(nbytes),), that starts on a page. Owned by the caller; its pages are not touched.
-
-    A mapping of its own, which leaves the process with it: on a heap that is kept it would be a hole, and threads have heaps
-    of their own. Raises OSError (ENOMEM) where memory is refused.
-    """
-    whole = mmap.mmap(-1, aligned_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(whole, dtype=torch.uint8)[: round_up(nbytes)]
-
-
-def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU uint8 tensor, writable, not copied."""
-    for watcher in _watchers:
-        watcher(flat.data_ptr(), len(flat), write=True, disk=False)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
-
-
-class Watcher(Protocol):
-    """Is told of memory that the processor uses, by its address, or that goes to or from a `disk`, before it does."""
-
-    def __call__(self, address: int, nbytes: int, *, write: bool, disk: bool) -> None: ...
-
-
-_watchers: list[Watcher] = []
-
-
-@contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Inside, in every thread, `watcher` is told of what files and their users do with memory."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
-def _told(memory: memoryview, *, write: bool) -> None:
-    for watcher in _watchers:
-        watcher(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory), write=write, disk=True)
 
 
 class DirectFile:
@@ -136,7 +81,7 @@ class DirectFile:
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill `memory` from `offset` on; returns the bytes read, fewer only at the end of the file."""
         done = 0
-        _told(memory, write=True)
+        tell_watchers(memory, write=True)
         while done < len(memory):
             try:
                 got = os.preadv(self._fd, [memory[done : done + REQUEST]], offset + done)
@@ -152,7 +97,7 @@ class DirectFile:
 
     def write_from(self, memory: memoryview, offset: int) -> None:
         done = 0
-        _told(memory, write=False)
+        tell_watchers(memory, write=False)
         while done < len(memory):
             try:
                 done += os.pwritev(self._fd, [memory[done : done + REQUEST]], offset + done)

@@ -1,7 +1,9 @@
-"""Threads that read and write files, behind the one that computes."""
+"""Threads that read and write files beside the one that computes, and who watches them."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 _STACK = 1 << 20
 """Bytes of a thread's stack: it moves bytes by system calls. The usual 8 MB are reserved and not used, and the kernel's limit
@@ -22,3 +24,17 @@ def movers(count: int, name: str) -> ThreadPoolExecutor:
     finally:
         threading.stack_size(before)
     return pool
+
+
+class Watched(Protocol):
+    """What a stream is asked to stand in while it does `what`, and moves `nbytes` over `link`."""
+
+    def __call__(self, stream: str, what: str, *, link: str = "", nbytes: int = 0) -> AbstractContextManager[None]: ...
+
+
+def unwatched(stream: str, what: str, *, link: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
+    """Where nobody looks."""
+    return _NOBODY
+
+
+_NOBODY = nullcontext()

@@ -16,6 +16,9 @@ from seqpart.files.checksummed import checked_body
 from seqpart.files.direct import explained
 from seqpart.files.owned import HALF_WRITTEN, Folder, folder_inside
 
+PLAN = "plan.json"
+JOB = "job.json"
+RESULT = "result.json"
 CHECKPOINT = "checkpoint.json"
 PREVIOUS = "checkpoint.previous.json"
 WEIGHTS = "model.safetensors"

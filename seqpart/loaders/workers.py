@@ -23,10 +23,10 @@ import torch
 
 from seqpart.data.reader import Ints
 from seqpart.errors import DataError, OutOfMemory, SeqpartError
-from seqpart.files.direct import bytes_of
 from seqpart.loaders.draws import SPLITS, Draws
 from seqpart.loaders.source import RowTaker, Source, SourceReader
 from seqpart.memory.device import Device
+from seqpart.memory.pages import bytes_of
 from seqpart.memory.usage import highest, read_process, set_mark_back
 from seqpart.units import format_size
 

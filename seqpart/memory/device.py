@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import torch
 
-from seqpart.files.direct import aligned
 from seqpart.hardware.table import Hardware
 from seqpart.memory import cgroups
 from seqpart.memory.gpu_tables import release_gpu_tables
 from seqpart.memory.heap import RETURNED_FROM, Heap
+from seqpart.memory.pages import aligned
 from seqpart.memory.process_limits import room, room_left
 
 _ALLOCATION_FAILED = (

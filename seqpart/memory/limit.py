@@ -10,10 +10,10 @@ import psutil
 import torch
 
 from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
-from seqpart.files.direct import PAGE
 from seqpart.memory import cgroups
 from seqpart.memory.compiler import take_step, without_compiler
 from seqpart.memory.device import Device
+from seqpart.memory.pages import PAGE
 from seqpart.memory.process_limits import room
 from seqpart.memory.usage import MemoryUsage, read_process
 from seqpart.units import format_limit, format_size, parse_size

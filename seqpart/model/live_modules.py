@@ -19,8 +19,9 @@ from torch.utils import swap_tensors
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from seqpart.errors import CorruptFile, ModelError, OptionError
-from seqpart.files.direct import REQUEST, bytes_of, explained, round_up
+from seqpart.files.direct import REQUEST, explained
 from seqpart.interrupts import undivided
+from seqpart.memory.pages import bytes_of, round_up
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 

@@ -5,10 +5,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from seqpart.files.direct import DirectFile, bytes_of, round_up
+from seqpart.files.direct import DirectFile
 from seqpart.files.movers import movers
 from seqpart.files.owned import remove
 from seqpart.memory.device import Device
+from seqpart.memory.pages import bytes_of, round_up
 
 K = TypeVar("K")
 

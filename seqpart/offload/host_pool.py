@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from seqpart.files.direct import PAGE, aligned, round_up
+from seqpart.memory.pages import PAGE, aligned, round_up
 
 _LARGEST_PIECE = 2 << 30
 _SMALLEST_PIECE = 1 << 20

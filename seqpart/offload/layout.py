@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from seqpart.errors import CorruptFile, ModelError
-from seqpart.files.direct import PAGE, round_up
 from seqpart.files.schema import Whole, as_type, word_of
 from seqpart.files.text import parsed
+from seqpart.memory.pages import PAGE, round_up
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

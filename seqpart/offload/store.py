@@ -23,18 +23,18 @@ from typing import Any
 import torch
 
 from seqpart.errors import CorruptFile
-from seqpart.files.direct import PAGE, aligned, bytes_of, sync
-from seqpart.files.movers import movers
+from seqpart.files.direct import sync
+from seqpart.files.movers import Watched, movers, unwatched
 from seqpart.files.retained import RetainedFiles
 from seqpart.files.scratch import HOME_FILES
 from seqpart.memory.device import DOWN, UP, Device, Event
+from seqpart.memory.pages import PAGE, aligned, bytes_of
 from seqpart.offload.home import Home, Traffic, named
 from seqpart.offload.host_pool import HostPool
 from seqpart.offload.layout import Layout
 from seqpart.offload.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost, WithGaps, WithoutGaps
 from seqpart.offload.tensor_file import TensorFiles
 from seqpart.offload.transfer import Transfer
-from seqpart.recording.trace import Watched, unwatched
 
 IO_THREADS = 2
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from seqpart.files.direct import aligned, bytes_of, round_up
+from seqpart.memory.pages import aligned, bytes_of, round_up
 from seqpart.offload.layout import Layout
 from seqpart.offload.tensor_file import TensorFiles, Version, Writing
 

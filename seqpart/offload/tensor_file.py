@@ -20,10 +20,11 @@ import torch
 import xxhash
 
 from seqpart.errors import CorruptFile
-from seqpart.files.direct import PAGE, REQUEST, DirectFile, aligned, bytes_of, round_up, sync
+from seqpart.files.direct import REQUEST, DirectFile, sync
 from seqpart.files.owned import remove
 from seqpart.files.schema import Digest, as_type
 from seqpart.memory.device import Device, Event
+from seqpart.memory.pages import PAGE, aligned, bytes_of, round_up
 from seqpart.offload.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
 CHECK = 1 << 20

@@ -14,14 +14,12 @@ from seqpart.directory.publication import latest
 from seqpart.errors import OptionError, in_arguments, resuming
 from seqpart.files.checksummed import checked_body
 from seqpart.files.owned import Folder, opened
-from seqpart.files.scratch import has_checkpoint
+from seqpart.files.scratch import JOB, PLAN, RESULT, has_checkpoint
 from seqpart.files.text import MOST_BYTES, refuse_unusable
 from seqpart.planning.plan import Plan
 from seqpart.recording.tally import Sum
 from seqpart.recording.timeline import MEMORY
 from seqpart.report.reporter import EVENTS
-from seqpart.session.fitting import RESULT
-from seqpart.session.places import JOB, PLAN
 
 _PHASE = re.compile(r"\[(\w+) (\d+)(?:-(\d+))?(?:\.(\d+))?\]")
 _PASSES = 4000

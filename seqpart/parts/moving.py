@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpart.files.direct import PAGE, aligned_bytes
+from seqpart.memory.pages import PAGE, aligned_bytes
 from seqpart.offload.layout import Layout, TensorSpec
 from seqpart.offload.store import Store
 from seqpart.offload.streams import Sink, Source

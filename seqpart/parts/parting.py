@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from seqpart.files.direct import PAGE
+from seqpart.memory.pages import PAGE
 from seqpart.offload.layout import Layout
 from seqpart.offload.store import Store
 from seqpart.parts.moving import CutOf, Units, merge, split

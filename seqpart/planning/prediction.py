@@ -8,9 +8,9 @@ from typing import NamedTuple
 from seqpart.costs.partition import PartitionCost
 from seqpart.costs.simulator import PredictedStep, Resources, simulate
 from seqpart.data.row_packs import RowPack
-from seqpart.files.direct import round_up
 from seqpart.memory.heap import heap_for, least_heap_for
 from seqpart.memory.limit import RUNTIME_VARIES, limit_for, margin_of
+from seqpart.memory.pages import round_up
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.model.packs import DEVICE, tiers_of

@@ -15,8 +15,8 @@ from seqpart.data.reader import reader_bytes
 from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.errors import DataError, ModelError, OptionError
-from seqpart.files.direct import PAGE, aligned_bytes, round_up
 from seqpart.memory.limit import WARM_UP_BYTES, growth_beside, left_of, limit_for, refused
+from seqpart.memory.pages import PAGE, aligned_bytes, round_up
 from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
 from seqpart.model.packs import DEVICE, ROWS, Handing, Tiers

@@ -10,9 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from seqpart.files.atomic import unusable
 from seqpart.files.owned import made, write_all
@@ -26,20 +26,6 @@ _COUNTED = 0.05
 """Seconds between two values of a counter."""
 _ENDS = 1 << 10
 """Bytes left for the last events."""
-
-
-class Watched(Protocol):
-    """What a stream is asked to stand in while it does `what`, and moves `nbytes` over `link`."""
-
-    def __call__(self, stream: str, what: str, *, link: str = "", nbytes: int = 0) -> AbstractContextManager[None]: ...
-
-
-def unwatched(stream: str, what: str, *, link: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
-    """Where nobody looks."""
-    return _NOBODY
-
-
-_NOBODY = nullcontext()
 
 
 class Trace:

@@ -9,16 +9,14 @@ from dataclasses import asdict, replace
 from seqpart.errors import shown
 from seqpart.execution.metrics import Metrics
 from seqpart.files.atomic import write_text
-from seqpart.files.scratch import AVERAGE, WEIGHTS
+from seqpart.files.scratch import AVERAGE, PLAN, RESULT, WEIGHTS
 from seqpart.memory.device import describe_versions
 from seqpart.report.reporter import figures
 from seqpart.result import Evaluation, Result
 from seqpart.schedule.steps import Position
-from seqpart.session.places import PLAN
 from seqpart.session.session import Session
 from seqpart.units import now
 
-RESULT = "result.json"
 _NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "average_metrics"}
 """Of a result: what is no JSON, and what only some runs have."""
 

@@ -13,7 +13,8 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.directory.run_directory import RunDirectory
 from seqpart.errors import CorruptFile, ModelError
-from seqpart.files.direct import REQUEST, aligned, bytes_of
+from seqpart.files.direct import REQUEST
+from seqpart.memory.pages import aligned, bytes_of
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import attach, bring_to_cpu, detach, layout_of, tensors_of
 from seqpart.offload.host_pool import HostPool

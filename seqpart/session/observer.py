@@ -7,8 +7,8 @@ from seqpart.execution.events import Event
 from seqpart.execution.executor import Executor
 from seqpart.execution.metrics import OwnMetrics
 from seqpart.execution.partition import Partition
+from seqpart.files.movers import Watched, unwatched
 from seqpart.planning.preparation import Prepared
-from seqpart.recording.trace import Watched, unwatched
 from seqpart.schedule.steps import Position, Step
 
 BeforeUpdate = Callable[[Partition, Step], None]

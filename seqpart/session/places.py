@@ -15,6 +15,7 @@ from seqpart.directory.run_directory import RunDirectory, new_name, refuse_taken
 from seqpart.errors import BadInput, DiskFull, Interrupted, shown
 from seqpart.files.atomic import write_text
 from seqpart.files.checksummed import with_checksum
+from seqpart.files.scratch import JOB, PLAN
 from seqpart.memory.device import describe_versions
 from seqpart.planning.plan import Plan
 from seqpart.recording.timeline import MEMORY
@@ -22,8 +23,6 @@ from seqpart.report.reporter import EVENTS, Reporter
 from seqpart.settings import Settings
 from seqpart.units import format_size, now
 
-PLAN = "plan.json"
-JOB = "job.json"
 UNBEGUN = "unbegun"
 """The state of a run whose rows and weights were not all there yet."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import DoesNotFit, ModelError, OptionError
-from seqpart.files.direct import round_up
+from seqpart.memory.pages import round_up
 from seqpart.model.inspection import is_listened_to
 from seqpart.model.live_modules import modules_of
 from seqpart.tiling.modules import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear

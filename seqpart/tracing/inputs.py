@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import DataError
-from seqpart.files.direct import round_up
+from seqpart.memory.pages import round_up
 
 _NEAR = 0.8
 """From which likeness on a name is taken for a misspelled one: a forward with **kwargs would take it, and leave it unused."""

@@ -15,8 +15,8 @@ from torch import nn
 
 from seqpart.data.reader import Batch, open_reader
 from seqpart.execution.compute import share_of_update
-from seqpart.files.direct import aligned
 from seqpart.memory.compiler import take_step
+from seqpart.memory.pages import aligned
 from seqpart.methods.method import PartitionLoss
 from seqpart.model.blocks import Block
 from seqpart.model.reductions import Verdict

@@ -11,7 +11,7 @@ from typing import Self
 from seqpart.data.splits import as_split, first_rows
 from seqpart.errors import OutOfMemory
 from seqpart.execution.executor import Executor
-from seqpart.files.direct import aligned
+from seqpart.memory.pages import aligned
 from seqpart.memory.sampler import Sampler
 from seqpart.memory.usage import MemoryUsage
 from seqpart.planning.plan import Plan

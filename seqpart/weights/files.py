@@ -10,8 +10,9 @@ from typing import BinaryIO
 import torch
 
 from seqpart.errors import CorruptFile, ModelError, OptionError
-from seqpart.files.direct import bytes_of, explained
+from seqpart.files.direct import explained
 from seqpart.files.owned import opened
+from seqpart.memory.pages import bytes_of
 from seqpart.offload.layout import DTYPES, TensorSpec, decode_entries
 
 INDEX = ".safetensors.index.json"
