@@ -19,11 +19,11 @@ import torch
 
 from benchmarks import record
 from benchmarks.gpu_measures import Bench, Row, rows_of
-from seqpart.devices.opening import open_device
+from seqpart.device.card import Hardware, load, names
+from seqpart.device.device import Device
+from seqpart.device.opening import open_device
 from seqpart.errors import OptionError
-from seqpart.files.atomic import write_text
-from seqpart.hardware.table import Hardware, load, names
-from seqpart.memory.device import Device
+from seqpart.store.atomic import write_text
 from seqpart.units import format_size
 
 _SCALES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "/s": (1e9, "G/s"), "s": (1e-6, "us"), "share": (1.0, "")}

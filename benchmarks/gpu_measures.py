@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from seqpart.devices.simulated import SimulatedDevice
-from seqpart.files.direct import REQUEST, DirectFile
-from seqpart.hardware.table import Hardware
-from seqpart.memory.compiler import take_step
-from seqpart.memory.device import DOWN, UP, Device
-from seqpart.memory.limit import margin_of, measure_runtime, warm_up
-from seqpart.memory.pages import aligned, bytes_of
-from seqpart.memory.usage import MemoryUsage
+from seqpart.device.card import Hardware
+from seqpart.device.device import DOWN, UP, Device
+from seqpart.device.limit import margin_of, measure_runtime, warm_up
+from seqpart.device.pages import aligned, bytes_of
+from seqpart.device.simulated import SimulatedDevice
+from seqpart.device.usage import MemoryUsage
+from seqpart.launch.compiler import take_step
+from seqpart.store.direct import REQUEST, DirectFile
 
 KIB, MIB = 1 << 10, 1 << 20
 CUBLAS = 8 * MIB + 128 * KIB

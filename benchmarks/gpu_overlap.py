@@ -23,12 +23,12 @@ from benchmarks import record
 from benchmarks.streamed_arm import rows
 from benchmarks.streamed_networks import BATCH, DEPTH, WIDTHS, network
 from seqpart import Trainer
-from seqpart.devices.opening import open_device
-from seqpart.devices.simulated import SimulatedDevice
+from seqpart.device.device import DOWN, UP
+from seqpart.device.opening import open_device
+from seqpart.device.simulated import SimulatedDevice
 from seqpart.errors import OptionError, SeqpartError
-from seqpart.execution.events import StepDone
-from seqpart.memory.device import DOWN, UP
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.events import StepDone
 from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.steps import Verb
 

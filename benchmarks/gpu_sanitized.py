@@ -16,7 +16,7 @@ from torch.cuda import _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpart.__main__ import console
-from seqpart.devices.cuda import CudaDevice
+from seqpart.device.cuda import CudaDevice
 
 
 class _Elsewhere(TorchDispatchMode):

@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.objectives.tasks import Rows, divided, whole
 from seqpart.data.reader import windows
-from seqpart.data.row_file import RowLayout
-from seqpart.parts.indices import index_sets
+from seqpart.methods.ist.indices import index_sets
+from seqpart.store.row_file import RowLayout
 from seqpart.zoo import datasets
 
 CLASSES = {"emnist": 47, "cifar": 10}

@@ -24,11 +24,11 @@ from benchmarks import children
 from benchmarks.record import load, origin, save
 from benchmarks.whole_models import EXAMPLES, ROWS, Example, judged
 from seqpart import Trainer
-from seqpart.costs.blocks import measure_chain
-from seqpart.costs.partition import passing
+from seqpart.capture.tracing import chain_of
 from seqpart.data.splits import as_split
 from seqpart.errors import SeqpartError
-from seqpart.tracing.tracing import chain_of
+from seqpart.profile.blocks import measure_chain
+from seqpart.profile.partition import passing
 
 BATCH, RATE, EPOCHS, PARTITIONS = 8, 1e-2, 2, (3, 2)
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

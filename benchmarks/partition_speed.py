@@ -30,8 +30,8 @@ def seqpart_worker(folder: Path) -> None:
     import torch
 
     from seqpart import Trainer
-    from seqpart.execution.events import PhaseDone
     from seqpart.report.reporter import Reporter
+    from seqpart.schedule.events import PhaseDone
     from seqpart.schedule.phase import PhaseKind
     from seqpart.zoo.models import mlp
 
@@ -55,7 +55,7 @@ def seqpart_worker(folder: Path) -> None:
 
 def plain_worker(*, settled: bool) -> None:
     if settled:
-        from seqpart.memory.device import Device
+        from seqpart.device.device import Device
 
         Device().settle()
     import torch
@@ -109,16 +109,16 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     """Save and load a partition of 20 blocks, alternating with the probes."""
     import torch
 
-    from seqpart.costs.blocks import measure_chain
-    from seqpart.costs.partition import slot_bytes
-    from seqpart.devices.opening import open_device
-    from seqpart.execution.partition import Partition
-    from seqpart.execution.slots import Slot, at_once
-    from seqpart.files.direct import probe_disk
+    from seqpart.device.opening import open_device
     from seqpart.model.blocks import as_chain
     from seqpart.model.optimizers import choose
     from seqpart.model.tensors import tensors_of
-    from seqpart.offload.store import Store
+    from seqpart.profile.blocks import measure_chain
+    from seqpart.profile.partition import slot_bytes
+    from seqpart.runtime.partition import Partition
+    from seqpart.runtime.slots import Slot, at_once
+    from seqpart.store.direct import probe_disk
+    from seqpart.store.store import Store
     from seqpart.zoo.models import ResidualBlock
 
     device = open_device("cpu")

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from benchmarks.record import save
-from seqpart.costs.blocks import BlockCost, measure_chain
-from seqpart.costs.hardware import Speeds
-from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
+from seqpart.device.heap import RETURNED_FROM
 from seqpart.errors import DoesNotFit
-from seqpart.memory.heap import RETURNED_FROM
 from seqpart.methods import methods_named
 from seqpart.model.blocks import as_chain
-from seqpart.offload.layout import Layout, TensorSpec
-from seqpart.planning.exact import choose_exact
-from seqpart.planning.problem import Problem, micro_batches
+from seqpart.plan.exact import choose_exact
+from seqpart.plan.problem import Problem, micro_batches
+from seqpart.profile.blocks import BlockCost, measure_chain
+from seqpart.profile.machine import Speeds
+from seqpart.store.layout import Layout, TensorSpec
+from seqpart.store.row_file import RowLayout
 
 WIDTH, BATCH = 512, 256
 SPEEDS = Speeds(flops=1e11, optimizer=1e9, read=2e9, write=1e9)

@@ -16,8 +16,8 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.data.splits import as_split
-from seqpart.execution.events import PhaseDone
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import PhaseKind
 from seqpart.zoo import datasets
 

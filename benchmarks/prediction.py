@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks import children
 from benchmarks.record import FOLDER, origin, path_of, save
-from seqpart.memory.device import describe_versions
+from seqpart.device.device import describe_versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from watch import watch

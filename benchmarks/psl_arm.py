@@ -11,8 +11,8 @@ import torch
 
 from seqpart import Trainer
 from seqpart.data.splits import Split, as_split, first_rows
-from seqpart.execution.events import PhaseDone
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import PhaseKind
 from seqpart.zoo import datasets
 from seqpart.zoo.convolutional import lenet, psnet

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from seqpart.memory.device import describe_versions
+from seqpart.device.device import describe_versions
 
 FOLDER = Path(__file__).parent / "results"
 _NOTING = threading.Lock()

@@ -88,8 +88,8 @@ def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
     from seqpart import Trainer  # before torch: then it has the settings that seqpart gives it
     import torch  # isort: skip
 
-    from seqpart.execution.events import PhaseBegun, PhaseDone
     from seqpart.report.reporter import Reporter
+    from seqpart.schedule.events import PhaseBegun, PhaseDone
     from seqpart.schedule.phase import PhaseKind
 
     timed = 1 if job.cut else 0

@@ -101,8 +101,8 @@ def _status() -> list[str]:
 def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.peers.networks import mean_loss
     from seqpart import Trainer
-    from seqpart.execution.events import StepDone
     from seqpart.report.reporter import Reporter
+    from seqpart.schedule.events import StepDone
     from seqpart.schedule.phase import PhaseKind
     from seqpart.schedule.steps import Verb
 
@@ -159,11 +159,11 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def idle(arm: str) -> None:
     """Take the disk, or the computation, out of the run, from the first updates on."""
-    from seqpart.execution.compute import Compute
-    from seqpart.execution.metrics import Metrics
-    from seqpart.execution.partition import Partition
-    from seqpart.offload.store import Store
-    from seqpart.offload.transfer import Transfer
+    from seqpart.model.metrics import Metrics
+    from seqpart.runtime.compute import Compute
+    from seqpart.runtime.partition import Partition
+    from seqpart.store.store import Store
+    from seqpart.store.transfer import Transfer
 
     if arm == "compute":
         real_get, real_put = Store.begin_get, Store.begin_put

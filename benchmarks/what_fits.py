@@ -21,8 +21,8 @@ from torch import nn
 
 from benchmarks.record import save
 from seqpart import Trainer
+from seqpart.device.card import load
 from seqpart.errors import DoesNotFit, SeqpartError
-from seqpart.hardware.table import load
 
 CARDS = ("rtx4060-laptop-8gb", "rtx3060-12gb", "rtx4080-16gb", "rtx4090")
 RAM = ("16GB", "32GB", "64GB")
@@ -205,7 +205,7 @@ def page(result: dict[str, Any]) -> str:
         "`python -m benchmarks.what_fits` makes this page on any machine. Behind the seconds: the method, where the homes of",
         "partitions that come and go are (pinned host memory, disk), and what the update waits for. The limit is 95 % of the",
         "card's memory.", "",
-        "Nothing here was measured: rates of kernels and links are those of `seqpart/hardware/*.toml`, each with its source.",
+        "Nothing here was measured: rates of kernels and links are those of `seqpart/device/cards/*.toml`, with a source each.",
     ]  # fmt: skip
     for name, cards in result.items():
         model = MODELS[name]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # Read by the libraries when they load, so set before torch. OpenMP's threads that wait spin for microseconds, which small steps
 # need, and then sleep: spinning on they would starve the I/O threads. Tensors aligned for huge pages leave holes in a heap that
-# is kept (seqpart/memory/heap.py).
+# is kept (seqpart/device/heap.py).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
 
@@ -31,17 +31,17 @@ from seqpart.errors import (
     StoreError,
     VerifyMismatch,
 )
-from seqpart.memory.gpu_tables import release_when_loaded as _release_when_loaded
+from seqpart.launch.gpu_tables import release_when_loaded as _release_when_loaded
 
 if "torch" not in sys.modules:
     _release_when_loaded()  # what a process held while torch was loading counts too
 
 if TYPE_CHECKING:
-    from seqpart.loaders.padding import Padding
-    from seqpart.result import Evaluation, Result
+    from seqpart.data.padding import Padding
+    from seqpart.model.empty import parameters_on_meta
+    from seqpart.runtime.result import Evaluation, Result
     from seqpart.settings import Settings
     from seqpart.trainer import Trainer
-    from seqpart.weights.empty import parameters_on_meta
 
 __all__ = [
     "BadInput",
@@ -64,9 +64,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
     if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "parameters_on_meta"):
-        from seqpart import result, settings, trainer
-        from seqpart.loaders import padding
-        from seqpart.weights import empty
+        from seqpart import settings, trainer
+        from seqpart.data import padding
+        from seqpart.model import empty
+        from seqpart.runtime import result
 
         globals().update(
             Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=settings.Settings,

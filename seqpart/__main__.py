@@ -22,10 +22,10 @@ def console() -> None:
     command, *arguments = sys.argv[1:] or [""]
     if command in COMMANDS:
         if command in PLANNING:
-            from seqpart.memory.heap import restarted
+            from seqpart.device.heap import restarted
 
             restarted()
-        from seqpart.memory.process_limits import load_torch
+        from seqpart.device.process_limits import load_torch
 
         load_torch()
         from seqpart.train import run_command

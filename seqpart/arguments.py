@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import DataError, ModelError, OptionError
-from seqpart.files.text import short
+from seqpart.text import short
 
 
 def refuse_no_loss(loss: object) -> None:

@@ -1,13 +1,14 @@
 """The words and numbers that settings may be, what is expected where types do not say it, and values for each partition."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import torch
 
 from seqpart.errors import OptionError
-from seqpart.files.text import short
-from seqpart.loop import lengths
+from seqpart.schedule import lengths
+from seqpart.text import short
 from seqpart.values import as_text
 
 T = TypeVar("T", int, float, str)
@@ -18,6 +19,11 @@ MOST = 10**9
 MOST_WORKERS = 256
 OF_SIL = ("objective", "kappa", "prototype_scale", "sil_inputs", "cache_dtype", "cached_views")
 OF_IST = ("subnets", "local_steps", "subnet_groups", "subnet_rows", "subnet_moments")
+APPROXIMATE = ("sil", "ist")
+"""Methods that do not have the bits of plain training."""
+DEFAULT_OBJECTIVE = "orthogonal"
+WITH_DIRECTIONS = ("orthogonal", "prototype")
+"""Objectives that have --prototype-scale, and tell classes apart by directions."""
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -78,3 +84,13 @@ def refuse_outside(name: str, values: Sequence[float], expected: str, least: flo
         raise OptionError(f"{name}: expected {expected}; found {min(values)}.")
     if max(values) > MOST:
         raise OptionError(f"{name}: expected {expected}, at most {MOST}; found {short(max(values))}.")
+
+
+def default_scales(classes: int) -> list[float]:
+    """Of the first partition and of all that follow: 16, and 4 + ln(classes), at least 8.
+
+    At 16 later ones may learn by heart the training rows that the first one has spread out already; at 4 they learn too
+    little where it has not. At 4 + ln(classes) a row that is quite right has a probability of 0.98 among any number of
+    classes. A first partition that is weak needs 16 (docs/objectives.md). Labels that are no classes (0 of them) use neither.
+    """
+    return [16.0, max(8.0, 4.0 + math.log(max(1, classes)))]

@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 import torch
 
 from seqpart.kinds import LrSchedule, Method, Objective, Precision, TrackerName
-from seqpart.rates.scheduler import SchedulerFactory
+from seqpart.model.scheduler import SchedulerFactory
 
 
 class Options(TypedDict, total=False):

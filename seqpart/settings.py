@@ -10,10 +10,11 @@ from typing import Any, Literal, Self, get_type_hints
 import torch
 
 from seqpart.errors import OptionError
-from seqpart.files.text import refuse_unusable, short
 from seqpart.kinds import (
+    APPROXIMATE,
     AUTOCAST,
     CACHE_DTYPES,
+    DEFAULT_OBJECTIVE,
     EPOCHS,
     EXPECTED,
     MOST,
@@ -21,22 +22,23 @@ from seqpart.kinds import (
     NO_METHOD,
     OF_IST,
     OF_SIL,
+    WITH_DIRECTIONS,
     LrSchedule,
     Method,
     Objective,
     OptimizerName,
     Precision,
     TrackerName,
+    default_scales,
     positive,
     refuse_outside,
     values_of,
 )
-from seqpart.loop import lengths, refusals
-from seqpart.methods import methods_named
-from seqpart.methods.objectives import DEFAULT_OBJECTIVE, WITH_DIRECTIONS, default_scales
 from seqpart.model.losses import LossName
-from seqpart.rates.scheduler import SchedulerFactory, problems
+from seqpart.model.scheduler import SchedulerFactory, problems
+from seqpart.schedule import lengths, refusals
 from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.text import refuse_unusable, short
 from seqpart.units import parse_size
 from seqpart.values import IN_PYTHON, NO_LIMIT, as_text, checked_value, flag_of, joined, said_of
 
@@ -213,8 +215,7 @@ class Settings:
         return problems
 
     def _problems(self) -> list[str]:
-        method = methods_named(self.method)[-1]
-        sil = method.name == "sil"
+        sil, in_pairs = self.method == "sil", self.method == "psl"
         kind = self.objective_name
         owners = {**dict.fromkeys(OF_SIL, "sil"), **dict.fromkeys(OF_IST, "ist")}
         return [
@@ -222,11 +223,11 @@ class Settings:
             *(
                 f"{flag_of(name)} goes with --method {owner} only; found --method {self.method}. Leave it out"
                 for name, owner in owners.items()
-                if getattr(self, name) is not None and method.name != owner
+                if getattr(self, name) is not None and self.method != owner
             ),
             "--method ist needs --subnets: how many parts the network is divided into" if self.lacks_subnets else "",
             "--tile goes with exact methods; method ist divides large layers itself"
-            if method.name == "ist" and self.tile_bytes
+            if self.method == "ist" and self.tile_bytes
             else "",
             *(positive(flag_of(name), getattr(self, name)) for name in OF_IST[:3]),
             f"--kappa goes with --objective mse; found --objective {kind}"
@@ -256,7 +257,7 @@ class Settings:
             positive("--clip-grad-norm", self.clip_grad_norm),
             positive("--micro-batch-size", self.micro_batch_size),
             positive("--test-every", self.test_every),
-            *refusals.problems(self, exact=method.exact, default_epochs=EPOCHS),
+            *refusals.problems(self, exact=self.method not in APPROXIMATE, default_epochs=EPOCHS),
             ""
             if self.workers is None or 0 <= self.workers <= MOST_WORKERS
             else f"--workers: expected 0 to {MOST_WORKERS}; found {short(self.workers)}",
@@ -264,16 +265,16 @@ class Settings:
                 f"{flag_of(name)} does not go with --method psl, whose gradients and partitions are those of pairs of scores. "
                 "Leave it out"
                 for name in ("clip_grad_norm", "partitions", "tile")
-                if method.in_pairs and getattr(self, name) not in (None, "auto", "never")
+                if in_pairs and getattr(self, name) not in (None, "auto", "never")
             ),
             f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
             if self.divides_weights and "adafactor" in values_of(self.optimizer)
             else "",
             f"--method psl trains by --loss psl; found --loss {self.loss}. Leave it out"
-            if method.in_pairs and self.loss not in (None, "psl")
+            if in_pairs and self.loss not in (None, "psl")
             else "",
             ""
-            if method.cuts or self.partitions in ("auto", 1)
+            if self.method != "full" or self.partitions in ("auto", 1)
             else f"--partitions: method {self.method} has one partition; found {as_text(self.partitions)!r}",
         ]
 

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable, Sequence
 
 if __name__ == "__main__":
-    from seqpart.memory.heap import restarted
-    from seqpart.memory.process_limits import load_torch
+    from seqpart.device.heap import restarted
+    from seqpart.device.process_limits import load_torch
 
     restarted()  # before torch is loaded
     load_torch()
@@ -18,26 +18,26 @@ if __name__ == "__main__":
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
 from seqpart.cli.job import DIGITS, Job, opened, saved_plan
+from seqpart.cli.report import reported
 from seqpart.cli.sizing import smallest_limit_named
+from seqpart.cli.verify import verified
 from seqpart.data.splits import Split
+from seqpart.device.device import Device
+from seqpart.device.limit import told
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
-from seqpart.files.atomic import write_text
 from seqpart.interrupts import end_at_once, like_ctrl_c
-from seqpart.memory.compiler import without_distributed_tensors
-from seqpart.memory.device import Device
-from seqpart.memory.limit import told
-from seqpart.page.command import reported
-from seqpart.planning.plan import Plan
+from seqpart.launch.compiler import without_distributed_tensors
+from seqpart.model.pretrained import MODEL
+from seqpart.plan.plan import Plan
 from seqpart.report.log import printing
 from seqpart.report.output import lasting_output
 from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted
+from seqpart.runtime.places import refuse_small_disk, refuse_taken_places
 from seqpart.schedule.steps import steps_of, to_text
-from seqpart.session.places import refuse_small_disk, refuse_taken_places
+from seqpart.store.atomic import write_text
 from seqpart.trainer import Trainer
-from seqpart.verify.command import verified
-from seqpart.weights.pretrained import MODEL
 
 PROGRAM = "python -m seqpart.train"
 INTERRUPTED = 130

@@ -19,51 +19,51 @@ from seqpart.arguments import (
     refuse_options_beside,
 )
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
+from seqpart.data.loaders import test_rows, training_rows, with_loader
+from seqpart.data.longest import for_data
+from seqpart.data.padding import Padding, as_padding
+from seqpart.data.reading import with_fewer_workers
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
-from seqpart.devices.opening import open_device
+from seqpart.device.limit import limit_of, told
+from seqpart.device.opening import open_device
+from seqpart.device.process_limits import one_thread, refuse_poor_surroundings
+from seqpart.device.sampler import Proof, Sampler
+from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import Interrupted, OptionError
-from seqpart.evaluation import evaluated, evaluation_settings
-from seqpart.execution.metrics import ComputeMetrics, own_metrics
-from seqpart.files.scratch import own_folder
 from seqpart.interrupts import like_ctrl_c
 from seqpart.kinds import values_of
-from seqpart.loaders.given import test_rows, training_rows, with_loader
-from seqpart.loaders.longest import for_data
-from seqpart.loaders.padding import Padding, as_padding
-from seqpart.loaders.reading import with_fewer_workers
-from seqpart.loop.lengths import refuse_untested
-from seqpart.memory.limit import limit_of, told
-from seqpart.memory.process_limits import one_thread, refuse_poor_surroundings
-from seqpart.memory.sampler import Proof, Sampler
-from seqpart.memory.usage import MemoryUsage, highest
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
+from seqpart.model.adapter import is_adapted
 from seqpart.model.losses import LossChoice
+from seqpart.model.metrics import ComputeMetrics, own_metrics
 from seqpart.model.modes import KeptModes
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
+from seqpart.model.quantized_intake import PlainTensors
+from seqpart.model.separation import Separation
+from seqpart.model.tiling import first_that_fits, possible_tile, sizes_to_try
 from seqpart.options import Options
-from seqpart.planning.plan import Plan
-from seqpart.planning.preparation import Preparation, Prepared
-from seqpart.quantized.intake import PlainTensors
+from seqpart.plan.ist import preparation_of
+from seqpart.plan.plan import Plan
+from seqpart.plan.preparation import Preparation, Prepared
 from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter, WarningsAlone, figures
-from seqpart.result import Evaluation, Result
-from seqpart.session.fitting import carry_out, with_average
-from seqpart.session.observer import BeforeUpdate, Observer
-from seqpart.session.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
-from seqpart.session.pauses import PlanAnew, let_learn
-from seqpart.session.places import refuse_taken_places
-from seqpart.session.session import Session
-from seqpart.session.tracing import traced
+from seqpart.report.trackers import load
+from seqpart.runtime.evaluation import evaluated, evaluation_settings
+from seqpart.runtime.fitting import carry_out, with_average
+from seqpart.runtime.observer import BeforeUpdate, Observer
+from seqpart.runtime.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
+from seqpart.runtime.pauses import PlanAnew, let_learn
+from seqpart.runtime.places import refuse_taken_places
+from seqpart.runtime.result import Evaluation, Result
+from seqpart.runtime.run_trace import traced
+from seqpart.runtime.session import Session
+from seqpart.runtime.tracking import tracked
+from seqpart.schedule.lengths import refuse_untested
 from seqpart.settings import Settings
-from seqpart.subnets.preparation import preparation_of
-from seqpart.tiling.separation import Separation
-from seqpart.tiling.tiling import first_that_fits, possible_tile, sizes_to_try
-from seqpart.tracking.libraries import load
-from seqpart.tracking.tracking import tracked
+from seqpart.store.scratch import own_folder
 from seqpart.units import format_size
-from seqpart.weights.adapter import is_adapted
 
 __all__ = ["Result", "Trainer"]
 
@@ -255,8 +255,8 @@ class Trainer:
         resume: the directory of a run that ended early, or one of its checkpoint files; it goes on to the bits that it
             would have reached. Model, data and settings must be the same, but for limits and places, and for learning rate,
             schedule, clipping, weight decay and epochs, which hold from there on.
-        callbacks: objects with some of on_step(event), on_epoch(event) and on_eval(event), see `seqpart.loop`; event.stop()
-            ends the training. An error in one ends the run, which is saved.
+        callbacks: objects with some of on_step(event), on_epoch(event) and on_eval(event), see `seqpart.callbacks`;
+            event.stop() ends the training. An error in one ends the run, which is saved.
         compute_metrics: judges the test rows beside loss and accuracy: a function of (outputs, labels) that returns a dict,
             called for each micro-batch and averaged by rows; or an object with update, compute and reset (torchmetrics), or a
             dict of them. What such an object keeps is memory that the plan does not know.

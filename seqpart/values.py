@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from seqpart.errors import OptionError
-from seqpart.files.text import short
+from seqpart.text import short
 
 NO_LIMIT = "--mem-limit is missing. Give the limit to keep, such as --mem-limit 2GB."
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", Path: "a path", str: "a text"}

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import torch
 from hypothesis import strategies as st
 
-from seqpart.costs.blocks import BlockCost
-from seqpart.costs.hardware import Speeds
-from seqpart.data.row_file import RowLayout
 from seqpart.data.row_packs import RowPack
 from seqpart.model.packs import Value
-from seqpart.offload.layout import Layout, TensorSpec
-from seqpart.planning.problem import Problem
+from seqpart.plan.problem import Problem
+from seqpart.profile.blocks import BlockCost
+from seqpart.profile.machine import Speeds
+from seqpart.store.layout import Layout, TensorSpec
+from seqpart.store.row_file import RowLayout
 
 
 def value(number, nbytes):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # other tests need the processors that waiting threads would spin on
 
-from seqpart.memory.device import Device, describe_versions  # before torch: seqpart sets what torch reads when it loads
+from seqpart.device.device import Device, describe_versions  # before torch: seqpart sets what torch reads when it loads
 
 import torch  # isort: skip
 
@@ -46,7 +46,7 @@ def nothing_left_behind():
 @pytest.fixture(autouse=True, scope="session")
 def small_probe_of_the_disk():
     """A plan probes the disk with 64 MB: 0.2 s of each of a thousand short runs, whose plans hang on no speed."""
-    from seqpart.costs import hardware  # not before, as below
+    from seqpart.profile import machine as hardware  # not before, as below
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "probe_disk", functools.partial(hardware.probe_disk, nbytes=8 << 20))

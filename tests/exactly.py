@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart import Trainer
-from seqpart.costs.blocks import measure_chain
-from seqpart.costs.simulator import Resources
 from seqpart.data.splits import Split
 from seqpart.model.packs import tiers_of
-from seqpart.planning.prediction import predict
-from seqpart.planning.problem import parts_of, sharing
+from seqpart.plan.prediction import predict
+from seqpart.plan.problem import parts_of, sharing
+from seqpart.plan.simulator import Resources
+from seqpart.profile.blocks import measure_chain
 from tests import forced, machine
 
 ROWS, BATCH = 22, 8  # updates of 8, 8 and 6 rows
@@ -184,7 +184,7 @@ class Trained:
         forced.plans(self._patch, only)
         # Looked at by plans only, which are forced here; they take half of so short a run.
         machine.known(self._patch)
-        self._patch.setattr("seqpart.planning.inputs.measure_chain", self._measured)
+        self._patch.setattr("seqpart.plan.inputs.measure_chain", self._measured)
 
     def _measured(self, chain, shape, batch, **named):
         """Once for all runs: half of so short a one."""

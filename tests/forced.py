@@ -1,7 +1,7 @@
 """Plans that a test decides, and not the search: the one place where tests reach into the choice."""
 
-import seqpart.planning.exact as exactplan
-import seqpart.planning.search as search
+import seqpart.plan.exact as exactplan
+import seqpart.plan.search as search
 
 
 def plans(patch, chosen):

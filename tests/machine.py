@@ -1,7 +1,7 @@
 """The machine as plans see it, without measuring it: most of so short a run. What planning calls for it is named here alone."""
 
-from seqpart.costs.hardware import Speeds
-from seqpart.planning import inputs
+from seqpart.plan import inputs
+from seqpart.profile.machine import Speeds
 
 SPEEDS = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from seqpart.tracing.tracing import trace
+from seqpart.capture.tracing import trace
 
 ROWS = 3
 

@@ -18,15 +18,15 @@ from itertools import count
 from pathlib import Path
 
 from seqpart import Trainer  # before torch: seqpart sets what torch reads when it loads
-from seqpart.directory.run_directory import RunDirectory
+from seqpart.checkpoint.run_directory import RunDirectory
 from seqpart.errors import Interrupted
-from seqpart.execution.events import StepDone
-from seqpart.execution.partition import Partition
-from seqpart.files.direct import DirectFile
-from seqpart.parts.parting import Parting
-from seqpart.planning.preparation import Preparation
+from seqpart.methods.ist.parting import Parting
+from seqpart.plan.preparation import Preparation
 from seqpart.report.reporter import Reporter
-from seqpart.session import homes
+from seqpart.runtime import homes
+from seqpart.runtime.partition import Partition
+from seqpart.schedule.events import StepDone
+from seqpart.store.direct import DirectFile
 from seqpart.train import main
 from tests import machine
 from tests.command import ENVIRONMENT

@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from seqpart.memory.device import Device  # before torch: seqpart sets what torch reads when it loads
+from seqpart.device.device import Device  # before torch: seqpart sets what torch reads when it loads
 
 import torch  # isort: skip
 
 from seqpart.checkpoint.manifest import load, restore, save
-from seqpart.data import row_file
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.data.row_file import RowLayout
-from seqpart.files.scratch import has_checkpoint
-from seqpart.memory.pages import PAGE, aligned
-from seqpart.offload.host_pool import HostPool
-from seqpart.offload.layout import Layout, TensorSpec
-from seqpart.offload.store import Store
+from seqpart.device.pages import PAGE, aligned
+from seqpart.store import row_file
+from seqpart.store.host_pool import HostPool
+from seqpart.store.layout import Layout, TensorSpec
+from seqpart.store.row_file import RowLayout
+from seqpart.store.scratch import has_checkpoint
+from seqpart.store.store import Store
 
 NAMES = ("block-0", "block-1", "block-1.optimizer")
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(1500,), dtype=torch.float32)])

@@ -13,7 +13,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import DataError, DoesNotFit, OptionError, SeqpartError, in_arguments, resuming
 from seqpart.report.reporter import Reporter
-from tests.test_failures import data
+from tests.runtime.test_failures import data
 
 SAID = {
     "--epochs: expected whole numbers": "epochs: expected whole numbers",

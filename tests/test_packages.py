@@ -76,6 +76,6 @@ def test_nothing_imports_in_a_circle():
         walk(module)
 
 
-@pytest.mark.parametrize("module", ["units", "schedule.steps", "planning.dynamic", "errors", "directory.run_directory"])
+@pytest.mark.parametrize("module", ["units", "schedule.steps", "plan.dynamic", "errors", "checkpoint.run_directory"])
 def test_modules_that_decide_with_ints_do_not_touch_tensors(module):
     assert "import torch" not in MODULES[module].read_text()

@@ -19,8 +19,8 @@ from benchmarks.campaign.jobs import TOO_SMALL, Job
 from benchmarks.campaign.starting import COMMAND, Ended, Order, Starter, imports_peak, run_fresh
 from benchmarks.campaign.surroundings import Desk
 from benchmarks.peers.cell import Cgroup
-from seqpart.directory.marker import LOCK, MARKER
-from seqpart.files.scratch import PLAN
+from seqpart.checkpoint.marker import LOCK, MARKER
+from seqpart.store.scratch import PLAN
 
 MOST_STARTS = 6
 IMPORTS = 3.0

@@ -11,8 +11,8 @@ from typing import Any
 import xxhash
 
 from seqpart.checkpoint.manifest import CHECKPOINT
-from seqpart.directory.marker import MARKER
-from seqpart.files.checksummed import with_checksum
+from seqpart.checkpoint.marker import MARKER
+from seqpart.store.checksummed import with_checksum
 
 Place = tuple[str | int, ...]
 """Where something stands in JSON: the names and numbers that lead to it."""

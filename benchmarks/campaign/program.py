@@ -23,9 +23,9 @@ from unittest import mock
 import seqpart.cli.job
 from benchmarks.campaign.optimizers import OPTIMIZERS
 from seqpart import train
+from seqpart.callbacks import BeginEvent, StepEvent
 from seqpart.errors import SeqpartError
-from seqpart.loop.callbacks import BeginEvent, StepEvent
-from seqpart.result import Result
+from seqpart.runtime.result import Result
 from seqpart.trainer import Trainer
 
 import torch  # isort: skip (behind seqpart, which holds less while torch loads)

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from benchmarks.campaign.optimizers import OPTIMIZERS
 from benchmarks.campaign.program import changes_of, divided, values_of
 from seqpart.cli.job import Job
-from seqpart.execution.metrics import Metrics
-from seqpart.memory.device import Device
+from seqpart.device.device import Device
+from seqpart.model.metrics import Metrics
 
 import numpy as np  # isort: skip
 import torch  # isort: skip

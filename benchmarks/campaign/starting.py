@@ -143,7 +143,7 @@ def serve() -> None:
     importlib.import_module(COMMAND)
     importlib.import_module("torch._dynamo")  # every run brings it, with the first optimizer: half of so short a one
     importlib.import_module(
-        "seqpart.memory.device"
+        "seqpart.device.device"
     ).Device().settle()  # else forked runs begin with all that torch brings, and dynamo
     gc.collect()
     gc.freeze()

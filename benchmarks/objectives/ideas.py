@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.memory.device import keyed_seed
+from seqpart.device.device import keyed_seed
 
 
 @dataclass(frozen=True, kw_only=True)

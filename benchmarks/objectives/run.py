@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.objectives.ideas import IDEAS, Idea, Objective
 from benchmarks.objectives.tasks import TASKS, Rows, Task, true_loss
 from benchmarks.peers.networks import build_all
-from seqpart.memory.device import keyed_seed
+from seqpart.device.device import keyed_seed
 
 EVAL = 500
 

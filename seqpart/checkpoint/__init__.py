@@ -1,1 +1,1 @@
-"""Saving, resuming and exporting."""
+"""The directory of a run, and what it saves and resumes from; the weights that it exports."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from seqpart.errors import OptionError
-from seqpart.loop.lengths import interval_of
+from seqpart.schedule.lengths import interval_of
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.steps import Position
 from seqpart.settings import Settings

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-from seqpart.costs.blocks import BlockCost
-from seqpart.files.direct import REQUEST, DirectFile, explained
-from seqpart.files.owned import remove
-from seqpart.memory.pages import aligned, bytes_of, round_up
+from seqpart.device.pages import aligned, bytes_of, round_up
+from seqpart.files import remove
 from seqpart.model.blocks import Block
 from seqpart.model.optimizers import AVERAGE
-from seqpart.offload.layout import Layout, TensorSpec, encode_header
-from seqpart.offload.store import Store
-from seqpart.weights.names import named_tensors
+from seqpart.model.weight_names import named_tensors
+from seqpart.profile.blocks import BlockCost
+from seqpart.store.direct import REQUEST, DirectFile, explained
+from seqpart.store.layout import Layout, TensorSpec, encode_header
+from seqpart.store.store import Store
 
 
 def export_weights(

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import xxhash
 
-from seqpart.costs.fake_mode import FakeMode
 from seqpart.data.splits import Split, converted
 from seqpart.errors import OptionError
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import digest_of, settings_of
+from seqpart.profile.fake_mode import FakeMode
 
 _FIRST = 16 << 20
 """Bytes of the first rows of data that is read in order, as files are: at least one piece of them is looked at."""

@@ -23,15 +23,15 @@ import msgspec
 
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import CorruptFile, OptionError, resuming, shown
-from seqpart.files.atomic import write_synced
-from seqpart.files.checksummed import checked_body, with_checksum
-from seqpart.files.direct import explained, sync
-from seqpart.files.owned import made, opened, remove
-from seqpart.files.schema import Digest, PathText, Whole, as_type, matching, word_of
-from seqpart.files.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES, ROWS
-from seqpart.files.text import path_fault, read_text
-from seqpart.offload.layout import DTYPES, Layout
-from seqpart.offload.store import Store
+from seqpart.files import made, opened, remove
+from seqpart.schema import Digest, PathText, Whole, as_type, matching, word_of
+from seqpart.store.atomic import write_synced
+from seqpart.store.checksummed import checked_body, with_checksum
+from seqpart.store.direct import explained, sync
+from seqpart.store.layout import DTYPES, Layout
+from seqpart.store.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES, ROWS
+from seqpart.store.store import Store
+from seqpart.text import path_fault, read_text
 
 FORMAT = 2
 

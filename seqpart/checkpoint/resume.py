@@ -13,25 +13,25 @@ import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.changes import Place, different, kept_words, refuse_fixed, told, trained_epochs
 from seqpart.checkpoint.identity import Layers, refuse_other_layers, refuse_other_rows, row_digests
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
-from seqpart.costs.partition import state_layouts
+from seqpart.checkpoint.publication import is_begun_anew
+from seqpart.checkpoint.run_directory import finish_what_was_published
 from seqpart.data.splits import Split
-from seqpart.directory.publication import is_begun_anew
-from seqpart.directory.run_directory import finish_what_was_published
 from seqpart.errors import DoesNotFit, OptionError, shown
-from seqpart.execution.metrics import Metrics, Tally
-from seqpart.files.schema import Finite, Positive, Whole, as_type
-from seqpart.files.scratch import WEIGHTS, has_checkpoint
-from seqpart.loop.best import Kept
-from seqpart.loop.lengths import AT_THE_END
 from seqpart.methods import methods_named
-from seqpart.offload.layout import Layout
-from seqpart.planning.plan import AS_ASKED, Plan, PlanRequest, Told
-from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.model.metrics import Metrics, Tally
+from seqpart.plan.plan import AS_ASKED, Plan, PlanRequest, Told
+from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.profile.partition import state_layouts
+from seqpart.schedule.best import Kept
+from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import START, Position
+from seqpart.schema import Finite, Positive, Whole, as_type
 from seqpart.settings import Settings
+from seqpart.store.layout import Layout
+from seqpart.store.scratch import WEIGHTS, has_checkpoint
 from seqpart.units import format_limit
 
 _ROOM = {"mem_limit", "ram_limit", "partitions"}

@@ -4,10 +4,10 @@ import os
 import secrets
 from pathlib import Path
 
+from seqpart.checkpoint.leftovers import SCRATCH_PREFIX, belongs_to
 from seqpart.checkpoint.manifest import Manifest, bring
-from seqpart.directory.leftovers import SCRATCH_PREFIX, belongs_to
-from seqpart.directory.marker import LOCK, locked
-from seqpart.directory.run_directory import RunDirectory
+from seqpart.checkpoint.marker import LOCK, locked
+from seqpart.checkpoint.run_directory import RunDirectory
 
 
 def open_scratch(directory: RunDirectory, manifest: Manifest | None, offload_dir: Path | None, name: str) -> RunDirectory:

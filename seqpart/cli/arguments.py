@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 import tyro
 
 import seqpart.checkpoint.manifest as manifests
+from seqpart.checkpoint.marker import MARKER
+from seqpart.checkpoint.publication import latest
 from seqpart.checkpoint.resume import as_state, refuse_finished
 from seqpart.cli.config_file import read_config
 from seqpart.cli.form import filled, form_of
 from seqpart.cli.spelling import flags_of, one_spelling, spelled_out
-from seqpart.directory.marker import MARKER
-from seqpart.directory.publication import latest
 from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
-from seqpart.files.checksummed import checked_body
-from seqpart.files.owned import opened
-from seqpart.files.schema import as_type
-from seqpart.files.scratch import JOB, has_checkpoint
-from seqpart.files.text import refuse_unusable, short
+from seqpart.files import opened
 from seqpart.report.terminal import wrapped
+from seqpart.schema import as_type
+from seqpart.store.checksummed import checked_body
+from seqpart.store.scratch import JOB, has_checkpoint
+from seqpart.text import refuse_unusable, short
 from seqpart.values import NO_LIMIT, said_of
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.errors import OptionError
-from seqpart.files.text import read_text, refuse_unusable, short
+from seqpart.text import read_text, refuse_unusable, short
 
 _YAML = (".yaml", ".yml")
 

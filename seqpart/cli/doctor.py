@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from seqpart.devices.opening import open_device
+from seqpart.device.device import describe_versions, host_memory_free
+from seqpart.device.limit import measure_runtime, warm_up
+from seqpart.device.opening import open_device
+from seqpart.device.usage import MemoryUsage
 from seqpart.errors import OptionError
-from seqpart.files.direct import DirectFile, probe_disk
-from seqpart.memory.device import describe_versions, host_memory_free
-from seqpart.memory.limit import measure_runtime, warm_up
-from seqpart.memory.usage import MemoryUsage
+from seqpart.store.direct import DirectFile, probe_disk
 from seqpart.units import format_size
 
 PACKAGES = ("torchvision", "numpy", "psutil", "nvidia-ml-py", "ptflops", "safetensors", "rich", "tyro", "scikit-learn")

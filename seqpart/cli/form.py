@@ -15,9 +15,9 @@ import tyro
 
 from seqpart.cli.spelling import SPELLINGS
 from seqpart.errors import OptionError
-from seqpart.files.text import short
 from seqpart.kinds import OF_IST
 from seqpart.settings import Settings
+from seqpart.text import short
 from seqpart.values import alternatives, as_text, checked_value, choices_of, flag_of, items_of, joined
 
 T = TypeVar("T")

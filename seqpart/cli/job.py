@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.data.classes import count_classes
+from seqpart.data.loaders import test_rows, training_rows
 from seqpart.data.splits import Split, count_tokens
+from seqpart.device.limit import limit_of
 from seqpart.errors import OptionError
-from seqpart.files.scratch import has_checkpoint
-from seqpart.files.text import read_text, short
 from seqpart.kinds import CACHE_DTYPES, MOST, LrSchedule, Method, OptimizerName, Precision
-from seqpart.loaders.given import test_rows, training_rows
-from seqpart.memory.limit import limit_of
 from seqpart.model.blocks import MOST_BLOCKS
-from seqpart.planning.plan import Plan
+from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.settings import Settings
+from seqpart.store.scratch import has_checkpoint
+from seqpart.text import read_text, short
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.values import nearest

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from seqpart.cli.job import Job, model_of
 from seqpart.data.splits import Split
+from seqpart.device.limit import RUNTIME_VARIES, limit_of, refused
 from seqpart.errors import BadInput, DoesNotFit
-from seqpart.memory.limit import RUNTIME_VARIES, limit_of, refused
-from seqpart.planning.plan import Plan
+from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, parse_size

@@ -1,1 +1,1 @@
-"""The user's rows, and the boundary cache that is read ahead."""
+"""The user's rows: checked, read anew or kept, padded, drawn by loaders and their workers."""

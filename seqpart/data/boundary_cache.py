@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from seqpart.data.reader import Passing
-from seqpart.data.row_file import RowLayout, Rows
+from seqpart.device.device import Device
+from seqpart.device.pages import aligned_bytes
 from seqpart.errors import CorruptFile
-from seqpart.files.retained import RetainedFiles
-from seqpart.files.scratch import ROW_FILES
-from seqpart.memory.device import Device
-from seqpart.memory.pages import aligned_bytes
-from seqpart.offload.host_pool import HostPool, OwnMemory
+from seqpart.store.host_pool import HostPool, OwnMemory
+from seqpart.store.retained import RetainedFiles
+from seqpart.store.row_file import RowLayout, Rows
+from seqpart.store.scratch import ROW_FILES
 
 
 def writer_bytes(layout: RowLayout, micro_batch: int, *, in_memory: bool = False) -> int:

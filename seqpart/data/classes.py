@@ -2,10 +2,10 @@
 
 import torch
 
+from seqpart.capture.inputs import described
 from seqpart.data.splits import Split
 from seqpart.errors import DataError
 from seqpart.model.losses import IGNORED
-from seqpart.tracing.inputs import described
 
 SPARSE_CLASSES = 1000
 """Gaps in the numbers of up to so many classes cost little."""

@@ -3,11 +3,11 @@
 import torch
 
 from seqpart.data.reader import Batch
-from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split, write_rows
+from seqpart.device.device import Device
 from seqpart.errors import OutOfMemory
-from seqpart.memory.device import Device
 from seqpart.schedule.phase import Phase
+from seqpart.store.row_file import RowLayout
 
 
 class FedRows:

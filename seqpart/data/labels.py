@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from seqpart.capture.inputs import Form, described, form_of, one_row, packed, some_rows, unpacked
 from seqpart.errors import DataError
 from seqpart.model.losses import LossFunction, LossName, loss_named
-from seqpart.tracing.inputs import Form, described, form_of, one_row, packed, some_rows, unpacked
 
 _ROWS_AT_ONCE = 256
 _NARROW = {

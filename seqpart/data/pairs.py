@@ -6,9 +6,9 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from seqpart.capture.inputs import is_several
 from seqpart.data.labels import are_several
 from seqpart.errors import DataError
-from seqpart.tracing.inputs import is_several
 
 
 def as_pair(data: object, said: str) -> object:

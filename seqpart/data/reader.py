@@ -18,11 +18,11 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from seqpart.data.row_file import PassingLayout, RowLayout, Rows
-from seqpart.files.movers import Watched, unwatched
-from seqpart.memory.device import Device, Event, keyed_seed
-from seqpart.memory.pages import PAGE, aligned, aligned_bytes, bytes_of
+from seqpart.device.device import Device, Event, keyed_seed
+from seqpart.device.pages import PAGE, aligned, aligned_bytes, bytes_of
 from seqpart.schedule.phase import Phase, Span
+from seqpart.store.movers import Watched, unwatched
+from seqpart.store.row_file import PassingLayout, RowLayout, Rows
 
 WINDOW = 8
 """Chunks that are shuffled among themselves."""

@@ -13,14 +13,14 @@ from typing import Self
 
 import torch
 
-from seqpart.costs.blocks import BlockCost
-from seqpart.costs.partition import passing
 from seqpart.data.boundary_cache import Boundaries, once_of
-from seqpart.data.row_file import RowLayout, Rows
+from seqpart.device.device import Device
+from seqpart.device.pages import aligned, aligned_bytes
 from seqpart.errors import CorruptFile, DataError, ModelError
-from seqpart.memory.device import Device
-from seqpart.memory.pages import aligned, aligned_bytes
 from seqpart.model.packs import Pack, Value
+from seqpart.profile.blocks import BlockCost
+from seqpart.profile.partition import passing
+from seqpart.store.row_file import RowLayout, Rows
 
 
 @dataclass(frozen=True, slots=True)

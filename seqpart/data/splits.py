@@ -17,11 +17,11 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
+from seqpart.capture.inputs import PADS, Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
 from seqpart.data.labels import labels_of_items, labels_of_rows, plain
 from seqpart.data.pairs import as_pair, is_pair, kind_of, labels_apart
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
-from seqpart.tracing.inputs import PADS, Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
 
 ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)

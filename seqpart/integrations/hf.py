@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
 import seqpart.trainer
+from seqpart.data.padding import Padding
 from seqpart.errors import Interrupted, OptionError
 from seqpart.integrations import hf_data, hf_optimizers
 from seqpart.integrations.hf_arguments import (
@@ -32,9 +33,8 @@ from seqpart.integrations.hf_arguments import (
 from seqpart.integrations.hf_callbacks import Relay
 from seqpart.integrations.hf_optimizers import Given, OwnOptimizer
 from seqpart.integrations.hf_predictions import Predictions
-from seqpart.loaders.padding import Padding
 from seqpart.options import Options
-from seqpart.result import Result
+from seqpart.runtime.result import Result
 
 __all__ = ["Trainer"]
 

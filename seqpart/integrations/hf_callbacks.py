@@ -12,8 +12,8 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
+from seqpart.callbacks import EpochEvent, EvalEvent, StepEvent
 from seqpart.errors import OptionError
-from seqpart.loop import EpochEvent, EvalEvent, StepEvent
 
 CALLED = {
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_evaluate",

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
+from seqpart.data.draws import generators_kept
+from seqpart.data.longest import spanned
+from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of_batch, tokenizer_says
 from seqpart.errors import DataError, OptionError
-from seqpart.loaders.draws import generators_kept
-from seqpart.loaders.longest import spanned
-from seqpart.loaders.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of_batch, tokenizer_says
 
 COLUMNS = ("labels", "label", "label_ids")
 """Of labels."""

@@ -2,7 +2,7 @@
 
 from seqpart.errors import OptionError
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
-from seqpart.methods.ist import IST
+from seqpart.methods.ist.method import IST
 from seqpart.methods.method import Method
 from seqpart.methods.separable import PSL
 from seqpart.methods.sil import SIL

@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import OptionError
-from seqpart.loop.lengths import AT_THE_END, Interval
 from seqpart.model.losses import LossFunction, scores_of
 from seqpart.model.reductions import (
     BY_ROWS,
@@ -22,6 +21,7 @@ from seqpart.model.reductions import (
     refuse_parts,
     takes_classes_first,
 )
+from seqpart.schedule.lengths import AT_THE_END, Interval
 from seqpart.schedule.phase import Phase, PhaseKind, Span
 from seqpart.schedule.phases import Phases
 

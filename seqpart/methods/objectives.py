@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from seqpart.memory.device import keyed_seed
+from seqpart.device.device import keyed_seed
+from seqpart.kinds import WITH_DIRECTIONS
 from seqpart.methods.labels import SyntheticLabels
 from seqpart.methods.method import SyntheticLoss, Targets
 
@@ -180,16 +181,3 @@ def _labels(
 OBJECTIVES: dict[str, Callable[[Targets], SyntheticLoss]] = {
     "orthogonal": Orthogonal, "prototype": Prototypes, "mse": Regression,
 }  # fmt: skip
-DEFAULT_OBJECTIVE = "orthogonal"
-WITH_DIRECTIONS = ("orthogonal", "prototype")
-"""Objectives that have --prototype-scale, and tell classes apart by directions."""
-
-
-def default_scales(classes: int) -> list[float]:
-    """Of the first partition and of all that follow: 16, and 4 + ln(classes), at least 8.
-
-    At 16 later ones may learn by heart the training rows that the first one has spread out already; at 4 they learn too
-    little where it has not. At 4 + ln(classes) a row that is quite right has a probability of 0.98 among any number of
-    classes. A first partition that is weak needs 16 (docs/objectives.md). Labels that are no classes (0 of them) use neither.
-    """
-    return [16.0, max(8.0, 4.0 + math.log(max(1, classes)))]

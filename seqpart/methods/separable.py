@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from seqpart.data.reader import windows
-from seqpart.data.row_file import RowLayout
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, OptionError
 from seqpart.methods.exact import trained, true_loss, whole_network
@@ -23,6 +22,7 @@ from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.model.losses import LossFunction, partially_separable
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
+from seqpart.store.row_file import RowLayout
 
 COMMON = 0
 """The partition that all scores share; behind it comes one for each score, and then what puts them side by side."""

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from seqpart.capture.own_loss import OwnLoss
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, ModelError
 from seqpart.methods.exact import recovery_phases
@@ -27,7 +28,6 @@ from seqpart.model.blocks import Chain
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.tracing.own_loss import OwnLoss
 
 
 def sil_phases(work: Workload) -> Phases:

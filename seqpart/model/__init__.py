@@ -1,4 +1,4 @@
-"""Blocks, their costs, optimizers and losses; and the layer that models for the partially-separable loss are made of."""
+"""The chain of blocks and its values, losses, optimizers, weights, tiles and quantized layers."""
 
 from seqpart.model.separable import SeparableLinear
 

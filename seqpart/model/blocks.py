@@ -15,12 +15,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from seqpart.device.device import Device
 from seqpart.errors import ModelError
-from seqpart.memory.device import Device
 from seqpart.model.inspection import beside, left_as_they_are, packed_in, structure_of
 from seqpart.model.modes import said_of
 from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
-from seqpart.offload.layout import stride_of
+from seqpart.store.layout import stride_of
 from seqpart.units import format_size
 
 Factory = Callable[[], nn.Module]

@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils import swap_tensors
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from seqpart.device.pages import bytes_of, round_up
 from seqpart.errors import CorruptFile, ModelError, OptionError
-from seqpart.files.direct import REQUEST, explained
 from seqpart.interrupts import undivided
-from seqpart.memory.pages import bytes_of, round_up
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
+from seqpart.store.direct import REQUEST, explained
 
 _ALIGNED = 64
 """A piece begins at a multiple of so many bytes of its storage, and so of every element's size."""

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import OptionError
 from seqpart.interrupts import put_off
-from seqpart.memory.compiler import take_step, without_compiler
-from seqpart.offload.layout import DTYPES, TensorSpec, spec_of
+from seqpart.launch.compiler import take_step, without_compiler
+from seqpart.store.layout import DTYPES, TensorSpec, spec_of
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 State = tuple[TensorSpec, ...]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from seqpart.errors import OptionError
-from seqpart.memory.compiler import without_compiler
+from seqpart.launch.compiler import without_compiler
 from seqpart.model.optimizer_trials import (
     Build,
     State,
@@ -26,8 +26,8 @@ from seqpart.model.optimizer_trials import (
     makes_temporaries,
     states_of,
 )
-from seqpart.offload.layout import Layout, TensorSpec, spec_of
-from seqpart.rates.scheduler import Scheduler, SchedulerFactory, tune
+from seqpart.model.scheduler import Scheduler, SchedulerFactory, tune
+from seqpart.store.layout import Layout, TensorSpec, spec_of
 
 AVERAGE = "average"
 """Among a parameter's state, its moving average."""

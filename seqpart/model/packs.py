@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from seqpart.memory.pages import round_up
+from seqpart.device.pages import round_up
 
 Pack = dict[int, torch.Tensor]
 ROWS = 0

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.asking import generators_left_alone, judging, refuse_borrowed, seed_all
 from seqpart.errors import DataError, OptionError
+from seqpart.model.asking import generators_left_alone, judging, refuse_borrowed, seed_all
 from seqpart.model.losses import (
     IGNORED,
     OF_MODULES,

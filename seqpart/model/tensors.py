@@ -15,7 +15,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from seqpart.errors import ModelError
 from seqpart.model.inspection import listed
-from seqpart.offload.layout import Layout, lies_dense, spec_of
+from seqpart.store.layout import Layout, lies_dense, spec_of
 
 _MOST_MARKED = 1 << 26
 """Elements between two ends that are looked at one by one."""

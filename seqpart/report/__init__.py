@@ -1,1 +1,1 @@
-"""What the user sees."""
+"""What a run shows: the terminal, JSON lines, the HTML page, traces and trackers."""

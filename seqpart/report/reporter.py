@@ -17,20 +17,20 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Column
 
+from seqpart.callbacks import MetricValue
+from seqpart.device.sampler import Proof
 from seqpart.errors import SeqpartError, in_arguments
-from seqpart.execution.events import Event, PhaseBegun, PhaseDone, StepDone
-from seqpart.files.direct import explained
-from seqpart.files.owned import added_to, made
-from seqpart.loop.callbacks import MetricValue
-from seqpart.memory.sampler import Proof
-from seqpart.planning.plan import Plan, as_text_rows
-from seqpart.recording.tally import Tally
+from seqpart.files import added_to, made
+from seqpart.plan.plan import Plan, as_text_rows
 from seqpart.report.log import LOGGER, is_heard
 from seqpart.report.output import standard_output
+from seqpart.report.tally import Tally
 from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_for_table, width_of, wrapped
+from seqpart.schedule.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Position, Verb
+from seqpart.store.direct import explained
 from seqpart.units import format_seconds, format_size
 
 EVENTS = "events.jsonl"

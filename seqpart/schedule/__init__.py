@@ -1,1 +1,1 @@
-"""The grammar of steps, the phases that they belong to, prefetch, and learning-rate schedules."""
+"""Which step comes next: steps, phases, how far a run is, how long it trains and when it is tested."""

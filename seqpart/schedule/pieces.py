@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
-from seqpart.loop.lengths import Interval
+from seqpart.schedule.lengths import Interval
 from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import Epochs
 

@@ -1,6 +1,5 @@
 """Training under the limit against full training, bit by bit."""
 
-from seqpart.verify.command import verified
 from seqpart.verify.verification import verify
 
-__all__ = ["verified", "verify"]
+__all__ = ["verify"]

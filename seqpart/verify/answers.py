@@ -6,7 +6,7 @@ from random import Random
 from typing import Self
 
 from seqpart.model.packs import DEVICE, Tiers, tier_at, tiers_of
-from seqpart.planning.plan import AGAIN, KEPT, Plan
+from seqpart.plan.plan import AGAIN, KEPT, Plan
 
 _LOOKED_AT = 30
 """Draws, of which the one is taken that differs most from those that are known."""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from seqpart.execution.executor import Executor
-from seqpart.execution.partition import Partition
+from seqpart.runtime.executor import Executor
+from seqpart.runtime.partition import Partition
 from seqpart.schedule.steps import Step
 
 _AT_ONCE = 1 << 20

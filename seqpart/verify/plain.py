@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqpart.capture.tracing import judged_output, run_on_rows
 from seqpart.data.reader import Batch, open_reader
-from seqpart.execution.compute import share_of_update
-from seqpart.memory.compiler import take_step
-from seqpart.memory.pages import aligned
+from seqpart.device.pages import aligned
+from seqpart.launch.compiler import take_step
 from seqpart.methods.method import PartitionLoss
 from seqpart.model.blocks import Block
 from seqpart.model.reductions import Verdict
-from seqpart.rates.scheduler import note_rates, tune
+from seqpart.model.scheduler import note_rates, tune
+from seqpart.runtime.compute import share_of_update
+from seqpart.runtime.session import Session
 from seqpart.schedule.phase import Phase, PhaseKind
-from seqpart.session.session import Session
-from seqpart.tracing.tracing import judged_output, run_on_rows
 
 
 class Unlike(Exception):

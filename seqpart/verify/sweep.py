@@ -7,9 +7,9 @@ from random import Random
 
 from seqpart.errors import DataError, DoesNotFit, ModelError, VerifyMismatch
 from seqpart.methods import methods_named
-from seqpart.planning.plan import Plan
-from seqpart.planning.preparation import Preparation, Prepared
-from seqpart.planning.problem import starts_of
+from seqpart.plan.plan import Plan
+from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.plan.problem import starts_of
 from seqpart.report.reporter import Reporter
 from seqpart.trainer import Trainer
 from seqpart.verify.answers import Answers, Space

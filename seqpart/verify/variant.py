@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from seqpart.data.splits import as_split, first_rows
+from seqpart.device.pages import aligned
+from seqpart.device.sampler import Sampler
+from seqpart.device.usage import MemoryUsage
 from seqpart.errors import OutOfMemory
-from seqpart.execution.executor import Executor
-from seqpart.memory.pages import aligned
-from seqpart.memory.sampler import Sampler
-from seqpart.memory.usage import MemoryUsage
-from seqpart.planning.plan import Plan
-from seqpart.planning.preparation import Preparation, Prepared
+from seqpart.plan.plan import Plan
+from seqpart.plan.preparation import Preparation, Prepared
 from seqpart.report.reporter import Reporter, WarningsAlone
+from seqpart.runtime.executor import Executor
+from seqpart.runtime.observer import Failure, Observer
+from seqpart.runtime.session import Session
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.steps import Position, Verb
-from seqpart.session.observer import Failure, Observer
-from seqpart.session.session import Session
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
 from seqpart.verify.digests import STATE, VALUE, Digests, Key

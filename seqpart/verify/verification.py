@@ -24,24 +24,24 @@ from typing import Any
 
 import xxhash
 
+from seqpart.data.loaders import is_loader
+from seqpart.data.longest import for_data
+from seqpart.data.padded import padded
+from seqpart.device.limit import limit_for
+from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
-from seqpart.files.scratch import own_folder
-from seqpart.loaders.given import is_loader
-from seqpart.loaders.longest import for_data
-from seqpart.loaders.padded import padded
-from seqpart.memory.limit import limit_for
-from seqpart.memory.usage import MemoryUsage
 from seqpart.methods import EXACT
 from seqpart.model.losses import LossChoice
 from seqpart.model.modes import KeptModes
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.packs import tiers_in_words
-from seqpart.planning.plan import Plan
-from seqpart.quantized.intake import PlainTensors
+from seqpart.model.quantized_intake import PlainTensors
+from seqpart.model.tiling import first_that_fits
+from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.tiling.tiling import first_that_fits
+from seqpart.store.scratch import own_folder
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size
 from seqpart.verify.answers import Answers

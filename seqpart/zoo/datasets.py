@@ -18,7 +18,7 @@ import torch
 from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
-from seqpart.files.text import refuse_unusable
+from seqpart.text import refuse_unusable
 from seqpart.values import nearest
 from seqpart.zoo import folders, images, text, tokenized
 from seqpart.zoo.loading import called

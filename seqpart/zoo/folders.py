@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.errors import DataError
-from seqpart.files.direct import explained
+from seqpart.store.direct import explained
 
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 

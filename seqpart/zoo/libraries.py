@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from seqpart.errors import OptionError, SeqpartError
-from seqpart.weights.empty import parameters_on_meta
-from seqpart.weights.files import WeightFiles
-from seqpart.weights.initial import untie
-from seqpart.weights.names import matched
+from seqpart.model.empty import parameters_on_meta
+from seqpart.model.weight_files import WeightFiles
+from seqpart.model.weight_names import matched
+from seqpart.profile.initial_weights import untie
 
 LIBRARIES = ("torchvision", "timm", "hf")
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.parts.hidden import Hidden, Side
+from seqpart.methods.ist.hidden import Hidden, Side
 
 WIDTH = 2048
 GPT_WIDTH, GPT_DEPTH, GPT_HEADS = 256, 4, 4

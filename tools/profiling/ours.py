@@ -9,9 +9,9 @@ from profiling.question import job_of, parsed, way_named
 from profiling.trace import StepLog
 from seqpart.cli.job import opened
 from seqpart.errors import DoesNotFit, LimitExceeded, OutOfMemory, SeqpartError
-from seqpart.execution.events import StepDone
-from seqpart.planning.plan import Plan
+from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
+from seqpart.schedule.events import StepDone
 from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.steps import Step, Verb
 from seqpart.trainer import Result

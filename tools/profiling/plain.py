@@ -26,21 +26,21 @@ from profiling.question import Way, job_of, parsed, way_named
 from profiling.trace import StepLog
 from seqpart.data.reader import windows
 from seqpart.model.blocks import as_chain
-from seqpart.devices.opening import open_device
-from seqpart.memory.device import Device
+from seqpart.device.opening import open_device
+from seqpart.device.device import Device
 from seqpart.errors import SeqpartError
-from seqpart.memory.usage import read_process
+from seqpart.device.usage import read_process
 from seqpart.data.classes import count_classes
 from seqpart.data.splits import Split, write_rows
 from seqpart.cli.job import Job, data_of, model_of
 from seqpart.model.losses import label_dtype, loss_named
 from seqpart.model.optimizers import choose
 from seqpart.schedule.learning_rate import rate_schedule
-from seqpart.planning.inputs import limit_of
+from seqpart.plan.inputs import limit_of
 from seqpart.report.reporter import Reporter
 from seqpart.kinds import values_of
-from seqpart.data.row_file import RowLayout
-from seqpart.execution.metrics import Metrics
+from seqpart.store.row_file import RowLayout
+from seqpart.model.metrics import Metrics
 
 
 class Rows:

@@ -11,14 +11,14 @@ import torch
 from profiling import answer
 from profiling.question import parsed
 from seqpart.cli.job import opened
-from seqpart.costs.blocks import measure_chain
-from seqpart.costs.hardware import measure_speeds, seconds_of
+from seqpart.device.device import describe_versions
 from seqpart.errors import SeqpartError
 from seqpart.kinds import values_of
-from seqpart.memory.device import describe_versions
 from seqpart.model.blocks import as_chain
 from seqpart.model.optimizers import choose
-from seqpart.planning.inputs import limit_of
+from seqpart.plan.inputs import limit_of
+from seqpart.profile.blocks import measure_chain
+from seqpart.profile.machine import measure_speeds, seconds_of
 from seqpart.report.reporter import Reporter
 from seqpart.values import as_text
 

@@ -1,1 +1,0 @@
-"""What partitions hand to each other within an update."""

@@ -1,0 +1,251 @@
+"""A recorded program, once for training and once for evaluating, as a chain of segments."""
+
+import copy
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from seqpart.capture.program import OfRows, Op, Own, Program, Ref, leaves, mapped
+from seqpart.capture.segment import Segment, Steps
+from seqpart.errors import ModelError
+from seqpart.model.blocks import Block, Chain, checked
+from seqpart.model.inspection import left_as_they_are
+from seqpart.model.packs import ROWS
+from seqpart.model.tiling import tile_of, whole_names
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A program in pieces, one call of a module each with the functions before it; what each takes and gives, by number."""
+
+    program: Program
+    pieces: list[tuple[Op, ...]]
+    takes: list[list[int]] = field(default_factory=list)
+    gives: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, program: Program, inside: Collection[int] = ()) -> "_Cut":
+        """inside: calls of modules, by their place among these, behind which it is not cut."""
+        pieces = _pieces(program.ops, inside)
+        maker = {number: place for place, ops in enumerate(pieces) for op in ops for number in op.makes}
+        used = [{n for op in ops for n in op.uses if maker.get(n, -1) < place} for place, ops in enumerate(pieces)]
+        given = {program.output}.union(*used)
+        for place, ops in enumerate(pieces):
+            for op in ops:
+                _refuse_unseen(op, place, maker)
+        gives = [sorted(n for op in ops for n in op.makes if n in given) for ops in pieces]
+        return cls(program, pieces, [sorted(numbers) for numbers in used], gives)
+
+    def rows(self, place: int) -> int | None:
+        """Which of what a piece takes tells the number of rows, where it needs that; else the rows come along."""
+        asked = any(isinstance(leaf, OfRows) for op in self.pieces[place] for leaf in leaves((op.args, op.kwargs)))
+        if self.takes[place] and not asked:
+            return None
+        for number in self.takes[place]:
+            if number in self.program.follows:
+                return number
+        self.takes[place].insert(0, ROWS)
+        return ROWS
+
+
+def _pieces(ops: tuple[Op, ...], inside: Collection[int] = ()) -> list[tuple[Op, ...]]:
+    """What comes behind the last call of a module belongs to it."""
+    found: list[list[Op]] = [[]]
+    calls, ends = 0, False
+    for op in ops:
+        if ends:
+            found.append([])
+        found[-1].append(op)
+        ends = op.is_module and calls not in inside
+        calls += op.is_module
+    if len(found) > 1 and not ends:
+        last = found.pop()
+        found[-1] += last
+    return [tuple(piece) for piece in found]
+
+
+def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | None:
+    """Places of those of `calls` that `others` have not, as an auxiliary head that only training calls; None where `others`
+    have some of their own, or in another order. Each belongs to the piece behind it."""
+    found, left = set[int](), list(others)
+    for place, call in enumerate(calls):
+        if left and left[0] == call:
+            left.pop(0)
+        else:
+            found.add(place)
+    return None if left else found
+
+
+def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
+    """Raises ModelError where a call changes one of two tensors that share memory, and both came from earlier pieces, and so
+    may lie apart."""
+    if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
+        raise ModelError(
+            f"a tensor is changed in place that shares its memory with another, which is used later, in {op.where}: in another "
+            "partition it would not see the change. Let the one write into a copy (.clone())."
+        )
+
+
+class Cutter:
+    """Makes segments of `model`, whose own modules and tensors they hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._owners = _owners(model)
+        self._calls = set[str]()
+        by_identity = {id(getattr(owner, leaf)): name for name, (owner, leaf) in self._owners.items()}
+        self._held = {
+            path: {by_identity[id(t)] for t in itertools.chain(module.parameters(), module.buffers())}
+            for path, module in self._modules.items()
+        }
+        """Names of the tensors in each module."""
+
+    def chain(self, training: Program, evaluating: Program) -> Chain:
+        """Raises ModelError where the two do not hand on the same values."""
+        programs = [self._with_shared_buffers(program) for program in (training, evaluating)]
+        calls = [[op.function for op in program.ops if op.is_module] for program in programs]
+        only_training = _left_out(*calls)
+        train, evaluate = _Cut.of(programs[0], only_training or ()), _Cut.of(programs[1])
+        if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
+            raise ModelError(
+                f"{type(self._model).__name__} calls other modules when it trains than when it evaluates, or hands other "
+                "tensors from one to another: it cannot be cut. Let what differs be inside a layer, or give the model as a "
+                "list of blocks."
+            )
+        if train.gives[-1] != [train.program.output]:
+            raise ModelError(
+                f"{type(self._model).__name__} does not return what it computes last: it cannot be cut. Give a list of blocks."
+            )
+        # The same value has a number of its own in each mode; and one in the chain.
+        numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
+        theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))
+        spare = set(self._owners).difference(*(self._used(op) for cut in (train, evaluate) for op in cut.program.ops))
+        unmoved = _unmoved(self._model)
+        places = {id(parameter): n for n, parameter in enumerate(self._model.parameters())}
+        blocks, names = [], _unique(self._named(train, place) for place in range(len(train.pieces)))
+        for place, name in enumerate(names):
+            last = place == len(names) - 1
+            segment, taken = self._segment(train, evaluate, place, theirs, spare if last else set())
+            given = tuple(numbers[n] for n in train.gives[place])
+            blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
+            segment.unmoved = {
+                mode: tuple(own for own, part in segment.named_modules() if part in parts) for mode, parts in unmoved.items()
+            }  # fmt: skip
+            blocks[-1].places = {own: places[id(p)] for own, p in segment.named_parameters() if id(p) in places}
+        differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
+        wholes, tile = whole_names(self._model), tile_of(self._model)
+        return checked(Chain(blocks, differentiable, self._aliases(blocks), wholes, tile))
+
+    def _segment(
+        self, train: _Cut, evaluate: _Cut, place: int, theirs: Mapping[int, int], spare: set[str]
+    ) -> tuple[Segment, list[int]]:
+        """A piece, and the numbers in training of what it takes. spare: names of tensors that no call needs: they are there
+        when the model is written."""
+        rows = train.rows(place), evaluate.rows(place)
+        back = {theirs[n]: n for n in evaluate.takes[place]}
+        taken = sorted({*train.takes[place], *back})
+        orders = [n if n in train.takes[place] else -1 - n for n in taken], [back.get(n, -1 - n) for n in taken]
+        steps = [
+            Steps(cut.pieces[place], tuple(order), tuple(cut.gives[place]), None if at is None else order.index(at))
+            for cut, order, at in zip((train, evaluate), orders, rows, strict=True)
+        ]
+        ops = [*train.pieces[place], *evaluate.pieces[place]]
+        paths = dict.fromkeys(op.function for op in ops if isinstance(op.function, str))
+        direct = dict.fromkeys([name for op in ops for name in sorted(op.owned)] + sorted(spare))
+        described = type(self._modules[next(reversed(paths), "")]).__name__
+        modules, tensors = {path: self._called(path, ops) for path in paths}, {name: self._owners[name] for name in direct}
+        return Segment(modules, tensors, steps[0], steps[1], described), taken
+
+    def _called(self, path: str, ops: Sequence[Op]) -> nn.Module:
+        """The module there; a copy for another segment that calls it, where all that it has are constants of its own, as
+        rotary embeddings have. Others can have one home, or are refused."""
+        module: nn.Module = self._modules[path]
+        again = path in self._calls
+        self._calls.add(path)
+        constant = not any(op.changes_own for op in ops if op.function == path) and not any(
+            isinstance(part, _BatchNorm) for part in module.modules()
+        )
+        kept = any(part._buffers.keys() - part._non_persistent_buffers_set for part in module.modules())
+        if not again or not constant or kept or any(True for _ in module.parameters()):
+            return module
+        return copy.deepcopy(module)
+
+    def _with_shared_buffers(self, program: Program) -> Program:
+        """A buffer has one home: where calls of several pieces use one, the first gives its value to the others."""
+        pieces = _pieces(program.ops)
+        buffers = {name for name, (owner, leaf) in self._owners.items() if leaf in owner._buffers}
+        uses = [set().union(*(self._used(op) for op in ops)) & buffers for ops in pieces]
+        shared = {name for one, other in itertools.combinations(uses, 2) for name in one & other}
+        ops, known, shapes = list[Op](), dict[str, Ref](), dict(program.shapes)
+
+        def value(leaf: Any) -> Any:
+            return known.get(leaf.name, leaf) if isinstance(leaf, Own) else leaf
+
+        def give(name: str, where: str) -> None:
+            known[name] = Ref(1 + max(shapes))
+            owner, leaf = self._owners[name]
+            shapes[known[name].number] = tuple(getattr(owner, leaf).shape)
+            ops.append(Op(function=torch.clone, args=(Own(name),), kwargs={}, result=known[name], where=where))
+
+        for op in program.ops:
+            changes = op.effect and not op.is_module  # the buffer itself, and who comes later takes what it is then
+            for name in sorted(op.owned & shared - known.keys()) if not changes else ():
+                give(name, op.where)
+            ops.append(op if changes else replace(op, args=mapped(op.args, value), kwargs=mapped(op.kwargs, value)))
+            for name in sorted(op.owned & shared) if changes else ():
+                give(name, op.where)
+        return replace(program, ops=tuple(ops), shapes=shapes)
+
+    def _used(self, op: Op) -> set[str]:
+        """Names of the tensors that a call uses."""
+        return op.owned | (self._held[op.function] if isinstance(op.function, str) else set())
+
+    def _named(self, cut: _Cut, place: int) -> str:
+        return next((op.function for op in reversed(cut.pieces[place]) if isinstance(op.function, str)), str(place))
+
+    def _aliases(self, blocks: list[Block]) -> dict[str, str]:
+        """{name in the model's state_dict: the one under which a block has the same tensor}, of names that no block has."""
+        found: dict[int, str] = {}
+        named: set[str] = set()
+        for block in blocks:
+            assert block.alive is not None
+            for name, tensor in block.alive.state_dict(keep_vars=True).items():
+                found.setdefault(id(tensor), block.exported(name))
+                named.add(block.exported(name))
+        every = self._model.state_dict(keep_vars=True).items()
+        return {name: found[id(tensor)] for name, tensor in every if name not in named and id(tensor) in found}
+
+
+def _unmoved(model: nn.Module) -> dict[bool, set[nn.Module]]:
+    """By mode, the modules that the model's own `train` leaves in the other one, as BatchNorms that keep what they have."""
+    found = {}
+    with left_as_they_are(model.modules()):
+        for training in (True, False):
+            model.train(training)
+            found[training] = {part for part in model.modules() if part.training is not training}
+    return found
+
+
+def _owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Of every parameter and buffer, by the first of its names: the module that has it, and its name there."""
+    found = {}
+    for name in (*dict(model.named_parameters()), *dict(model.named_buffers())):
+        path, _, leaf = name.rpartition(".")
+        found[name] = (model.get_submodule(path), leaf)
+    return found
+
+
+def _unique(names: Iterator[str]) -> list[str]:
+    """A module that is called twice is in two blocks."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found

@@ -1,0 +1,188 @@
+"""Rows of models that take several tensors, by name or in order: one range of bytes each, side by side in a row of bytes.
+
+So whatever keeps, shuffles and moves rows knows one tensor. A traced model takes them apart in its first block.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from seqpart.device.pages import round_up
+from seqpart.errors import DataError
+
+_NEAR = 0.8
+"""From which likeness on a name is taken for a misspelled one: a forward with **kwargs would take it, and leave it unused."""
+PADS = (
+    'Rows of several lengths are padded by Trainer(..., padding=seqpart.Padding("longest")), tensors of names of their own '
+    "with its values={NAME: NUMBER}; or by a collate_fn that calls a seqpart.Padding(LENGTH)."
+)
+"""What to do where rows differ in length."""
+_ALIGNED = 8
+"""A tensor begins at a multiple of so many bytes, and so of every element's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor among a row's bytes: `shape` and `dtype` of one row, from byte `offset` on. name: None for those by place."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Form = tuple[Input, ...]
+
+
+def is_several(x: object) -> bool:
+    """Whether the x of a row, or of all rows, is more than one tensor: a dict of tensors, or a tuple or list of some."""
+    if isinstance(x, Mapping):
+        return True
+    if not isinstance(x, tuple | list) or not all(hasattr(part, "shape") and hasattr(part, "dtype") for part in x):
+        return False
+    return any(len(part.shape) for part in x)  # else they are numbers, which make one row
+
+
+def form_of(x: object, said: str, *, whole: bool) -> Form:
+    """Of the x of a row, or of all rows (`whole`), whose first dimension is theirs. Raises DataError, naming `said`."""
+    found, offset = [], 0
+    for name, tensor in _named(x):
+        own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, said, name)
+        if whole and not own.ndim:
+            raise DataError(f"{said}: {name or 'an input'} has no rows.")
+        shape = tuple(own.shape[1:] if whole else own.shape)
+        if not prod(shape):
+            raise DataError(f"{said}: {name or 'an input'} has rows of shape {shape}, which hold no numbers.")
+        found.append(Input(name, shape, own.dtype, offset))
+        offset += round_up(found[-1].nbytes, _ALIGNED)
+    if not found:
+        raise DataError(f"{said}: a row has no inputs.")
+    return tuple(found)
+
+
+def nbytes_of(form: Form) -> int:
+    """Of a row."""
+    return round_up(form[-1].offset + form[-1].nbytes, _ALIGNED)
+
+
+def packed(x: object, form: Form, said: str) -> torch.Tensor:
+    """Rows x as bytes (rows, bytes). Raises DataError for rows of another form, and for NaN or infinity."""
+    x = in_order(x, form)
+    parts = _named(x)
+    if [name for name, _ in parts] != [one.name for one in form]:
+        raise DataError(f"{said}: expected the inputs {described(form)}; found {', '.join(str(n) for n, _ in parts)}.")
+    count = len(parts[0][1])
+    rows = torch.zeros((count, nbytes_of(form)), dtype=torch.uint8)
+    for (name, found), one in zip(parts, form, strict=True):
+        tensor = _tensor(found, said, one.name).to(one.dtype)
+        if tuple(tensor.shape) != (count, *one.shape):
+            raise DataError(
+                f"{said}: row shapes differ: {name or 'an input'} has {one.shape}, and {tuple(tensor.shape[1:])} elsewhere. "
+                f"Cut them to one shape. {PADS}"
+            )
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DataError(
+                f"{said}: NaN or infinity in {name or 'an input'}. Clean the data: one such row spoils every weight."
+            )
+        rows[:, one.offset : one.offset + one.nbytes] = tensor.reshape(count, -1).contiguous().view(torch.uint8)
+    return rows
+
+
+def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:
+    """Raises DataError where the forward of `model` does not take the inputs of a row, or takes one under another name.
+
+    labels: the name of what it gets beside them.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # it is not written in Python
+        return
+    names = [one.name for one in form if one.name is not None]
+    takes = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    free = set(takes) - set(names)
+    near = [word for name in names if name not in takes for word in get_close_matches(name, free, n=1, cutoff=_NEAR)]
+    try:
+        places = [None] * (sum(one.name is None for one in form) if form else 1)
+        signature.bind(*places, **dict.fromkeys([*names, *([labels] if labels else [])]))
+        problem = "one has another name there" if near else ""
+    except TypeError as error:
+        problem = str(error)
+    if problem:
+        cure = f"Did you mean {' and '.join(near)}?" if near else "Give each in x: a dict by name, or a tuple in order."
+        raise DataError(
+            f"expected the inputs that {type(model).__name__} takes ({', '.join(takes)}); found {described(form)}: {problem}. "
+            f"{cure}"
+        )
+
+
+def unpacked(rows: torch.Tensor, form: Form) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Positional and named inputs of rows (n, bytes), each as its own tensor would be."""
+    args, kwargs = [], {}
+    for one in form:
+        flat = rows[:, one.offset : one.offset + one.nbytes].view(one.dtype)
+        tensor = (torch.unflatten(flat, 1, one.shape) if one.shape else flat.squeeze(1)).contiguous()
+        if one.name is None:
+            args.append(tensor)
+        else:
+            kwargs[one.name] = tensor
+    return args, kwargs
+
+
+def some_rows(x: Any, rows: slice) -> object:
+    return {name: part[rows] for name, part in x.items()} if isinstance(x, Mapping) else tuple(part[rows] for part in x)
+
+
+def in_order(x: object, form: Form) -> object:
+    """The inputs that a dict gives by name, in the order of `form` where they are the same ones."""
+    if not isinstance(x, Mapping) or set(x) != {one.name for one in form}:
+        return x
+    return {one.name: x[one.name] for one in form}
+
+
+def one_row(x: object) -> object:
+    """The x of one row, as rows of which there is one."""
+    parts = [(name, torch.as_tensor(part)[None]) for name, part in _named(x)]
+    return dict(parts) if isinstance(x, Mapping) else tuple(part for _, part in parts)
+
+
+def _named(x: Any) -> list[tuple[str | None, Any]]:
+    return [(str(name), part) for name, part in x.items()] if isinstance(x, Mapping) else [(None, part) for part in x]
+
+
+def described(form: Form) -> str:
+    """`ids (7,) int64, mask (7,) bool`"""
+    said = (f"{one.name or ''} {one.shape} {str(one.dtype).removeprefix('torch.')}".strip() for one in form)
+    return ", ".join(said) or "one tensor"
+
+
+def refuse_text(part: object, said: str, name: str | None) -> None:
+    """Raises DataError for a text, and for several of them, in the place of the numbers of an input of that name."""
+    if isinstance(part, str) or (isinstance(part, list | tuple) and part and isinstance(part[0], str)):
+        raise DataError(
+            f"{said}: expected numbers; {name or 'an input'} is the text {str(part)[:40]!r}. Turn texts into numbers, "
+            "as a tokenizer does, and leave out what the model does not take."
+        )
+
+
+def _tensor(part: Any, said: str, name: str | None) -> torch.Tensor:
+    """Floats as float32, other numbers as they are."""
+    refuse_text(part, said, name)
+    try:
+        tensor = torch.as_tensor(np.array(part) if isinstance(part, np.ndarray) else part).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        of = f" in {name}" if name else ""
+        raise DataError(f"{said}: expected numbers of one shape{of}: {str(error).splitlines()[0]}") from None
+    if tensor.is_complex():
+        raise DataError(f"{said}: expected real numbers; found {tensor.dtype}.")
+    return tensor.float() if tensor.is_floating_point() else tensor

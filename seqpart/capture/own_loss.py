@@ -1,0 +1,208 @@
+"""The loss that a model computes itself from `labels`: the part of what it does that its layers do not need.
+
+    loss, layers = everything from the judged output and the labels on, everything up to the judged output
+
+The judged output is what the model returns as `logits` beside its loss; of one that returns the loss alone, what the last layer
+before it gave. What else the loss would need is refused: it would have to be there with the last partition.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart.capture.program import Op, Own, Program, Ref, by_name, leaves, mapped, needed_for
+from seqpart.capture.recorder import Recorder
+from seqpart.capture.segment import Segment, Steps
+from seqpart.errors import ModelError
+from seqpart.model.losses import scores_of
+
+LABELS = 1
+"""The number of the labels, where a model was run with them."""
+_NAMES = ("labels", "label", "targets", "target")
+
+
+class Labels(NamedTuple):
+    """How a model takes them: under which name, and of one row shape and type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
+    """What its forward calls them. inputs: what it takes already. Raises ModelError where it takes none."""
+    found = [name for name in inspect.signature(model.forward).parameters if name in _NAMES]
+    if not found:
+        raise ModelError(
+            f'loss="model": the forward of {type(model).__name__} takes no `labels` (or `targets`), so it has no loss of its '
+            "own. Give a function (output, labels) -> loss."
+        )
+    if found[0] in inputs:
+        raise ModelError(f'loss="model": {found[0]} is among the inputs of a row. Give it as y, in (x, y).')
+    return found[0]
+
+
+def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[int, Program]:
+    """(number of the judged output, the loss as a program of it and the labels), of a run that returned `found`."""
+    loss, one = recorder.known(_loss(model, found)), _judged(found)
+    judged = _last_given(recorder, model, loss) if one is None else recorder.known(one)
+    ops, free = needed_for({loss}, recorder.ops, {judged, LABELS})
+    with_labels, owned = following(recorder.ops), set().union(*(op.owned for op in ops))
+    if any(op.changes_own and (op.uses & with_labels or op.owned & owned) for op in recorder.ops):
+        raise ModelError(
+            f'loss="model": the loss of {type(model).__name__} goes with a buffer that its forward changes, and is in no '
+            "partition. Give a function (output, labels) -> loss."
+        )
+    if free or any(op.is_module and _learns(model, op) for op in ops):
+        where = next((op.where for op in ops if op.uses & free), model.__class__.__name__)
+        raise ModelError(
+            f'loss="model": the loss of {type(model).__name__} takes more than its output and the labels, in {where}. Let it '
+            "take these alone, or give a function (output, labels) -> loss."
+        )
+    return judged, Program(ops=ops, output=loss, shapes=recorder.shapes, learns=frozenset(recorder.learns))
+
+
+def following(ops: Iterable[Op]) -> set[int]:
+    """The labels, and what is computed from them."""
+    found = {LABELS}
+    for op in ops:
+        if op.uses & found:
+            found |= op.makes
+    return found
+
+
+def refuse_labels_in_layers(model: nn.Module, ops: Iterable[Op]) -> None:
+    """Raises ModelError where what is judged depends on the labels itself."""
+    for op in ops:
+        if LABELS in op.uses:
+            raise ModelError(
+                f'loss="model": {type(model).__name__} takes its labels into its layers too, in {op.where}. Give what they are '
+                "made from as an input of its own (decoder_input_ids)."
+            )
+
+
+def _loss(model: nn.Module, found: Any) -> torch.Tensor:
+    named = by_name(found).get("loss")
+    scalars = [leaf for leaf in leaves(by_name(found) or found) if isinstance(leaf, torch.Tensor) and not leaf.ndim]
+    if isinstance(named, torch.Tensor) and named.numel() == 1:
+        return named
+    if len(scalars) == 1:
+        return scalars[0]
+    raise ModelError(
+        f'loss="model": {type(model).__name__}, given labels, returned a {type(found).__name__} in which the loss is not to '
+        "be told: expected one number, or a dict with it as loss."
+    )
+
+
+def _judged(found: Any) -> torch.Tensor | None:
+    """What is returned beside the loss: the logits, or the only other tensor."""
+    named = by_name(found).get("logits")
+    others = [leaf for leaf in leaves(by_name(found) or found) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return named if isinstance(named, torch.Tensor) else others[0] if len(others) == 1 else None
+
+
+def _last_given(recorder: Recorder, model: nn.Module, loss: int) -> int:
+    """The output of the layer that the loss is computed from."""
+    layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(recorder.ops)
+    ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
+    found = {number for op in ops for number in op.uses & layers}
+    if len(found) != 1:
+        raise ModelError(
+            f'loss="model": {type(model).__name__} computes its loss from what {len(found)} layers returned, and one is to be '
+            "judged. Let it return that as logits, in a dict beside the loss."
+        )
+    return found.pop()
+
+
+def _learns(model: nn.Module, op: Op) -> bool:
+    return any(True for _ in model.get_submodule(str(op.function)).parameters())
+
+
+class OwnLoss:
+    """(output, labels) -> the model's own loss, a scalar. Where that is a cross-entropy, `counts(labels)` says how many labels
+    it is a mean of."""
+
+    def __init__(self, program: Program, judged: int, model: nn.Module) -> None:
+        """Raises ModelError where the loss learns."""
+        self._judged, self._follows = judged, program.follows
+        self._modules = {
+            str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module
+        }
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, Own):
+                return leaf
+            if isinstance(tensors[leaf.name], nn.Parameter) or tensors[leaf.name].is_meta:
+                raise ModelError(f'loss="model": the loss takes {leaf.name}, which is the model\'s. Give a function instead.')
+            return tensors[leaf.name].detach().clone()  # its home is with the block that has it
+
+        ops = tuple(replace(op, args=mapped(op.args, kept), kwargs=mapped(op.kwargs, kept)) for op in program.ops)
+        self._writes = any(LABELS in op.changed or LABELS in (old for _, old in op.rebinds) for op in ops)
+        self._loss = self._part(ops, [program.output])
+        self._targets: Segment | None = None
+        mean = ops[-1] if ops and program.output in ops[-1].makes else None
+        asked = _of_cross_entropy(mean) if mean is not None else None
+        if asked is not None:
+            scores, labels, self._ignored = asked
+            from_labels, free = needed_for({labels}, ops, {LABELS})
+            if not free:
+                self._targets = self._part(from_labels, [labels], from_labels=True)
+                self._scores = self._part(needed_for({scores}, ops, {judged, LABELS})[0], [scores])
+                self.counts = self._counted
+
+    def _part(self, ops: tuple[Op, ...], gives: list[int], *, from_labels: bool = False) -> Segment:
+        takes = (LABELS,) if from_labels else (self._judged, LABELS)
+        steps = Steps(ops, takes, tuple(gives), 0 if takes[0] in self._follows else len(takes) - 1)
+        paths = {str(op.function): self._modules[str(op.function)] for op in ops if op.is_module}
+        return Segment(paths, {}, steps, steps, "the model's own loss")
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self._modules:
+            self._loss.to(output.device)
+        loss: torch.Tensor = self._loss(output, self._own(labels))[0]
+        return loss
+
+    def _own(self, labels: torch.Tensor) -> torch.Tensor:
+        return labels.clone() if self._writes else labels
+
+    def targets(self, labels: torch.Tensor) -> torch.Tensor | None:
+        """The labels that its cross-entropy takes, where they are made of `labels` alone."""
+        if self._targets is None:
+            return None
+        found: torch.Tensor = self._targets(self._own(labels))[0]
+        return found
+
+    def _counted(self, labels: torch.Tensor) -> torch.Tensor:
+        targets = self.targets(labels)
+        assert targets is not None
+        return (targets != self._ignored).sum()
+
+    def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As TrueLoss's: of what its cross-entropy looks at, be it shifted. Without one only rows are known to be classes."""
+        targets = self.targets(labels)
+        if targets is None:
+            return scores_of(output, labels) if labels.ndim == 1 else None
+        (scores,) = self._scores(output, self._own(labels))
+        if scores.ndim != 2 or targets.ndim != 1:
+            return None
+        return scores, targets.where(targets != self._ignored, -1)
+
+
+def _of_cross_entropy(op: Op) -> tuple[int, int, int] | None:
+    """(scores, labels, the label that does not count) of a mean that weighs all classes alike."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    if op.function is not F.cross_entropy:
+        return None
+    given = dict(zip(names, op.args, strict=False)) | op.kwargs
+    plain = given.get("weight") is None and given.get("size_average") is None and given.get("reduce") is None
+    if not plain or given.get("reduction", "mean") != "mean":
+        return None
+    scores, labels = given["input"], given["target"]
+    return (scores.number, labels.number, given.get("ignore_index", -100)) if isinstance(labels, Ref) else None

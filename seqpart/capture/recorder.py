@@ -1,0 +1,282 @@
+"""A model is run once on fake tensors, and what it does is recorded."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from seqpart.capture.program import (
+    OfDevice,
+    Op,
+    Own,
+    OwnBackward,
+    Program,
+    Ref,
+    attention_kernels,
+    fields_of,
+    holds_fields,
+    leaves,
+    mapped,
+    needed_for,
+    with_fields,
+)
+from seqpart.capture.unrecorded import LARGEST, Layers, ReadNumbers, why_not
+from seqpart.errors import ModelError
+from seqpart.profile.fake_mode import asks_for_values, run_for_real
+
+_CONSTANTS = (
+    bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, type, Enum, range,
+    FunctionType, BuiltinFunctionType, type(None), type(Ellipsis),
+)  # fmt: skip
+
+
+class Inside(Exception):
+    """What could not be recorded, in a module that was looked into."""
+
+    def __init__(self, module: nn.Module, path: str, where: str, why: str) -> None:
+        super().__init__(why)
+        self.module, self.path, self.where, self.why = module, path, where, why
+
+
+class Recorder(TorchFunctionMode):
+    """Inside it, calls of `blocks` ({module: path}) and torch functions outside of them become ops.
+
+    names: of each parameter and buffer of the model, by its identity. autocast: what the model is run under. largest: whether
+    numbers that `torch.rand` draws are the largest that may be; else they are 0. again: tensors of an earlier run may be met.
+    """
+
+    def __init__(
+        self, blocks: Mapping[nn.Module, str], paths: Mapping[nn.Module, str], names: Mapping[int, str],
+        autocast: torch.dtype | None = None, *, largest: bool = False, again: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ops: list[Op] = []
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.learns: set[int] = set()
+        self._blocks, self._paths, self._names, self._autocast = blocks, paths, names, autocast
+        self._numbers: dict[int, int] = {}
+        """Of each tensor, by its identity."""
+        self._alive: list[torch.Tensor] = []
+        """So that no identity is used again."""
+        self._storages: dict[int, list[torch.Tensor]] = {}
+        self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
+        self._again = again
+        self._count, self._inside, self._attention = 0, 0, attention_kernels()
+        self._stack: list[nn.Module] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """A new one for a tensor that was made, or changed."""
+        number, self._count = self._count, self._count + 1
+        if id(tensor) not in self._numbers:
+            self._alive.append(tensor)
+            self._storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self._numbers[id(tensor)] = number
+        self.shapes[number] = tuple(tensor.shape)
+        if tensor.requires_grad:
+            self.learns.add(number)
+        return number
+
+    def known(self, tensor: torch.Tensor) -> int:
+        """The number that it has now. Raises ModelError for one that the model did not make."""
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            raise ModelError("the model returns a tensor that it did not compute from its input.")
+        return number
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Inside, calls of modules and of autograd functions come here first."""
+        module_class: Any = nn.Module
+        function_class: Any = torch.autograd.Function
+        before, apply = nn.Module.__call__, vars(function_class)["apply"]
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call(before, module, args, kwargs)
+
+        def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = apply.__get__(None, kind)
+            if self._inside:
+                return bound(*args, **kwargs)
+            if kind is CheckpointFunction:  # a layer that computes its own graph again does so inside its block
+                return args[0](*args[2:])
+            return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
+
+        module_class.__call__, function_class.apply = call, classmethod(applied)
+        try:
+            yield
+        finally:
+            module_class.__call__, function_class.apply = before, apply
+
+    def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._inside:
+            return before(module, *args, **kwargs)
+        if module in self._blocks:
+            if why := self._layers.why_not(module):
+                raise self.failed(RuntimeError(why), self._blocks[module])
+            buffers = tuple(module.buffers())
+
+            def run() -> Any:
+                try:
+                    return before(module, *args, **kwargs)
+                except Exception as error:
+                    if not asks_for_values(error):
+                        raise
+                    return run_for_real(module, args, kwargs)
+
+            found = self._record(self._blocks[module], run, args, kwargs, buffers)
+            self._layers.called(module)
+            return found
+        self._stack.append(module)
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise self.failed(RuntimeError("its hooks on gradients would be left out"))
+        found = before(module, *args, **kwargs)  # where it fails the stack says where
+        self._stack.pop()
+        return found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        if why := why_not(func, args, self._names):
+            raise self.failed(RuntimeError(why), func.__name__.strip("_"), self._line(sys._getframe(1)))
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.unbind, types, args))
+
+        def run() -> Any:
+            if any(isinstance(leaf, FakeTensor) for leaf in leaves(_opened((args, kwargs)))):
+                return func(*args, **kwargs)
+            with unset_fake_temporarily():  # positions and masks are what they are, and the code may look at them
+                found = func(*args, **kwargs)
+                if func is torch.rand:
+                    with torch.no_grad():
+                        found.fill_(LARGEST if self._largest else 0)
+                return found
+
+        return self._record(func, run, args, kwargs)
+
+    def _record(
+        self, function: Any, run: Callable[[], Any], args: Any, kwargs: Any, buffers: tuple[torch.Tensor, ...] = ()
+    ) -> Any:
+        """buffers: of a block, which it may change, in training at least."""
+        places = sys._getframe(2)
+        given = [leaf for leaf in leaves(_opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
+        given += buffers
+        versions = [tensor._version for tensor in given]
+        self._inside += 1
+        try:
+            found = run()
+            changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
+            made = [leaf for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)]
+            if why := self._numbers_read.why_not(function, given, changed, made):
+                raise RuntimeError(why)
+            if made or changed or buffers:
+                self._note(function, args, kwargs, found, changed, self._line(places), keeps=bool(buffers))
+        except Inside:
+            raise
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                raise
+            what = function if isinstance(function, str) else getattr(function, "__name__", str(function))
+            raise self.failed(error, what, self._line(places)) from error
+        finally:
+            self._inside -= 1
+        return found
+
+    def _note(
+        self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str, *, keeps: bool
+    ) -> None:
+        taken, named = mapped(_opened(args), self._encoded), mapped(_opened(kwargs), self._encoded)
+        rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
+        before = {key: self._numbers[key] for key in rebound}
+        numbers = tuple(self._numbers[id(tensor)] for tensor in changed if id(tensor) in self._numbers)
+        result = mapped(_opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
+        returned = {id(leaf) for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)}
+        rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        own_autocast = None if autocast == self._autocast else autocast or torch.float32
+        attention = None if (kernels := attention_kernels()) == self._attention else kernels
+        changes_own = any(id(tensor) in self._names for tensor in changed)
+        self.ops.append(
+            Op(
+                function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, changed=numbers,
+                grad=torch.is_grad_enabled(),
+                autocast=own_autocast, attention=attention, effect=keeps or changes_own, changes_own=changes_own, where=where,
+            )
+        )  # fmt: skip
+
+    def _encoded(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in self._names:
+                return Own(self._names[id(leaf)])
+            if id(leaf) in self._numbers:
+                return Ref(self._numbers[id(leaf)])
+            if self._again or (type(leaf) is torch.Tensor and not leaf.requires_grad):
+                return leaf  # made before the model ran, and no buffer of it
+            raise TypeError("it takes a tensor that is neither a parameter nor a buffer of the model, and requires grad")
+        if isinstance(leaf, torch.device):
+            return OfDevice()
+        if isinstance(leaf, _CONSTANTS) or (callable(leaf) and not isinstance(leaf, nn.Module)):
+            return leaf
+        raise TypeError(f"it takes a {type(leaf).__name__}, in which tensors may hide")
+
+    def remembers(self, module: nn.Module, why: str) -> Inside:
+        path = self._paths.get(module, "")
+        return Inside(module, path, f"{path or 'the model'} ({type(module).__name__})", why)
+
+    def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
+        """Raises Inside where a forward outside of blocks put another tensor in the place of a buffer: that is not seen."""
+        for module, buffers in before.items():
+            for name, tensor in buffers.items():
+                if module._buffers.get(name) is not tensor:
+                    why = f"it puts another tensor in the place of its buffer {name}: let it write into the buffer instead"
+                    raise self.remembers(module, why)
+
+    def failed(self, error: Exception, what: str = "", where: str = "") -> Inside:
+        module = self._stack[-1]
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
+            why = "it reads a number out of a tensor (item(), a tensor in an if)"
+        if isinstance(error, DynamicOutputShapeException):
+            why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and planning has no values"
+        return Inside(module, self._paths.get(module, ""), where, f"{what}: {why}" if what else why)
+
+    def _line(self, frame: Any) -> str:
+        """Path and type of the module that is running, with file and line of its code."""
+        if not self._stack:
+            return "the model's inputs"
+        module = self._stack[-1]
+        found, mine = "", str(Path(__file__).parent)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(mine) and frame.f_locals.get("self") is module:
+                found = f", {name}:{frame.f_lineno}"
+                break
+            frame = frame.f_back
+        path = self._paths.get(module, "")
+        return f"{path or 'the model'} ({type(module).__name__}{found})"
+
+
+def _opened(tree: Any) -> Any:
+    """Mappings of any kind as dicts: results of transformers are such."""
+    if isinstance(tree, Mapping):
+        return {key: _opened(part) for key, part in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_opened(part) for part in tree))
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(tree)(_opened(part) for part in tree) if type(tree) in (list, tuple) else [_opened(part) for part in tree]
+    return with_fields(tree, _opened(fields_of(tree))) if holds_fields(tree) else tree
+
+
+def program_of(recorder: Recorder, number: int, without: Set[int] = frozenset()) -> Program:
+    """What was recorded, as far as the output of that number needs it; and buffers, unless by what takes any of `without`."""
+    ops, _ = needed_for({number}, recorder.ops, without=without)
+    return Program(ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))

@@ -1,0 +1,203 @@
+"""A block of a traced model: one of its modules, and the torch functions around it."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import sdpa_kernel
+
+from seqpart.capture.program import OfDevice, OfRows, Op, Own, Ref, fields_of, holds_fields, leaves, mapped
+from seqpart.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What a segment does in one mode: it takes and gives tensors of these numbers."""
+
+    ops: tuple[Op, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    rows: int | None
+    """Which of what it takes tells the number of rows, where that is asked for."""
+
+
+class _Written(dict[str, torch.Tensor | None]):
+    """Buffers of a module that is not a block: put here, they are put there too."""
+
+    def __init__(self, owners: Mapping[str, tuple[nn.Module, str]]) -> None:
+        super().__init__()
+        self._owners = owners
+
+    def __setitem__(self, name: str, tensor: torch.Tensor | None) -> None:
+        super().__setitem__(name, tensor)
+        owner, theirs = self._owners[name]
+        owner._buffers[theirs] = tensor
+
+
+class Segment(nn.Module):
+    """Called with what it takes it returns a tuple of what it gives. Modules, parameters and buffers are the model's own.
+
+    modules: {path in the model: module}; tensors: {name in the model: (module that has it, its name there)}, of such as
+    belong to no module that is called. It trains or evaluates as it was recorded in that mode.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], tensors: Mapping[str, tuple[nn.Module, str]], train: Steps, evaluate: Steps,
+        described: str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.described = described
+        """Type of the module that it is about."""
+        self.unmoved: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+        """By mode, modules that stay in the other one."""
+        self._steps = {True: train, False: evaluate}
+        self._used_up = {mode: _used_up(steps) for mode, steps in self._steps.items()}
+        self._paths = {path: str(number) for number, path in enumerate(modules)}
+        self._names = {name: f"own{number}" for number, name in enumerate(tensors)}
+        self._buffers = _Written({self._names[name]: owner for name, owner in tensors.items()})
+        for path, module in modules.items():
+            self.add_module(self._paths[path], module)
+        for name, (owner, theirs) in tensors.items():
+            if theirs in owner._parameters:
+                self.register_parameter(self._names[name], owner._parameters[theirs])
+            else:
+                persistent = theirs not in owner._non_persistent_buffers_set
+                self.register_buffer(self._names[name], owner._buffers[theirs], persistent=persistent)
+
+    def train(self, mode: bool = True) -> "Segment":
+        super().train(mode)
+        for name in self.unmoved[mode]:
+            self.get_submodule(name).training = not mode
+        return self
+
+    def exported(self, name: str) -> str:
+        """What the model calls the tensor that is called `name` here."""
+        top, _, rest = name.partition(".")
+        for theirs, ours in (*self._paths.items(), *self._names.items()):
+            if ours == top:
+                return f"{theirs}.{rest}" if rest else theirs
+        raise KeyError(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
+        """Modules and tensors are copied, also those of modules that are no blocks; what it does is the same."""
+        copied = Segment.__new__(Segment)
+        nn.Module.__init__(copied)
+        memo[id(self)] = copied
+        own = {name: value for name, value in vars(self).items() if name not in vars(copied)}
+        vars(copied).update(own, training=self.training)
+        for name in ("_modules", "_parameters"):
+            getattr(copied, name).update(copy.deepcopy(getattr(self, name), memo))
+        for name, buffer in self._buffers.items():
+            copied.register_buffer(name, copy.deepcopy(buffer, memo), name not in self._non_persistent_buffers_set)
+        return copied
+
+    @property
+    def wraps(self) -> str | None:
+        """The name here of the module that it calls, where that is all it does, with one tensor for one tensor."""
+        if self._names or len(self._paths) != 1 or not all(map(_is_one_call, self._steps.values())):
+            return None
+        return next(iter(self._paths.values()))
+
+    @property
+    def structure(self) -> tuple[object, ...]:
+        """What it does, without its names: equal for layers that are repeated, if their modules are alike."""
+        return tuple(self._relative(steps) for steps in self._steps.values())
+
+    def _relative(self, steps: Steps) -> tuple[object, ...]:
+        numbers: dict[int, int] = {}
+
+        def short(leaf: Any) -> object:
+            if isinstance(leaf, Ref):
+                return "ref", numbers.setdefault(leaf.number, len(numbers))
+            if isinstance(leaf, Own):
+                return "own", self._names[leaf.name]
+            return "tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+        def said(tree: Any) -> str:
+            return repr(mapped(tree, short))
+
+        taken = said([Ref(number) for number in steps.takes])
+        ops = [
+            (self._paths[op.function] if isinstance(op.function, str) else op.function,
+             said((op.args, op.kwargs, op.result, [[Ref(n) for n in pair] for pair in op.rebinds])), op.grad)
+            for op in steps.ops
+        ]  # fmt: skip
+        return taken, tuple(ops), said([Ref(number) for number in steps.gives]), steps.rows
+
+    def forward(self, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        steps = self._steps[self.training]
+        values = dict(zip(steps.takes, taken, strict=True))
+        rows = 0 if steps.rows is None else len(taken[steps.rows])
+        for op, used_up in zip(steps.ops, self._used_up[self.training], strict=True):
+            self._do(op, values, rows, taken[0].device)
+            for number in used_up:
+                values.pop(number, None)
+        return tuple(values[number] for number in steps.gives)
+
+    def _do(self, op: Op, values: dict[int, torch.Tensor], rows: int, device: torch.device) -> None:
+        def resolved(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return values[leaf.number]
+            if isinstance(leaf, Own):
+                return getattr(self, self._names[leaf.name])
+            if isinstance(leaf, OfRows):
+                return leaf.times * rows + leaf.plus
+            if isinstance(leaf, torch.Tensor):
+                return leaf.to(device)
+            return device if isinstance(leaf, OfDevice) else leaf
+
+        args, kwargs = mapped(op.args, resolved), mapped(op.kwargs, resolved)
+        function = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
+        with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), _autocast(op, device), _attention(op):
+            found = function(*args, **kwargs)
+        made = [leaf for leaf in leaves(_plain(found)) if isinstance(leaf, torch.Tensor)]
+        numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
+        if len(made) != len(numbers):
+            raise ModelError(
+                f"{op.where}: it returned {len(made)} tensors where it returned {len(numbers)} when it was looked at: what a "
+                "block returns must not depend on its rows."
+            )
+        changed = {new: values[old] for new, old in op.rebinds}
+        values.update(zip(numbers, made, strict=True))
+        values.update(changed)
+
+
+def _autocast(op: Op, device: torch.device) -> AbstractContextManager[object]:
+    if op.autocast is None:
+        return nullcontext()
+    if op.autocast is torch.float32:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, op.autocast)
+
+
+def _attention(op: Op) -> AbstractContextManager[object]:
+    return nullcontext() if op.attention is None else sdpa_kernel(list(op.attention))
+
+
+def _is_one_call(steps: Steps) -> bool:
+    if len(steps.ops) != 1 or len(steps.takes) != 1 or len(steps.gives) != 1 or steps.rows is not None:
+        return False
+    (op,), (taken,), (given,) = steps.ops, steps.takes, steps.gives
+    tensors = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | Own | torch.Tensor)]
+    own = op.autocast is not None or op.attention is not None
+    return op.is_module and op.grad and not own and tensors == [Ref(taken)] and op.makes == {given}
+
+
+def _used_up(steps: Steps) -> list[list[int]]:
+    """Of each op, the numbers that nothing behind it uses."""
+    last = {number: place for place, op in enumerate(steps.ops) for number in (*op.makes, *op.uses)}
+    spare = {number: place for number, place in last.items() if number not in steps.gives}
+    return [[number for number, where in spare.items() if where == place] for place in range(len(steps.ops))]
+
+
+def _plain(found: Any) -> Any:
+    """A result as lists and dicts: those of transformers are dicts with more to them."""
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        return [_plain(part) for part in found]
+    if isinstance(found, Mapping):
+        return {key: _plain(part) for key, part in found.items()}
+    return _plain(fields_of(found)) if holds_fields(found) else found

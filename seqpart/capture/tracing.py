@@ -1,0 +1,251 @@
+"""Any nn.Module as a chain of blocks (DESIGN: models come in as they are)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from seqpart.capture.choice import blocks_of
+from seqpart.capture.cutting import Cutter
+from seqpart.capture.inputs import Form, described, refuse_misfit, unpacked
+from seqpart.capture.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
+from seqpart.capture.program import Differs, Program, by_name, generalised, leaves
+from seqpart.capture.recorder import Inside, Recorder, program_of
+from seqpart.capture.unrecorded import extremes, refuse_memory
+from seqpart.errors import ModelError
+from seqpart.model.blocks import Chain, as_chain, refuse_without_values
+from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
+from seqpart.model.losses import LossFunction, label_dtype
+from seqpart.model.packs import ROWS
+from seqpart.model.separation import Score
+from seqpart.model.tensors import with_tensors
+from seqpart.model.tiling import tile_of
+from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
+
+_ROWS, _OTHER_ROWS = 4, 6
+"""Of the batches that are run: their difference tells what follows the rows."""
+_DRAWING = {"apply_spec_augment": "False", "layerdrop": "0.0", "encoder_layerdrop": "0.0", "decoder_layerdrop": "0.0"}
+"""What configurations of transformers turn on (wav2vec2, HuBERT and their kin), and what turns it off."""
+
+
+def chain_of(
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
+) -> Chain:
+    """A list of blocks or an nn.Sequential as it is (see as_chain), any other module, and one with tiles, traced.
+
+    shape, dtype: of one row. form: how it is made of several inputs. autocast: what it is trained under.
+    """
+    if torch.is_anomaly_enabled():
+        raise ModelError(
+            "anomaly detection is on (torch.autograd.set_detect_anomaly): it looks at the values of every gradient, and a "
+            "model is measured on tensors without values. Turn it off; what is not finite ends a run in words."
+        )
+    whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
+    if form and not whole:
+        raise ModelError(
+            f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
+            f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
+        )
+    return trace(model, shape, dtype, form, autocast) if whole else as_chain(model)  # type: ignore[arg-type]
+
+
+def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
+    """Of its own: a list of blocks has none, and no parameters, modes or hooks beside those of its blocks."""
+    if not isinstance(model, nn.Module) or not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return isinstance(model, nn.Module)
+    kind, plain = type(model), nn.Sequential if isinstance(model, nn.Sequential) else nn.Module
+    if any(getattr(kind, name) is not getattr(plain, name) for name in ("forward", "__call__", "train")):
+        return True
+    return bool(model._parameters or model._buffers) or is_listened_to(model)
+
+
+def chain_and_loss(
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor,
+    autocast: torch.dtype | None = None,
+) -> tuple[Chain, LossFunction]:  # fmt: skip
+    """The model as a chain, and the loss that it computes itself when it is given labels (rows, ...) such as these.
+
+    Raises ModelError where it computes none, or one that needs more than its output and the labels.
+    """
+    if not _has_a_forward(model):
+        raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
+    inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
+    given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
+    chain, program = _traced(model, shape, dtype, form, given, autocast)
+    assert program.loss is not None
+    return chain, OwnLoss(program.loss, program.output, model)
+
+
+def trace(
+    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
+) -> Chain:
+    """The model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
+
+    autocast: what it is trained under. A model may do other things there: a peft adapter casts its sum to the type of its base.
+
+    Raises ModelError where it cannot be cut, with the module and the line that are in the way.
+    """
+    return _traced(model, shape, dtype, form, None, autocast)[0]
+
+
+def _traced(
+    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None,
+    autocast: torch.dtype | None,
+) -> tuple[Chain, Program]:  # fmt: skip
+    """Also what it does when it trains."""
+    refuse_without_values({type(model).__name__: model})
+    refuse_misfit(model, form, labels.name if labels is not None else "")
+    whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
+    while True:
+        try:
+            blocks = blocks_of(model, whole)
+            programs = [_in_mode(model, blocks, shape, dtype, training, form, labels, autocast) for training in (True, False)]
+            return Cutter(model).chain(*programs), programs[0]
+        except Inside as error:
+            # It cannot be looked into: as one block it may do.
+            if error.module is model or error.module in whole:
+                where = error.where or error.path or type(model).__name__
+                floats = any(one.dtype.is_floating_point for one in form)
+                types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
+                cure = types or ("" if form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
+                cure = cure or "Let that be a module of its own, or give the model as a list of blocks."
+                raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
+            whole.add(error.module)
+
+
+def _in_mode(
+    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
+    labels: Labels | None, autocast: torch.dtype | None,
+) -> Program:  # fmt: skip
+    one, other = (
+        _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast) for rows in (_ROWS, _OTHER_ROWS)
+    )
+    try:
+        return generalised(one, other, _ROWS, _OTHER_ROWS)
+    except Differs as error:
+        raise ModelError(
+            f"the model does other things with {_OTHER_ROWS} rows than with {_ROWS}, in {error.op.where}: what it does must "
+            "not depend on the number of rows, nor on a random number that it draws. "
+            + (_without_draws(model) or "Let that be inside a layer, or give the model as a list of blocks.")
+        ) from None
+
+
+def _without_draws(model: nn.Module) -> str:
+    """What helps a model of transformers that draws random numbers between its layers, or from numpy, because its
+    configuration says so; "" where it does not."""
+    config = getattr(model, "config", None)
+    drawing = {name: off for name, off in _DRAWING.items() if getattr(config, name, None)}
+    said = ", ".join(f"config.{name} = {off}" for name, off in drawing.items())
+    return f"Its configuration asks for that: build the model with {said}." if said else ""
+
+
+def _recorded(
+    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
+    labels: Labels | None, autocast: torch.dtype | None,
+) -> Program:  # fmt: skip
+    mode = FakeMode()
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with ExitStack() as stack:
+        stack.enter_context(_left_as_it_is(model))
+        stack.enter_context(quiet_random(_without_draws(model)))
+        stack.enter_context(quiet_log())
+        fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
+        stack.enter_context(with_tensors(model, fakes))
+        stack.enter_context(listed(model, {id(tensor): fakes[name] for name, tensor in own.items()}))
+        stack.enter_context(mode)
+        model.train(training)
+        rows = torch.zeros(shape, dtype=dtype)
+        paths, names = {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()}
+        named = {} if labels is None else {labels.name: torch.zeros((shape[0], *labels.shape), dtype=labels.dtype)}
+        stack.enter_context(extremes(largest=shape[0] != _ROWS))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
+        inside = {part for block in blocks for part in block.modules()}
+        outside = [part for part in model.modules() if part not in inside]
+        buffers, before = {part: dict(part._buffers) for part in outside}, remembered(outside)
+
+        def ran(*, again: bool = False) -> tuple[Recorder, Any]:
+            recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)
+            assert recorder.number(rows) == ROWS
+            assert [recorder.number(tensor) for tensor in named.values()] in ([], [LABELS])
+            return recorder, _recorded_by(recorder, lambda: run_on_rows(model, rows, form, named))
+
+        recorder, found = ran()
+        recorder.refuse_replaced_buffers(buffers)
+        refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
+        if labels is None:
+            return program_of(recorder, recorder.known(judged_output(model, found)))
+        judged, loss = split_off(recorder, model, found)
+        program = program_of(recorder, judged, following(recorder.ops))
+        refuse_labels_in_layers(model, program.ops)
+        return replace(program, loss=loss)
+
+
+def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:
+    """What `run` returns. Raises Inside where it cannot be recorded."""
+    with recorder.calls(), recorder:
+        try:
+            return run()
+        except (Inside, ModelError):
+            raise
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError | MemoryError) or not recorder._stack:
+                raise
+            raise recorder.failed(error) from error
+
+
+def run_on_rows(
+    model: nn.Module, rows: torch.Tensor, form: Form, labels: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> Any:
+    """What a model returns for rows of that form. Models of transformers take them by name."""
+    if form:
+        args, kwargs = unpacked(rows, form)
+        return model(*args, **kwargs, **labels)
+    name = getattr(model, "main_input_name", None)
+    return model(**{name: rows}, **labels) if isinstance(name, str) else model(rows, **labels)
+
+
+def judged_output(model: nn.Module, found: Any) -> torch.Tensor:
+    """What is to be judged, of what the model returned."""
+    if isinstance(found, torch.Tensor):
+        return found
+    named = by_name(found)
+    for name in ("logits", "out", "last_hidden_state"):
+        if isinstance(one := named.get(name), torch.Tensor):
+            return one
+    tensors = [leaf for leaf in leaves(named or found) if isinstance(leaf, torch.Tensor)]
+    if len(tensors) == 1:
+        return tensors[0]
+    said = f"a {type(found).__name__}" + (f" with {', '.join(map(str, named))}" if named else "")
+    raise ModelError(
+        f"{type(model).__name__} returned {said}, of {len(tensors)} tensors, and which of them is to be judged is not known. "
+        "Wrap it in a module that returns one, or a dict with it as logits."
+    )
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Modes, what modules remember, and a cache of keys that a language model would fill are what they were."""
+    config: Any = getattr(model, "config", None)
+    cache = getattr(config, "use_cache", None)
+    if cache:
+        config.use_cache = False
+    try:
+        with left_as_they_are(model.modules()):
+            yield
+    finally:
+        if cache:
+            config.use_cache = cache
+
+
+def _faked(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
+    number = tensor.item() if not (tensor.ndim or tensor.is_floating_point() or tensor.is_meta) else None
+    with mode:
+        if number is not None:
+            return torch.tensor(number, dtype=tensor.dtype)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

@@ -1,0 +1,138 @@
+"""How a directory shows whose it is: a marker says that we made it, where, and for which run; a lock that a run lives.
+
+A directory that was copied or moved carries the marker of another place, and one that took another's place has another
+`id`: what belongs to whom is then not known.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from seqpart.errors import DirectoryUnusable
+from seqpart.files import PRIVATE, Folder
+from seqpart.schema import Digest, PathText, Whole, as_type
+from seqpart.store.atomic import write_text
+from seqpart.text import parsed
+
+MARKER = "seqpart-run.json"
+LOCK = "seqpart.lock"
+_WAIT = 1.0
+"""Seconds: other starting runs look whether this one lives, and clean up, in less."""
+
+
+class _Body(msgspec.Struct, kw_only=True, rename={"made_by": "made by", "run_id": "run id"}):
+    made_by: Literal["seqpart"] = "seqpart"
+    state: str
+    pid: Whole
+    time: str
+    directory: PathText
+    id: Digest
+    run: PathText | None = None
+    run_id: Digest | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marker:
+    directory: Path
+    """Where it was written, without links."""
+    id: str
+    """Of the run directory, as long as it stays in its place."""
+    run: Path | None = None
+    """The directory of the run whose homes and rows these are; None where they are its own."""
+    run_id: str | None = None
+    state: str = ""
+    """Of the run, as it was written last."""
+
+    def write(self, state: str) -> None:
+        run = None if self.run is None else str(self.run)
+        body = _Body(
+            state=state, pid=os.getpid(), time=time.strftime("%Y-%m-%d %H:%M:%S"), directory=str(self.directory), id=self.id,
+            run=run, run_id=self.run_id,
+        )  # fmt: skip
+        write_text(self.directory / MARKER, json.dumps(msgspec.to_builtins(body)) + "\n")
+
+
+def marker_of(folder: Folder) -> Marker | None:
+    """None where there is none; raises ValueError where what is there is no marker that we wrote."""
+    if not folder.holds(MARKER):
+        return None
+    try:
+        text, found = folder.read(MARKER)
+        body = as_type(_Body, parsed(text))
+    except OSError as error:
+        raise ValueError(f"its marker cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"its marker is damaged, or none of ours: {error}") from None
+    if found.st_uid != folder.uid:
+        raise ValueError("its marker is another user's")
+    run = Path(body.run) if body.run is not None else None
+    return Marker(directory=Path(body.directory), id=body.id, run=run, run_id=body.run_id, state=body.state)
+
+
+def new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def locked(root: Path, *, wait: float = _WAIT) -> int:
+    """The lock of `root`, held: a descriptor that lets go when it is closed, or its process is killed.
+
+    Raises DirectoryUnusable where another run holds it for longer than `wait` seconds, OSError where it cannot be opened.
+    """
+    until = time.monotonic() + wait
+    while True:
+        handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, PRIVATE)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.lstat(root / LOCK)):
+                return handle
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(handle)
+                raise _in_use(root) from None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # in use, or the directory was cleaned up that very moment
+        time.sleep(0.02)
+
+
+def lives(folder: Folder) -> bool:
+    """Whether a run holds the lock. It is taken for no longer than it takes to see that; shared with others who look."""
+    try:
+        handle = folder.open(LOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # nobody knows
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def refuse_in_use(folder: Folder) -> None:
+    """Raises DirectoryUnusable where another run holds the lock, for longer than one that starts does to see who lives."""
+    until = time.monotonic() + _WAIT
+    while lives(folder):
+        if time.monotonic() >= until:
+            raise _in_use(folder.path)
+        time.sleep(0.02)
+
+
+def _in_use(root: Path) -> DirectoryUnusable:
+    return DirectoryUnusable(f"{root} is in use by another run. Wait for it to end, or give another --output-dir.")
+
+
+def is_half_written_marker(name: str) -> bool:
+    return re.fullmatch(rf"{re.escape(MARKER)}(\.seqpart-[0-9a-f]{{8}})?\.part", name) is not None

@@ -1,0 +1,301 @@
+"""The directory of a run, or of its homes and rows: made or taken over, held by a lock, and left as its end demands.
+
+What lies beside it is the business of `leftovers`. A directory that was moved away while its run lived is left as it is.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from seqpart.checkpoint.leftovers import Kind, belongs_to, clean, judged, remove_empty
+from seqpart.checkpoint.marker import LOCK, MARKER, Marker, is_half_written_marker, locked, marker_of, new_id, refuse_in_use
+from seqpart.checkpoint.publication import finish_publishing, publish
+from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
+from seqpart.files import PRIVATE_FOLDER, Folder, folder_inside
+from seqpart.store.atomic import unusable
+from seqpart.store.direct import explained
+from seqpart.store.scratch import (
+    CHECKPOINT,
+    FOLDERS,
+    NEW,
+    PREVIOUS,
+    PUBLISHING,
+    WEIGHTS,
+    clear_scratch,
+    has_checkpoint,
+    named_scratch,
+    remove_half_written,
+)
+
+_numbers = itertools.count()
+_NOTHING_KEPT = "nothing was saved; the run's scratch files are removed, and earlier results are untouched."
+
+
+class RunDirectory:
+    """`root` with its lock held, `scratch` (homes of blocks and boundary rows) and the results beside them.
+
+    `overwrite` lets go of an earlier run's checkpoint, and of its results once there are new ones; `resume` opens the
+    directory of a run that has a checkpoint, and keeps everything. `run` is the directory of the run that this one is
+    the scratch directory of: a new one then, which other users cannot look into. The path is absolute and without links from
+    the beginning: a program that changes its working directory, or where a link leads, changes nothing for its run.
+
+    Raises DirectoryUnusable where it cannot be written or another run holds it, OptionError where it holds someone
+    else's files, a finished run that `overwrite` does not cover or one that could be resumed.
+    """
+
+    def __init__(
+        self, root: Path, *, overwrite: bool = False, resume: bool = False, run: "RunDirectory | None" = None
+    ) -> None:  # fmt: skip
+        self._run = run
+        if resume and not root.exists():
+            raise CorruptFile(f"{root} is missing: the checkpoint in {run.root if run is not None else root} needs it.", root)
+        try:
+            self._made = created = _created(root, private=run is not None)
+            if not created and run is not None and not resume:
+                raise DirectoryUnusable(f"{root} is there already, and not by this run. Give another --offload-dir.")
+            self.root: Path = root.resolve()
+            self._folder = Folder.at(self.root)
+        except OSError as error:
+            raise unusable(error, root) from None
+        try:
+            if not created and not resume:
+                _must_be_ours(self._folder)
+            self._lock = locked(self.root)
+        except BaseException as error:
+            self._folder.__exit__()
+            if isinstance(error, OSError):
+                raise unusable(error, root / LOCK) from None
+            raise
+        try:
+            self._take_over(overwrite, resume)
+        except BaseException as error:
+            self._let_go()
+            if isinstance(error, OSError):
+                raise unusable(error, root) from None
+            raise
+
+    def _take_over(self, overwrite: bool, resume: bool) -> None:
+        finish_publishing(self.root)
+        self._marker = self._identity()
+        if overwrite and not resume:
+            self._forget_checkpoint()
+        elif not resume:
+            _must_be_free(self.root)
+        self.cleaned = remove_half_written(self._folder) + (0 if resume else clear_scratch(self._folder))
+        self._replaces = (self.root / WEIGHTS).exists()
+        self.mark("running")
+        for name in FOLDERS:
+            _make_own_folder(self._folder, name)
+
+    def _identity(self) -> Marker:
+        """Of a directory that stays in its place the same as before."""
+        here, found = self.root, None
+        with contextlib.suppress(ValueError):
+            found = marker_of(self._folder)
+        known = found.id if found is not None and found.directory == here else new_id()
+        if self._run is None:
+            return Marker(directory=here, id=known)
+        return Marker(directory=here, id=known, run=self._run.marker.directory, run_id=self._run.marker.id)
+
+    @property
+    def marker(self) -> Marker:
+        return self._marker
+
+    @property
+    def homes(self) -> Path:
+        return self.root / "homes"
+
+    @property
+    def rows(self) -> Path:
+        return self.root / "rows"
+
+    def result(self, name: str) -> Path:
+        """Where to write the result `name`: beside that of an earlier run, which stays until `publish`."""
+        return self.root / (name + NEW if self._replaces else name)
+
+    def publish(self) -> None:
+        """The run is done: let its results take the place of the earlier ones."""
+        publish(self.root)
+
+    def mark(self, state: str) -> None:
+        self._marker.write(state)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A signal that nobody held back ends the run, and leaves the checkpoint of before."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt as interrupt:
+            if has_checkpoint(self._folder):
+                raise Interrupted(self.root) from None
+            raise KeyboardInterrupt(str(interrupt) or _NOTHING_KEPT) from None
+
+    @contextlib.contextmanager
+    def resumable(self, add_note: Callable[[Exception, str], None], told: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """What ends the run from outside does not end it for good: `add_note` says how to go on, unless that was `told`."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, CorruptFile) and has_checkpoint(self._folder):
+                add_note(
+                    error, f"There is a checkpoint: {resuming(self.root)} goes on, or says that it needs what was damaged."
+                )
+            elif not isinstance(error, BadInput) and has_checkpoint(self._folder) and not told():
+                add_note(error, f"The last checkpoint is intact: when the cause is gone, go on with {resuming(self.root)}")
+            raise
+
+    def close(self, state: str, drop: Collection[str] = ()) -> None:
+        """Note how the run ended and let go of the lock. What a checkpoint needs stays, unless the run is "done".
+
+        drop: all that it wrote, where nothing came of it: a directory that it made goes with that.
+        """
+        try:
+            if self._folder.is_at(self._marker.directory):
+                if state == "done":
+                    self._forget_checkpoint()
+                clear_scratch(self._folder)
+                self.mark(state)
+                if drop and self._made:
+                    for name in drop:
+                        self._folder.remove(name)
+                    remove_empty(self._folder)
+        except (OSError, StoreError) as error:
+            if state == "done":
+                raise _left_over(error, self.root) from None
+            # A run that failed has its own error to tell, and the next run cleans up.
+        finally:
+            self._let_go()
+
+    def vanish(self, *, failed: bool = False) -> None:
+        """For a scratch directory of ours: remove it altogether, unless its run's checkpoint needs it, or may need it.
+
+        failed: the run has an error of its own to tell. Raises StoreError where the disk fails and it has none.
+        """
+        try:
+            if self._folder.is_at(self._marker.directory):
+                with Folder.at(self._marker.directory) as folder:
+                    found = judged(folder, is_locked=True)
+                    if found is not None and found.kind is Kind.LEFTOVER:
+                        clear_scratch(folder)
+                        remove_empty(folder)
+        except (OSError, StoreError) as error:
+            if not failed:
+                raise _left_over(error, self.root) from None
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        os.close(self._lock)
+        self._folder.__exit__()
+
+    def _forget_checkpoint(self) -> None:
+        """Remove the checkpoints, and the scratch directories that they named and that are this run's."""
+        scratches, _ = named_scratch(self._folder)
+        for name in (PREVIOUS, CHECKPOINT):  # the manifests first: none ever names a file that is gone
+            self._folder.unlink(name)
+        for scratch in scratches:
+            if belongs_to(scratch, self._marker):
+                with contextlib.suppress(StoreError, FileNotFoundError, NotADirectoryError):  # in use, or gone
+                    clean(scratch)
+
+
+def refuse_taken(root: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Raises what a RunDirectory in `root` would, as far as looking tells: to be known before a plan is made. What changes
+    until there is one it finds itself."""
+    if not root.is_dir():
+        return
+    try:
+        with Folder.at(root) as folder:
+            if not resume:
+                _must_be_ours(folder)
+            refuse_in_use(folder)
+    except OSError as error:
+        raise unusable(error, root) from None
+    if not (resume or overwrite):
+        _must_be_free(root)
+
+
+def finish_what_was_published(root: Path) -> None:
+    """Where a killed run was letting its results take the earlier ones' places: let the others do so, too.
+
+    Raises DirectoryUnusable where a run is in `root`, CorruptFile where it is not known which results they are.
+    """
+    if (root / PUBLISHING).exists():
+        lock = locked(root)
+        try:
+            finish_publishing(root)
+        except OSError as error:
+            raise unusable(error, root) from None
+        finally:
+            os.close(lock)
+
+
+def _left_over(error: OSError | StoreError, root: Path) -> StoreError:
+    """The disk failed as the homes of a run that is done were removed."""
+    found = error if isinstance(error, StoreError) else explained(error, root)
+    found.add_note("The run is finished and its results are written. Some of its homes or rows could not be removed.")
+    return found
+
+
+def new_name(method: str) -> str:
+    """A name that no other run has, in this process or another."""
+    number = next(_numbers)
+    return time.strftime("%Y%m%d-%H%M%S") + f"-{method}-{os.getpid()}" + (f"-{number}" if number else "")
+
+
+def _created(root: Path, *, private: bool) -> bool:
+    """Make the directory; False where it is there already."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(PRIVATE_FOLDER if private else 0o777)
+    except FileExistsError:
+        if not root.is_dir():
+            raise OptionError(f"--output-dir: {root} is a file, not a directory.") from None
+        return False
+    return True
+
+
+def _make_own_folder(folder: Folder, name: str) -> None:
+    """A folder that other users cannot look into. Raises DirectoryUnusable where something else has its name."""
+    path = folder.path / name
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(PRIVATE_FOLDER)
+    with folder_inside(folder, name) as inside:
+        if inside is None:
+            raise DirectoryUnusable(
+                f"{path} is a link, or a file: homes and rows go to a directory of the run's own. Remove it, or give another "
+                "--output-dir."
+            )
+        inside.make_private()
+
+
+def _must_be_ours(folder: Folder) -> None:
+    # Empty, or a run that begins this very moment, or was killed as it began.
+    if all(name == LOCK or is_half_written_marker(name) for name in folder.names()):
+        return
+    try:
+        found = marker_of(folder)
+    except ValueError as error:
+        raise CorruptFile(
+            f"--output-dir: {folder.path} holds files, and it is not known whether seqpart made them: {error} ({MARKER}). They "
+            "were left as they are. Give a new or empty directory.", folder.path / MARKER,
+        ) from None  # fmt: skip
+    if found is None:
+        raise OptionError(f"--output-dir: {folder.path} holds files that seqpart did not make. Give a new or empty directory.")
+
+
+def _must_be_free(root: Path) -> None:
+    if has_checkpoint(root):
+        raise OptionError(
+            f"--output-dir: {root} holds a run that was interrupted. Go on with it by {resuming(root)}, or "
+            "start anew with --overwrite."
+        )
+    if (root / WEIGHTS).exists():
+        raise OptionError(
+            f"--output-dir: {root} holds a finished run. Give another directory, or --overwrite to replace its results."
+        )

@@ -1,0 +1,419 @@
+"""What a user gives as data: rows that are kept once, or a source of rows that is read anew in every epoch."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
+
+from seqpart.data.draws import generators_kept
+from seqpart.data.padded import padded, padded_source
+from seqpart.data.padding import Padding
+from seqpart.data.pairs import as_pair
+from seqpart.data.source import RowTaker, Source, SourceReader, kept_type
+from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, spread, tested_on
+from seqpart.data.workers import Job, Part, empty, fill
+from seqpart.errors import DataError, OptionError
+from seqpart.kinds import values_of
+from seqpart.settings import Settings
+
+_FLOOR = -1
+"""Rows of an epoch of a stream that is yet to be counted: as many as make whole batches."""
+LOOKED_AT = 1 << 16
+"""Rows of a stream that are counted where the run may end before it does: a shorter one has epochs."""
+TELLS_EVERY = 5.0
+"""Seconds."""
+_COMPARED = 16
+"""Items whose labels are compared with what the data set's `targets` say of them, and that tell data from others."""
+
+
+def training_rows(
+    data: object, settings: Settings, name: str = "training", padding: Padding | None = None, *, tested: bool = False
+) -> Split:  # fmt: skip
+    """The training data: a pair, a data set, a stream or a loader. Raises DataError for what cannot be honoured.
+
+    Rows are kept once where they are seen to stay the same, and with `cache` "rows" whatever they are; else they are read anew.
+    padding: with a length, see `longest.for_data`. tested: they are what an evaluation judges, partition by partition.
+    """
+    if not is_loader(data):
+        data = padded(data, name, padding)
+    if isinstance(data, Split):
+        if settings.cache == "none" and data.source is None:
+            raise OptionError(
+                f"--cache none: this {data.name} data is read from its files in order, and so its rows are kept. Leave it out, "
+                "or give a data set whose rows can be read by their numbers."
+            )
+        return data
+    if not is_loader(data) and settings.cache != "none" and not getattr(data, "read_anew", False):
+        with generators_kept(), suppress(UnstableRows):
+            return as_split(data, name)
+    return _read(source_of(data, name, padding), settings, whole=tested)
+
+
+def test_rows(data: object, train: Split, settings: Settings, padding: Padding | None = None) -> Split:
+    """The test data, read as the training data is: anew where that is not kept. Every pass sees the same draws.
+
+    None, and what comes of it here: there are none.
+    """
+    if data is None or (isinstance(data, Split) and not data.count):
+        return tested_on(data, train)
+    if not is_loader(data):
+        data = padded(data, "test", padding)
+    if train.source is None and not is_loader(data):
+        with generators_kept(), suppress(UnstableRows):
+            return as_split(data, "test")
+    if isinstance(data, Split) and data.source is not None:
+        return data
+    source = _stream_of(data) if isinstance(data, Split) else source_of(data, "test", padding)
+    if source.sampler is not None:
+        raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
+    if train.source is None:
+        return _kept(_of_source(source, settings, whole=True))
+    # Partition by partition only the first one reads rows with their labels.
+    return _of_source(source, settings, whole=settings.method not in ("full", "checkpointed"))
+
+
+def is_loader(data: object) -> bool:
+    """Whether it is a DataLoader or a stream, which has no rows by number."""
+    if isinstance(data, DataLoader | IterableDataset):
+        return True
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not isinstance(data, str | Split)
+
+
+def kept_rows(data: object, settings: Settings, name: str, padding: Padding | None) -> Split:
+    """The same, of which one draw of each is kept."""
+    if is_loader(data):
+        return _read(source_of(data, name, padding), replace(settings, cache="rows"))
+    return as_split(padded(data, name, padding), name)
+
+
+def first_batch(loader: object, settings: Settings, name: str, padding: Padding | None) -> Split:
+    """Of a loader or a stream."""
+    source = source_of(loader, name, padding)
+    with generators_kept():
+        most = max(ROWS_AT_ONCE, source.batch, *values_of(settings.batch_size))
+        return _first(counted(source, most), source.draws(settings.seed, "train", 0, 0))[0]
+
+
+def _read(source: Source, settings: Settings, *, whole: bool = False) -> Split:
+    whole = whole or settings.method == "sil" or settings.cache == "rows"
+    split = _of_source(source, settings, whole=whole)
+    return _kept(split) if settings.cache == "rows" else split
+
+
+# --- from loaders to sources ------------------------------------------------------------------------------------------
+
+
+def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
+    """Of a loader's parts, a stream or a data set. Raises DataError for what cannot be repeated, in words.
+
+    padding: of a loader's batches, or of the items that a stream gives; a data set brings its own.
+    """
+    data = as_pair(data, f"{name} data")
+    if isinstance(data, DataLoader):
+        source = _of_loader(data, name)
+    elif is_loader(data):
+        if iter(data) is data:
+            raise DataError(
+                f"{name} data: a {type(data).__name__} can be read once, and every epoch reads its rows anew. Give an object "
+                "whose __iter__ begins anew each time: an IterableDataset."
+            )
+        source = Source(items=data, name=name, count=_known(data), rows=_known(data), streams=True)
+    elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[1], "shape"):
+        items = _Pair(*data)
+        source = Source(items=items, name=name, count=len(items), rows=len(items))
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        source = Source(items=data, name=name, count=len(data), rows=len(data))
+    else:
+        raise DataError(
+            f"{name} data: expected a pair (x, y) of tensors or arrays, a data set, an IterableDataset or a DataLoader; "
+            f"found {type(data).__name__}."
+        )
+    if source.sampler is not None:
+        _refuse_unrepeatable(source)
+    return padded_source(source, padding) if is_loader(data) else source
+
+
+class _Pair:
+    """Rows x and labels y as items."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._y)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if isinstance(self._x, dict):
+            return {name: part[index] for name, part in self._x.items()}, self._y[index]
+        if isinstance(self._x, tuple | list):
+            return tuple(part[index] for part in self._x), self._y[index]
+        return self._x[index], self._y[index]
+
+
+class _InOrder:
+    """The rows of a split that opens its files anew for every pass, as items."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        at = 0
+        for rows in self._split.open():
+            for row in rows.to(self._split.dtype):
+                yield row, self._split.labels[at]
+                at += 1
+
+
+def _stream_of(split: Split) -> Source:
+    if split.form:
+        raise DataError(f"{split.name} data: its rows have several inputs and are kept; give them as a data set of items.")
+    return Source(items=_InOrder(split), name=split.name, count=split.count, rows=split.count, streams=True)
+
+
+def _known(items: Any) -> int:
+    """What len() says; 0 where it says nothing."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
+    said, items, batch = f"{name} data: the DataLoader", loader.dataset, loader.batch_size
+    own = None if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+    if batch is None or own is not None:
+        kind = "batch_size=None" if own is None else type(own).__name__
+        raise DataError(
+            f"{said} makes batches of sizes of its own ({kind}), where every update has the same number of rows. Give "
+            "batch_size, and a sampler for the order."
+        )
+    streams = isinstance(items, IterableDataset)
+    count = _known(items)
+    sampler, shuffles, rows = None, False, count
+    if not streams:
+        sampler, shuffles = _order_of(loader.sampler, count)
+        rows = count if sampler is None else len(loader.sampler)  # type: ignore[arg-type]
+    if loader.drop_last and not (streams and not count):
+        if rows < batch:
+            raise DataError(f"{said} has drop_last, {rows} rows and batches of {batch}: nothing is left of them.")
+        rows -= rows % batch
+    if streams and not count and loader.drop_last:
+        rows = _FLOOR
+    generator = loader.generator
+    return Source(
+        items=items, name=name, count=count, rows=rows, streams=streams, batch=batch, shuffles=shuffles, sampler=sampler,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        seed=generator.initial_seed() if generator is not None else None,
+        workers=loader.num_workers, begin_worker=loader.worker_init_fn,
+    )  # fmt: skip
+
+
+def _order_of(sampler: Any, count: int) -> tuple[Any, bool]:
+    """(the sampler, where its order is its own; whether rows are shuffled)."""
+    if type(sampler) is SequentialSampler:
+        return None, False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
+        return None, True
+    return sampler, True
+
+
+def _refuse_unrepeatable(source: Source) -> None:
+    draws = source.draws(0, "train", 0, 1)
+    with generators_kept():
+        first, second = (source.order(draws, shuffle=True) for _ in range(2))
+    if not np.array_equal(first, second):
+        raise DataError(
+            f"{source.name} data: the sampler's order of an epoch is another when it is asked again, from the same seeds, so a "
+            "run could not go on where it was killed. Let it draw from torch's, numpy's or Python's own generators, from its "
+            "`generator`, or by `set_epoch`."
+        )
+
+
+def with_loader(settings: Settings, train: Split) -> Settings:
+    """`settings` with what the loader of the training rows says of batches and their order.
+
+    Raises OptionError where the two contradict each other, and for what does not go with rows that are read anew.
+    """
+    source = train.source
+    if not isinstance(source, Source):
+        if settings.workers:
+            raise OptionError("--workers read rows that are not kept, and these are. Leave it out, or give --cache none.")
+        if settings.views > 1:
+            raise OptionError(
+                "--cached-views keeps several draws of rows that are read anew, and these rows are kept once. Leave it out."
+            )
+        return settings
+    if settings.method == "psl":
+        raise OptionError(
+            "--method psl counts the rows of every pair of classes in all batches beforehand, so its rows are kept: give "
+            "--cache rows."
+        )
+    if settings.method == "ist" and source.streams:
+        raise OptionError(
+            "--method ist gives every subnet rows by their numbers, and a stream has none. Give a data set with [i]."
+        )
+    if settings.method in ("ist", "sil") and source.rows != source.count:
+        raise OptionError(
+            f"--method {settings.method} needs all {source.count} rows in every epoch, and the loader gives {source.rows} (by "
+            "its sampler, or drop_last). Give a loader without, or another method."
+        )
+    if source.batch:
+        batch = values_of(settings.batch_size)[0]
+        if batch not in (source.batch, Settings.batch_size):
+            raise OptionError(f"--batch-size {batch}: the DataLoader has batches of {source.batch}. Give one of the two.")
+        if batch != source.batch:
+            settings = replace(settings, batch_size=source.batch)
+    if source.shuffles is not None or source.streams:
+        shuffles = bool(source.shuffles) and not source.streams
+        if settings.shuffle not in ("auto", shuffles):
+            raise OptionError(
+                f"--shuffle {'yes' if settings.shuffle else 'no'}: "
+                + ("a data set that streams gives its own order" if source.streams else "the DataLoader says otherwise")
+                + ". Leave it out."
+            )
+        settings = replace(settings, shuffle=shuffles)
+    return settings
+
+
+# --- from sources to splits -------------------------------------------------------------------------------------------
+
+
+def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Split:
+    """A split whose rows are read when they are needed. whole: all labels are needed, also floats and those of positions.
+
+    Its labels are all that there are where each is one class; else those of the first rows, which say their type and shape.
+    """
+    draws = source.draws(settings.seed, "test" if source.name == "test" else "train", 0, 0)
+    steps = None if whole or source.name == "test" else settings.max_steps
+    with generators_kept():
+        source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
+        like, kept = _first(source, draws)
+        classes = not like.labels.is_floating_point() and not _several(like) and like.labels.ndim == 1 and not source.goes_on
+        labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
+    part = Part(source, RowTaker(like, kept))
+
+    def passes() -> Iterator[torch.Tensor]:
+        for rows, _ in _passed(part, draws):
+            yield rows
+
+    return replace(
+        like, count=source.count, labels=labels, open=passes, source=source, kept=kept, padded=source.padded,
+        some=partial(_some, source, draws),
+    )  # fmt: skip
+
+
+def _some(source: Source, draws: Any) -> Sequence[torch.Tensor]:
+    """Some rows as the first epoch draws them, where they are the same when they are read again; else none."""
+    numbers: Sequence[int] = range(min(source.count, source.batch if source.collate is not None else _COMPARED))
+    if source.collate is None and not source.streams:
+        numbers = spread(source.count, _COMPARED)
+
+    def read() -> list[torch.Tensor]:
+        pieces = SourceReader(source).read(draws, 0, numbers)
+        return [rows for piece in pieces for rows in as_split(piece, source.name).open()]
+
+    with generators_kept():
+        first, again = read(), read()
+    return first if all(map(torch.equal, first, again)) else ()
+
+
+def _several(split: Split) -> bool:
+    """Whether a row has several labels, as bytes."""
+    return bool(getattr(split, "label_form", ()))
+
+
+def counted(source: Source, most: int | None = None) -> Source:
+    """With its number of rows, for which a stream without len() is read once.
+
+    most: of those that the run will read. Of a stream that has more than it, or than is looked at, they are all that counts: it
+    goes on behind its end. It says how far it is, since a stream may have none.
+    """
+    if source.count or not source.streams:
+        if not source.count:
+            raise DataError(f"{source.name} data: the set is empty. Give at least one row.")
+        return source
+    count, told = 0, time.monotonic()
+    try:
+        for count, _ in enumerate(source.items, 1):
+            if most is not None and count > min(most, LOOKED_AT):
+                return replace(source, count=most, rows=most, goes_on=True)
+            if time.monotonic() > told + TELLS_EVERY:
+                cure = ". Give max_steps where it has no end" if source.name == "training" else ", all of which are needed"
+                sys.stderr.write(f"{source.name} data: still counting, {count:,} rows{cure}\n")
+                told = time.monotonic()
+    except Exception as error:
+        raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error
+    rows = count - count % source.batch if source.rows == _FLOOR else count
+    return counted(replace(source, count=count, rows=rows)) if count else counted(replace(source, streams=False))
+
+
+def _first(source: Source, draws: Any) -> tuple[Split, torch.dtype]:
+    """The first rows, and the type in which all travel."""
+    count = min(source.count, source.batch if source.collate is not None else ROWS_AT_ONCE)
+    x, y = next(iter(SourceReader(source).read(draws, 0, range(count))))
+    like = as_split((x, y), source.name)
+    return like, kept_type(x, like)
+
+
+def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, labels) of all items in order."""
+    source, reader = part.source, SourceReader(part.source)
+    step = source.batch if source.collate is not None else ROWS_AT_ONCE
+    for batch, start in enumerate(range(0, source.count, step)):
+        numbers = np.arange(start, min(start + step, source.count))
+        rows, labels = empty(part, len(numbers))
+        with generators_kept():
+            fill(part, reader, Job(0, draws, batch, numbers), rows, labels)
+        yield rows, labels
+
+
+def _labels_of(source: Source, like: Split, kept: torch.dtype, draws: Any) -> torch.Tensor:
+    """Of all rows: what the data set's `targets` say, if its items agree, else from a pass over it."""
+    targets = _targets(source.items)
+    if targets is not None and len(targets) == source.count and _agree(source, targets, like, draws):
+        labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets)), source.name).labels
+        if labels.dtype == like.labels.dtype and labels.shape[1:] == like.labels.shape[1:]:
+            return labels
+    return torch.cat([labels for _, labels in _passed(Part(source, RowTaker(like, kept)), draws)])
+
+
+def _targets(items: Any) -> Any:
+    if isinstance(items, Subset):
+        found = _targets(items.dataset)
+        return None if found is None else [found[index] for index in items.indices]
+    # A target_transform changes what items say and leaves `targets` as it was.
+    return None if getattr(items, "target_transform", None) is not None else getattr(items, "targets", None)
+
+
+def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> bool:
+    """Whether some items, or the first batch that a collate_fn makes, have the labels that `targets` says."""
+    if source.streams or like.labels.ndim != 1 or like.labels.is_floating_point():
+        return False
+    if source.collate is not None:
+        return [int(label) for label in like.labels] == [int(target) for target in targets[: len(like.labels)]]
+    reader = SourceReader(source)
+    for number in spread(source.count, _COMPARED):
+        ((_, labels),) = reader.read(draws, 0, [number])
+        if int(labels[0]) != int(targets[number]):
+            return False
+    return True
+
+
+def _kept(split: Split) -> Split:
+    """One draw of its rows, to be kept in the type in which they come."""
+    return replace(split, source=None)

@@ -1,0 +1,229 @@
+"""Rows of several lengths brought to one: which tensors of a batch are padded, to which length, and with what."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from numbers import Real
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from seqpart.capture.inputs import is_several
+from seqpart.errors import DataError, OptionError
+from seqpart.text import short
+
+Key = str | int
+"""Of a tensor in a batch: its name, or its place where x has no names, from 0; `labels` for those behind x."""
+Sizes = dict[Key, int]
+"""Of each tensor with a second dimension, how large that is."""
+TOKENS = ("input_ids", "decoder_input_ids")
+LABELS, IGNORED = "labels", -100
+ZEROS = ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids")
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_BATCH, _ITEM = 1, 0
+"""Which dimension is a row's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How rows of several lengths become rows of one, as a plan needs them: `Trainer(model, ..., padding=Padding(128))`.
+
+    length: to which every sequence of a batch is padded; "longest": that of the longest row of all data that a call gets, for
+        which they are read once before the plan; or a length for each tensor by its name, as {"input_ids": 128, "labels": 32},
+        and then no other is padded. Tensors without names have their place in x in the place of a name, a lone x has 0.
+    token: behind the last token of `input_ids`, `decoder_input_ids` and an x without a name that comes first and is int64.
+        None: what the `tokenizer` of a DataLoader's collate_fn pads with, if it has one, and else 0.
+    side: "right" or "left" of the row. None: as the same tokenizer says, and else right.
+    values: with what tensors are padded, by name or place. `attention_mask`, `decoder_attention_mask`, `token_type_ids` and
+        `position_ids` have 0, and `labels` of whole numbers -100, which no loss counts, unless it says otherwise. What it
+        does not say of others is not guessed: they keep their shape, and are refused where they have several.
+
+    A batch, as a DataLoader makes it (a dict, a pair (x, y) or a tuple with its labels last), is padded by a call:
+    `padding(batch)`. Rows that are longer than `length` are refused and never cut.
+
+    Raises OptionError for what is no length, side or number; a call DataError for what cannot be padded.
+    """
+
+    length: int | Literal["longest"] | Mapping[Key, int]
+    _: KW_ONLY
+    token: int | None = None
+    side: Literal["left", "right"] | None = None
+    values: Mapping[Key, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = self.length.values() if isinstance(self.length, Mapping) else [self.length]
+        if not all(_is_whole(one, least=1) or one == "longest" == self.length for one in given):
+            raise OptionError(
+                f'padding: expected a length from 1 up, "longest", or lengths by name; found length={short(self.length)}.'
+            )
+        if self.token is not None and not _is_whole(self.token):
+            raise OptionError(f"padding: expected a token, a whole number from 0 up; found token={short(self.token)}.")
+        if self.side not in (None, "left", "right"):
+            raise OptionError(f'padding: expected side="left" or "right"; found {short(self.side)}.')
+        if not isinstance(self.values, Mapping) or not all(isinstance(one, Real) for one in self.values.values()):
+            raise OptionError(f'padding: expected values={{"name": number}}; found {short(self.values)}.')
+
+    def __call__(self, batch: Any) -> Any:
+        """`batch`, whose tensors have rows as their first dimension, with its sequences at their length."""
+        return self.of_batch(batch, "padding")
+
+    def of_batch(self, batch: Any, said: str) -> Any:
+        """said: whose batch it is, for errors."""
+        return self._padded(batch, _BATCH, said)
+
+    def of_item(self, item: Any, said: str) -> Any:
+        """Of one row."""
+        return self._padded(item, _ITEM, said)
+
+    def or_else(self, token: int | None, side: Literal["left", "right"] | None) -> "Padding":
+        """With these where it does not say."""
+        return replace(self, token=token if self.token is None else self.token, side=self.side or side)
+
+    def value_of(self, key: Key, dtype: torch.dtype) -> float | None:
+        """What fills such a tensor; None where that is not known."""
+        if key in self.values:
+            return self.values[key]
+        if key in TOKENS or (key == 0 and dtype == torch.int64):
+            return self.token or 0
+        if key in ZEROS:
+            return 0
+        return IGNORED if key == LABELS and dtype in _SIGNED else None
+
+    def refuse_unknown(self, keys: Iterable[Key], said: str) -> None:
+        """keys: of tensors whose rows have several lengths. Raises DataError for a name of which nobody said how to pad it."""
+        for key in keys:
+            if key not in self.values and key not in (*TOKENS, *ZEROS, LABELS, 0):
+                raise _unknown(key, said)
+
+    def _padded(self, found: Any, dim: int, said: str) -> Any:
+        seen: set[Key] = set()
+
+        def change(key: Key, part: Any) -> Any:
+            seen.add(key)
+            return self._filled(key, part, dim, said)
+
+        padded = _changed(found, change)
+        missing = {*self.values, *(self.length if isinstance(self.length, Mapping) else ())} - seen
+        if seen and missing:
+            raise DataError(
+                f"{said}: padding speaks of {', '.join(sorted(map(_named, missing)))}, and there is only "
+                f"{', '.join(sorted(map(_named, seen)))}. Give names that are there."
+            )
+        return padded
+
+    def _filled(self, key: Key, part: Any, dim: int, said: str) -> Any:
+        if len(shape := _shape(part)) <= dim:
+            return part
+        size = self._size(key, part)
+        if size is None or size == shape[dim]:
+            return part
+        if size < shape[dim]:
+            raise DataError(
+                f"{said}: {_named(key)} has a row of {shape[dim]} places, and padding makes {size} of it. Give padding a "
+                f"length of {shape[dim]} or more, or let the data set cut its rows: none is cut here."
+            )
+        tensor = _tensor(part)
+        if (value := self.value_of(key, tensor.dtype)) is None:
+            raise _unknown(key, said)
+        filling = tensor.new_full((*shape[:dim], size - shape[dim], *shape[dim + 1 :]), value)
+        return torch.cat([filling, tensor] if self.side == "left" else [tensor, filling], dim)
+
+    def _size(self, key: Key, part: Any) -> int | None:
+        """None: it is not padded."""
+        if isinstance(self.length, Mapping):
+            return self.length.get(key)
+        if isinstance(self.length, str):
+            raise OptionError(
+                "padding: which row is the longest is known of whole data, and not of a batch. Give fit, evaluate or session "
+                "these data, or padding a length."
+            )
+        return None if self.value_of(key, _tensor(part[:1]).dtype) is None else self.length
+
+
+def as_padding(given: object) -> Padding | None:
+    """What a Trainer was given. Raises OptionError for what is none."""
+    if given is None or isinstance(given, Padding):
+        return given
+    cure = f"Padding({given!r})" if isinstance(given, int) or given == "longest" else "Padding(LENGTH)"
+    raise OptionError(f"padding: expected a seqpart.Padding; found {short(given)}. Give {cure}.")
+
+
+def sizes_of_batch(batch: Any) -> Sizes:
+    return _sizes(batch, _BATCH)
+
+
+def sizes_of_item(item: Any) -> Sizes:
+    return _sizes(item, _ITEM)
+
+
+def _sizes(found: Any, dim: int) -> Sizes:
+    sizes: Sizes = {}
+
+    def note(key: Key, part: Any) -> Any:
+        if len(shape := _shape(part)) > dim:
+            sizes[key] = max(shape[dim], sizes.get(key, 0))
+        return part
+
+    _changed(found, note)
+    return sizes
+
+
+def tokenizer_says(tokenizer: Any) -> tuple[int | None, Literal["left", "right"] | None]:
+    """(the token that fills a row, and on which side); None for what it does not say."""
+    token, side = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "padding_side", None)
+    return token if _is_whole(token) else None, side if side in ("left", "right") else None
+
+
+# --- the tensors of a batch or an item ---------------------------------------------------------------------------------
+
+
+def _changed(found: Any, change: Callable[[Key, Any], Any]) -> Any:
+    """A batch or an item with what `change` makes of each of its tensors. What is neither stays as it is."""
+    if isinstance(found, Mapping):
+        return {name: _labels(part, change) if name == LABELS else change(name, part) for name, part in found.items()}
+    if not isinstance(found, tuple | list) or len(found) < 2:
+        return found
+    if len(found) > 2:
+        return (*(change(place, part) for place, part in enumerate(found[:-1])), _labels(found[-1], change))
+    x, y = found
+    if isinstance(x, Mapping):
+        x = {name: change(name, part) for name, part in x.items()}
+    else:
+        x = tuple(change(place, part) for place, part in enumerate(x)) if is_several(x) else change(0, x)
+    return x, _labels(y, change)
+
+
+def _labels(y: Any, change: Callable[[Key, Any], Any]) -> Any:
+    if isinstance(y, Mapping):
+        return {name: change(name, part) for name, part in y.items()}
+    return tuple(change(LABELS, part) for part in y) if is_several(y) else change(LABELS, y)
+
+
+def _shape(part: Any) -> tuple[int, ...]:
+    """() for a number, and for what is none."""
+    if hasattr(part, "shape"):
+        return tuple(part.shape)
+    try:
+        return tuple(_tensor(part).shape) if isinstance(part, list | tuple) else ()
+    except (TypeError, ValueError, RuntimeError):  # texts, say, which are refused by whoever makes rows of them
+        return ()
+
+
+def _tensor(part: Any) -> torch.Tensor:
+    # A copy: torch warns of arrays that it may not write to.
+    return part if isinstance(part, torch.Tensor) else torch.as_tensor(np.array(part))
+
+
+def _unknown(key: Key, said: str) -> DataError:
+    return DataError(
+        f"{said}: {_named(key)} has rows of several lengths, and with what to pad them is not known. Say it: "
+        f"padding=Padding(..., values={{{key!r}: 0}})."
+    )
+
+
+def _named(key: Key) -> str:
+    return key if isinstance(key, str) else f"input {key}"
+
+
+def _is_whole(found: Any, least: int = 0) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= least

@@ -1,0 +1,255 @@
+"""Rows of the data that are not kept: every pass reads them anew, here or in worker processes, batch by batch in its order."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from seqpart.data.draws import SPLITS, generators_kept
+from seqpart.data.reader import Batch
+from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, RowTaker, Source, SourceReader
+from seqpart.data.splits import Split
+from seqpart.data.workers import Job, Part, Worker, empty, fill, probed
+from seqpart.device.device import Device, Event
+from seqpart.device.limit import WARM_UP_BYTES, margin_of
+from seqpart.device.usage import read_process, read_tree
+from seqpart.errors import DoesNotFit
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.store.row_file import PassingLayout, RowLayout
+
+Made = TypeVar("Made")
+_NUMBER, _OF_SAMPLER = 8, 48
+"""Bytes of the number of a row, and while a sampler gives them as a list."""
+_PROBE = 8
+"""Items, at least, that are read to see what reading takes."""
+
+
+class Reading:
+    """How the rows of a run are read where they are not kept: nothing, where they are. `close` ends its processes."""
+
+    def __init__(self, train: Split, test: Split, workers: int | None, device: Device) -> None:
+        """workers: processes that are asked for; None: as many as the loader asks for."""
+        self.workers: list[Worker] = []
+        self.said: list[str] = []
+        kept = {split.kept for split in (train, test)}
+        # One type for both; and behind a link the plan has no room for rows in two types.
+        dtype = train.kept if len(kept) == 1 and train.kept is not None and device.shares_memory else train.dtype
+        self._parts = [Part(s.source, RowTaker(s, dtype)) for s in (train, test) if isinstance(s.source, Source)]
+        self._row = RowLayout(train.shape, dtype, None if dtype == train.dtype else train.dtype)
+        self._readers = [SourceReader(part.source) for part in self._parts]
+        self._work, self._asked = 0, 0
+        if self._parts:
+            source = self._parts[0].source
+            self._asked = source.workers if workers is None else workers
+            if self._asked > 1 and source.streams:
+                self._asked = 1
+                self.said.append(
+                    "one worker process: a data set that streams is read by one alone, so that its rows come in order"
+                )
+
+    def start(self, limit: int, device: Device) -> None:
+        """Start the processes, and see what reading takes: before the run holds memory of its own, which a fork would count.
+
+        As many as `limit` bytes have room for beside the least that a plan needs, if that is on this memory.
+        """
+        if not self._parts:
+            return
+        source = self._parts[0].source
+        piece = min(PIECE_ROWS, PIECE_BYTES // self._row.nbytes + 1)
+        probe = max(_PROBE, piece if source.collate is None else source.batch)
+        with generators_kept():
+            self._work = probed(self._parts[0], self._readers[0], probe)[1]
+        for number in range(self._asked):
+            another = read_process().held + self._work + probe * self._row.nbytes
+            if device.shares_memory and read_tree().held + another + WARM_UP_BYTES > limit - margin_of(limit):
+                self._say_fewer()
+                break
+            self.workers.append(Worker(self._parts, number, probe, self.workers))
+            self._work = max(self._work, self.workers[-1].work)
+
+    @property
+    def layout(self) -> RowLayout:
+        if not self._parts:
+            return self._row
+        unit = max(part.source.batch if part.source.collate is not None else 0 for part in self._parts)
+        source, taker = self._parts[0].source, self._parts[0].taker
+        number = _NUMBER if source.sampler is None else _NUMBER + _OF_SAMPLER
+        return PassingLayout(
+            self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=taker.label_nbytes, work=self._work,
+            order=0 if source.streams else max(source.rows, source.count) * number,
+            processes=len(self.workers),
+        )  # fmt: skip
+
+    def beside(self, rows: int) -> int:
+        """Bytes that workers may come to hold beyond what they hold idle, where a batch has so many rows."""
+        layout = self.layout
+        return layout.of_workers(rows) if isinstance(layout, PassingLayout) else 0
+
+    def fewer(self) -> int:
+        """Half of the workers end. Returns the bytes that they held; 0: there were none."""
+        ending = self.workers[len(self.workers) // 2 :]
+        freed = sum(read_tree(worker.pid).held for worker in ending)
+        for worker in ending:
+            self.workers.remove(worker)
+            worker.close()
+        if ending:
+            self._say_fewer()
+        return freed
+
+    def _say_fewer(self) -> None:
+        self.said = [f"{len(self.workers)} of {self._asked} worker processes: for more the limit has no room"]
+
+    def rows(self, split: str, device: Device) -> "PassingRows | None":
+        """What stands for the rows of a split; None: they are kept."""
+        if not self._parts:
+            return None
+        return PassingRows(self, SPLITS.index(split), self.layout, device)
+
+    def part(self, number: int) -> tuple[Part, SourceReader]:
+        """What is read of a split, and who reads it in this process."""
+        return self._parts[number], self._readers[number]
+
+    @property
+    def held(self) -> int:
+        """Bytes that the workers hold now."""
+        return sum(read_tree(worker.pid).held for worker in self.workers)
+
+    def close(self) -> None:
+        while self.workers:
+            self.workers.pop().close()
+
+
+class ReadsRows(Protocol):
+    """What is to be planned: what the process tree holds before that, and the workers in it."""
+
+    reading: Reading
+    runtime: int
+
+
+def with_fewer_workers(prepared: ReadsRows, plan: Callable[[], Made]) -> Made:
+    """What `plan` makes, with as many workers as the limit has room for. Raises DoesNotFit where nothing fits without any."""
+    while True:
+        try:
+            return plan()
+        except DoesNotFit:
+            if not (freed := prepared.reading.fewer()):
+                raise
+            prepared.runtime -= freed
+
+
+@dataclass(frozen=True, slots=True)
+class PassingRows:
+    """The rows of a split, none of which are kept: in the place of `Rows` for the readers of phases."""
+
+    reading: Reading
+    number: int
+    layout: RowLayout
+    device: Device
+
+    def open_reader(self, phase: Phase, *, seed: int, first_update: int) -> "PassingReader":
+        return PassingReader(self, phase, seed=seed, first_update=first_update)
+
+
+class _Unit(NamedTuple):
+    """Rows that are read at once: those of a micro-batch, or of a batch that a collate_fn makes."""
+
+    first: int
+    stop: int
+    """Places in the order of the pass."""
+    job: Job
+
+
+class PassingReader:
+    """Batches of one phase in order, each read when it is asked for, or ahead by the workers."""
+
+    def __init__(self, rows: PassingRows, phase: Phase, *, seed: int, first_update: int) -> None:
+        self._phase, self._rows, self._device, self._skips = phase, rows, rows.device, phase.skips
+        self._part, self._reader = rows.reading.part(rows.number)
+        self._workers, self._asked = list(rows.reading.workers), 0
+        training = phase.kind is PhaseKind.TRAIN
+        epoch = phase.epoch if training else -phase.view
+        self._draws = self._part.source.draws(seed, SPLITS[rows.number], phase.stage, epoch)
+        with generators_kept():
+            self._order = self._part.source.order(self._draws, shuffle=phase.shuffle)
+        self._spans = phase.spans(first_update)
+        self._units, self._ahead = self._all_units(first_update), list[_Unit]()
+        self._x, self._labels, self._first, self._stop = *empty(self._part, 0), 0, 0
+        self._flat = self._device.host(0)
+        self._used: Event = None
+        for worker in self._workers:
+            worker.limit(rows.reading.beside(phase.micro_batch) // len(self._workers))
+            self._ask(worker)
+
+    def take(self) -> Batch:
+        """The next batch. Its rows' memory is that of the one before. Raises DataError."""
+        m, span = next(self._spans)
+        start, stop = self._skips + span.start, self._skips + span.stop
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        while start < stop:
+            if not self._first <= start < self._stop:
+                found = [(x.clone(), labels) for x, labels in found]
+                self._fill(self._ahead[0] if self._workers else next(self._units))
+            last = min(stop, self._stop)
+            own = slice(start - self._first, last - self._first)
+            found.append((self._x[own], self._labels[own].clone()))
+            start = last
+        x, labels = found[0] if len(found) == 1 else (torch.cat([x for x, _ in found]), torch.cat([y for _, y in found]))
+        return Batch(m, span, x, labels, 0)
+
+    def done(self, batch: Batch) -> None:
+        """The device no longer needs `batch.x` once the work issued so far is over."""
+        self._used = self._device.mark()
+
+    def close(self) -> None:
+        """Throw away what workers have read ahead, and free the memory."""
+        waiting, self._ahead = self._ahead, []
+        for place, unit in enumerate(waiting):
+            with contextlib.suppress(Exception):  # a worker that has ended is told where its rows are needed
+                worker = self._workers[(self._asked - len(waiting) + place) % len(self._workers)]
+                worker.skip(self._nbytes(unit))
+        self._x, self._labels = empty(self._part, 0)
+        self._flat = self._device.host(0)
+
+    def _all_units(self, first_update: int) -> Iterator[_Unit]:
+        source, phase = self._part.source, self._phase
+        if source.collate is None:
+            for number, span in phase.spans(first_update):
+                yield self._unit(self._skips + span.start, self._skips + span.stop, number)
+            return
+        begins = self._skips + first_update * phase.batch
+        ends, whole = self._skips + phase.rows, source.rows if phase.kind is PhaseKind.TRAIN else source.count
+        for batch in range(begins // source.batch, -(-ends // source.batch)):
+            yield self._unit(batch * source.batch, min((batch + 1) * source.batch, whole), batch)
+
+    def _unit(self, first: int, stop: int, batch: int) -> _Unit:
+        return _Unit(first, stop, Job(self._rows.number, self._draws, batch, np.asarray(self._order[first:stop], np.int64)))
+
+    def _ask(self, worker: Worker) -> None:
+        unit = next(self._units, None)
+        if unit is not None:
+            worker.ask(unit.job)
+            self._ahead.append(unit)
+            self._asked += 1
+
+    def _nbytes(self, unit: _Unit) -> int:
+        return (unit.stop - unit.first) * (self._rows.layout.nbytes + self._part.taker.label_nbytes)
+
+    def _fill(self, unit: _Unit) -> None:
+        count, layout = unit.stop - unit.first, self._rows.layout
+        self._device.wait(self._used)  # the copy to the device out of this memory is over
+        if len(self._flat) < count * layout.nbytes:
+            self._flat = self._device.host(count * layout.nbytes)
+        self._x = self._flat[: count * layout.nbytes].view(layout.dtype).view(count, *layout.shape)
+        self._labels = empty(self._part, count)[1]
+        self._first, self._stop = unit.first, unit.stop
+        if not self._workers:
+            with generators_kept(), self._device.heap.aside():
+                fill(self._part, self._reader, unit.job, self._x, self._labels)
+            return
+        worker = self._workers[(self._asked - len(self._ahead)) % len(self._workers)]
+        self._ahead.pop(0)
+        worker.receive(self._x, self._labels)
+        self._ask(worker)

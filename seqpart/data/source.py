@@ -1,0 +1,274 @@
+"""One data set of the user's with what its loader adds to it, and how rows of it are read: items one by one, or batches that a
+collate_fn makes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpart.capture.inputs import PADS, described, is_several, refuse_text
+from seqpart.data.draws import Draws, seed_generators, shuffled
+from seqpart.data.pairs import kind_of, labels_apart
+from seqpart.data.reader import Ints
+from seqpart.data.splits import Split, as_split, unreadable, write_rows
+from seqpart.device.device import Device, keyed_seed
+from seqpart.errors import DataError, SeqpartError
+
+_END = object()
+"""Of a stream."""
+PIECE_BYTES, PIECE_ROWS = 1 << 20, 64
+"""Of items that are put together at a time, whichever is reached first."""
+_KEPT = (torch.uint8, torch.int8, torch.int16, torch.bool)
+"""Types smaller than float32 in which rows travel as they come."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Source:
+    """Where rows come from, every time that they are needed."""
+
+    items: Any
+    """The data set: by number, or where it `streams` one item after the other."""
+    name: str
+    """training or test."""
+    count: int
+    """Rows of the data set."""
+    rows: int
+    """Rows of an epoch."""
+    streams: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of the items of an update; None: items are rows, one beside the other."""
+    batch: int = 0
+    """Items of a batch that `collate` makes."""
+    shuffles: bool | None = None
+    """None: as the settings say."""
+    goes_on: bool = False
+    """Of a stream whose rows nobody counts: where it ends it begins anew, and its passes are one."""
+    sampler: Any = None
+    """Of the user's own: the order of an epoch."""
+    seed: int | None = None
+    """Of the loader's own generator."""
+    workers: int = 0
+    """Processes that the loader asks for."""
+    begin_worker: Callable[[int], object] | None = None
+    """Called in each of them, with its number, before it reads."""
+    padded: str = ""
+    """How its rows are padded, in words that tell one way from another."""
+
+    def draws(self, seed: int, split: str, stage: int, epoch: int) -> Draws:
+        own = seed if self.seed is None else keyed_seed(seed, "generator", self.seed)
+        return Draws(own, split, stage, epoch)
+
+    def order(self, draws: Draws, *, shuffle: bool) -> Ints | range:
+        """Numbers of items in the order of a pass. Raises DataError where a sampler gives others. Draws random numbers."""
+        if not shuffle:
+            return range(self.count)
+        if self.sampler is None:
+            return shuffled(draws, self.count)
+        found = np.fromiter(_asked(self.sampler, draws), np.int64)
+        if len(found) < self.rows:
+            raise DataError(
+                f"{self.name} data: the sampler gave {len(found)} numbers in epoch {draws.epoch}; its len() says {self.rows}."
+            )
+        if len(found) and not 0 <= int(found.min()) <= int(found.max()) < self.count:
+            raise DataError(f"{self.name} data: the sampler gave numbers beyond 0..{self.count - 1}, the items that there are.")
+        return found
+
+
+def _asked(sampler: Any, draws: Draws) -> Iterator[int]:
+    """The sampler's numbers of an epoch, from generators that are seeded for it."""
+    seed = draws.seed_for("order")
+    seed_generators(seed)
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    if callable(begin := getattr(sampler, "set_epoch", None)):
+        begin(draws.epoch)
+    return (int(number) for number in sampler)
+
+
+class SourceReader:
+    """Reads rows of a source in this process."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._stream: Iterator[Any] = iter(())
+        self._at: tuple[Draws, int] | None = None
+        """Of a stream: the pass that it is in, and the number of the next item."""
+        self._begun = self._ended = 0
+        """The same: with which number it began last, and how often it has ended in this pass."""
+
+    def read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """(x, labels) of the items `numbers`, in order and in pieces; `batch`: which of the pass a collate_fn is to make.
+
+        Seeds the process's generators. Raises DataError.
+        """
+        source = self._source
+        if source.collate is not None:
+            items = [self.item(draws, number) for number in numbers]
+            yield self._collated(draws, batch, items)
+            return
+        piece: list[tuple[Any, Any]] = []
+        nbytes = 0
+        for number in numbers:
+            piece.append(parted(self.item(draws, number), f"{source.name} data: item {number}"))
+            nbytes += _nbytes(piece[-1][0])
+            if nbytes >= PIECE_BYTES or len(piece) == PIECE_ROWS:
+                yield stacked(piece, source.name)
+                piece, nbytes = [], 0
+        if piece:
+            yield stacked(piece, source.name)
+
+    def item(self, draws: Draws, number: int) -> Any:
+        """As the data set gives it. Seeds the process's generators. Raises DataError."""
+        try:
+            if self._source.streams:
+                return self._next(draws, number)
+            seed_generators(draws.seed_for("row", number))
+            return self._source.items[number]
+        except Exception as error:
+            if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
+                raise
+            raise unreadable(self._source.name, self._source.items, number, error) from error
+
+    def _next(self, draws: Draws, number: int) -> Any:
+        """Of a stream item `number`: what comes before it is read again where it is behind."""
+        source = self._source
+        if self._at is None or self._at[0] != draws or self._at[1] > number:
+            self._ended = 0
+            self._begin(draws, 0)
+        assert self._at is not None
+        while True:
+            at = self._at[1]
+            seed_generators(draws.seed_for("row", at))
+            item = next(self._stream, _END)
+            if item is _END and source.goes_on and at > self._begun:
+                self._ended += 1
+                self._begin(draws, at)
+                continue
+            if item is _END:
+                raise DataError(f"{source.name} data: expected {source.count} rows in every pass; found {at} in this one.")
+            self._at = draws, at + 1
+            if at + 1 == source.count and not source.goes_on and next(self._stream, _END) is not _END:
+                raise DataError(
+                    f"{source.name} data: expected {source.count} rows in every pass, as its len() says or were counted; found "
+                    "more. Let __len__ say how many there are, or leave it out (with --max-steps where there is no end)."
+                )
+            if at == number:
+                return item
+
+    def _begin(self, draws: Draws, at: int) -> None:
+        """The stream, from its beginning, where row `at` of the pass is next."""
+        seed_generators(draws.seed_for("order", self._ended))
+        if callable(begin := getattr(self._source.items, "set_epoch", None)):
+            begin(draws.epoch + self._ended)
+        self._stream, self._at, self._begun = iter(self._source.items), (draws, at), at
+
+    def _collated(self, draws: Draws, batch: int, items: list[Any]) -> tuple[Any, Any]:
+        said = f"{self._source.name} data: batch {batch}"
+        seed_generators(draws.seed_for("batch", batch))
+        assert self._source.collate is not None
+        try:
+            found = self._source.collate(items)
+        except Exception as error:
+            if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
+                raise
+            raise DataError(f"{said}: the collate_fn failed: {type(error).__name__}: {error}.") from error
+        x, y = (part if is_several(part) or hasattr(part, "shape") else torch.as_tensor(part) for part in parted(found, said))
+        count = len(next(iter(x.values())) if isinstance(x, Mapping) else x[0] if is_several(x) else x)
+        if count != len(items):
+            raise DataError(f"{said}: the collate_fn made {count} rows of {len(items)} items; expected one of each.")
+        return x, y
+
+
+def parted(found: Any, said: str) -> tuple[Any, Any]:
+    """x and labels of an item or a batch: a dict with `labels`, a pair, or a tuple with the labels last. Raises DataError."""
+    if isinstance(found, Mapping):
+        return labels_apart(found, said)
+    if not isinstance(found, tuple | list) or len(found) < 2:
+        raise DataError(
+            f"{said}: expected a pair (x, label), a tuple whose last is the label, or a dict with labels; "
+            f"found {kind_of(found)}."
+        )
+    return (found[0] if len(found) == 2 else tuple(found[:-1])), found[-1]
+
+
+def stacked(rows: Sequence[tuple[Any, Any]], name: str) -> tuple[Any, Any]:
+    """(x, labels) of several rows, as tensors whose first dimension is theirs. Raises DataError where they differ in shape."""
+    for key, part in rows[0][0].items() if isinstance(rows[0][0], Mapping) else ():
+        refuse_text(part, f"{name} data: item 0", key)
+    try:
+        return _together([x for x, _ in rows]), _together([y for _, y in rows])
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise DataError(
+            f"{name} data: rows differ, or are no numbers: {str(error).splitlines()[0]}. Bring them to one shape (crop or "
+            f"resize them), as tensors. {PADS}"
+        ) from None
+
+
+def _together(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: _together([part[key] for part in parts]) for key in first}
+    if is_several(first):
+        return tuple(_together(column) for column in zip(*parts, strict=True))
+    if isinstance(first, torch.Tensor):
+        return torch.stack(list(parts))
+    if isinstance(first, int | float | str | None):
+        return torch.tensor(parts)
+    return torch.stack([torch.as_tensor(np.asarray(part)) for part in parts])
+
+
+def _nbytes(x: Any) -> int:
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else [x]
+    return sum(int(getattr(part, "nbytes", 64)) for part in parts)
+
+
+class RowTaker:
+    """Puts (x, labels) of some rows into tensors, checked: every row as the first ones were."""
+
+    def __init__(self, like: Split, kept: torch.dtype) -> None:
+        """like: some rows of the data. kept: the type in which they travel."""
+        self._like, self.kept = like, kept
+        self.shape, self.label_shape, self.label_dtype = like.shape, tuple(like.labels.shape[1:]), like.labels.dtype
+
+    @property
+    def label_nbytes(self) -> int:
+        """Of one row."""
+        return int(np.prod(self.label_shape)) * self.label_dtype.itemsize
+
+    def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, said: str) -> int:
+        """Into the first places of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""
+        like, at = self._like, 0
+        split = as_split((x, y), like.name)
+        for what, found, expected in (("rows", split.shape, like.shape), ("labels", split.labels.shape[1:], self.label_shape)):
+            if tuple(found) != expected:
+                several = what == "rows" and bool(like.form)
+                shapes = [described(one.form) if several else str(tuple(one.shape)) for one in (like, split)]
+                shapes = shapes if what == "rows" else [str(expected), str(tuple(found))]
+                raise DataError(
+                    f"{said}: expected {what} of shape {shapes[0]}, as the first ones have; found {shapes[1]}. Bring all to "
+                    f"one shape: crop or resize them. {PADS}"
+                )
+        if split.form != like.form or split.dtype != like.dtype:
+            raise DataError(f"{said}: expected rows of type {like.dtype}, as the first ones have; found {split.dtype}.")
+        if split.labels.is_floating_point() != self.label_dtype.is_floating_point:
+            raise DataError(
+                f"{said}: expected labels of type {self.label_dtype}, as the first have; found {split.labels.dtype}."
+            )
+
+        def append(some: torch.Tensor) -> None:
+            nonlocal at
+            rows[at : at + len(some)].copy_(some)
+            at += len(some)
+
+        write_rows(split, append)
+        labels[:at].copy_(split.labels)
+        return at
+
+
+def kept_type(x: Any, like: Split) -> torch.dtype:
+    """In which rows travel, that came as `x` and are `like` these on the device."""
+    dtype = getattr(torch.as_tensor(x[:1]), "dtype", None) if not like.form else None
+    return dtype if dtype in _KEPT and like.dtype == torch.float32 else like.dtype

@@ -1,0 +1,275 @@
+"""Processes that read rows: forked before the run has memory of its own, each with two pipes to it.
+
+    the run --(pass, numbers of items)--> worker --(rows, labels)--> the run
+
+A worker has one batch in hand and waits until that is taken, so as many batches are read ahead as there are workers, and there
+is no shared memory. What it holds counts, as all of the process tree does; its own limit is the kernel's.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from seqpart.data.draws import SPLITS, Draws
+from seqpart.data.reader import Ints
+from seqpart.data.source import RowTaker, Source, SourceReader
+from seqpart.device.device import Device
+from seqpart.device.pages import bytes_of
+from seqpart.device.usage import highest, read_process, set_mark_back
+from seqpart.errors import DataError, OutOfMemory, SeqpartError
+from seqpart.units import format_size
+
+_JOB = struct.Struct("<q5q")
+"""Kind, and five numbers: see `_serve`."""
+_READ, _LIMIT = 1, 2
+_SEED = struct.Struct("<64s")
+"""A whole number of any size, in words."""
+_REPLY = struct.Struct("<2q")
+"""(rows, 0), or (-kind of the error, bytes of its text)."""
+_DATA, _MEMORY = 1, 2
+_PROBED = struct.Struct("<2q")
+_DIES_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+RESERVED = 24 << 20
+"""Bytes that RLIMIT_DATA charges to a worker beyond what was measured and planned: reservations that nobody touches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one split, as a process reads them."""
+
+    source: Source
+    taker: RowTaker
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch to be read: number `batch` of a pass, of the items `numbers`."""
+
+    part: int
+    draws: Draws
+    batch: int
+    numbers: Ints
+
+
+class Worker:
+    """One process, from this side. `close` ends it."""
+
+    def __init__(self, parts: Sequence[Part], number: int, probe: int, others: "Sequence[Worker]") -> None:
+        """probe: items that it reads for a trial. others: that were started before."""
+        self.number, self._source = number, parts[0].source
+        out, self.jobs = os.pipe()
+        self.rows, back = os.pipe()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # whoever reads it may be gone
+                stream.flush()
+        with warnings.catch_warnings():  # of threads: a worker has one of its own, and takes no lock of the others'
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if not self.pid:
+            for fd in (self.jobs, self.rows, *(fd for other in others for fd in (other.jobs, other.rows))):
+                os.close(fd)
+            _live(parts, number, probe, out, back)
+        os.close(out)
+        os.close(back)
+        try:
+            self._refuse(*_REPLY.unpack(self._received(_REPLY.size)))
+            self.idle, self.work = _PROBED.unpack(self._received(_PROBED.size))
+        except BaseException:
+            self.close()
+            raise
+
+    def limit(self, nbytes: int) -> None:
+        """From now on it may hold so much beyond what it holds idle."""
+        self._send(_JOB.pack(_LIMIT, nbytes, 0, 0, 0, 0))
+
+    def ask(self, job: Job) -> None:
+        draws = job.draws
+        head = _JOB.pack(_READ, job.part, draws.stage, draws.epoch, job.batch, len(job.numbers))
+        self._send(head + _SEED.pack(str(draws.seed).encode()) + np.ascontiguousarray(job.numbers, np.int64).tobytes())
+
+    def receive(self, rows: torch.Tensor, labels: torch.Tensor) -> None:
+        """What was asked for, into tensors of just that size. Raises what went wrong there."""
+        self._refuse(*_REPLY.unpack(self._received(_REPLY.size)))
+        for tensor in (rows, labels):
+            self._receive_into(memoryview(bytes_of(tensor.reshape(-1).view(torch.uint8))))
+
+    def skip(self, nbytes: int) -> None:
+        """Throw an answer away that nobody wants any more, be it rows or an error."""
+        status, size = _REPLY.unpack(self._received(_REPLY.size))
+        left = size if status < 0 else nbytes
+        while left:
+            left -= len(self._received(min(left, 1 << 16)))
+
+    def close(self) -> None:
+        for fd in (self.jobs, self.rows):
+            os.close(fd)
+        os.kill(self.pid, signal.SIGKILL)  # it may be in the middle of an item; nothing of it is worth keeping
+        os.waitpid(self.pid, 0)
+
+    def _refuse(self, status: int, size: int) -> None:
+        """Raises the error that a reply tells of."""
+        if status >= 0:
+            return
+        text = self._received(size).decode()
+        raise OutOfMemory(text) if status == -_MEMORY else DataError(text)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            _write(self.jobs, memoryview(data))
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _received(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self._receive_into(memoryview(data))
+        return bytes(data)
+
+    def _receive_into(self, memory: memoryview) -> None:
+        while memory:
+            count = os.readv(self.rows, [memory])
+            if not count:
+                raise self._ended()
+            memory = memory[count:]
+
+    def _ended(self) -> DataError:
+        return DataError(
+            f"{self._source.name} data: worker process {self.number} has ended while it read rows. Something in the data set "
+            "ended it, or the system did: try --workers 0, which reads in the run's own process, to see what."
+        )
+
+
+def _write(fd: int, memory: memoryview) -> None:
+    while memory:
+        memory = memory[os.write(fd, memory) :]
+
+
+# --- in the worker ----------------------------------------------------------------------------------------------------
+
+
+def _live(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int) -> NoReturn:
+    """The worker's life, which ends with that of the run."""
+    status = 1
+    try:
+        for number_of in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these may go to all; the run answers them
+            signal.signal(number_of, signal.SIG_IGN)
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+        torch.set_num_threads(1)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        _serve(parts, number, probe, jobs, back)
+        status = 0
+    except (BrokenPipeError, EOFError):  # the run is gone, or needs no rows any more
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _serve(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int) -> None:
+    readers = [SourceReader(part.source) for part in parts]
+    try:
+        if parts[0].source.begin_worker is not None:
+            parts[0].source.begin_worker(number)
+        idle, work = probed(parts[0], readers[0], probe)
+    except BaseException as error:
+        _fail(back, error)
+        return
+    _write(back, memoryview(_REPLY.pack(0, 0) + _PROBED.pack(idle, work)))
+    while True:
+        kind, *values = _JOB.unpack(_read(jobs, _JOB.size))
+        if kind == _LIMIT:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (read_process().data + values[0] + RESERVED, hard))
+            continue
+        part, stage, epoch, batch, count = values
+        seed = int(_SEED.unpack(_read(jobs, _SEED.size))[0].rstrip(b"\0"))
+        numbers = np.frombuffer(_read(jobs, 8 * count), np.int64)
+        try:
+            draws = Draws(seed, SPLITS[part], stage, epoch)
+            rows, labels = empty(parts[part], count)
+            fill(parts[part], readers[part], Job(part, draws, batch, numbers), rows, labels)
+        except BaseException as error:
+            _fail(back, error)
+            continue
+        _write(back, memoryview(_REPLY.pack(count, 0)))
+        for tensor in (rows, labels):
+            _write(back, memoryview(bytes_of(tensor.view(-1).view(torch.uint8))))
+        del rows, labels, tensor
+
+
+def _fail(back: int, error: BaseException) -> None:
+    if Device().is_out_of_memory(error):
+        held = format_size(read_process().held)
+        kind, text = _MEMORY, (
+            f"memory ran out in a worker process that reads rows and holds {held}: an item takes more than those that were "
+            "looked at when the run was planned. Give fewer --workers, or a larger --mem-limit."
+        )  # fmt: skip
+    else:
+        kind, text = _DATA, error.with_flags if isinstance(error, SeqpartError) else f"{type(error).__name__}: {error}"
+    data = text.encode()
+    _write(back, memoryview(_REPLY.pack(-kind, len(data)) + data))
+
+
+def _read(fd: int, nbytes: int) -> bytes:
+    """Raises EOFError where the run has closed the pipe."""
+    data = b""
+    while len(data) < nbytes:
+        some = os.read(fd, nbytes - len(data))
+        if not some:
+            raise EOFError
+        data += some
+    return data
+
+
+# --- in whichever process reads ---------------------------------------------------------------------------------------
+
+
+def empty(part: Part, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for so many rows and their labels."""
+    taker = part.taker
+    rows = torch.empty((count, *taker.shape), dtype=taker.kept)
+    return rows, torch.empty((count, *taker.label_shape), dtype=taker.label_dtype)
+
+
+def fill(part: Part, reader: SourceReader, job: Job, rows: torch.Tensor, labels: torch.Tensor) -> None:
+    """Read a batch into tensors of just that size. Seeds the process's generators. Raises DataError."""
+    at = 0
+    for x, y in reader.read(job.draws, job.batch, job.numbers.tolist()):
+        said = f"{part.source.name} data: rows {at} and on of a batch of the items {_listed(job.numbers)}"
+        at += part.taker.take(x, y, rows[at:], labels[at:], said)
+
+
+def _listed(numbers: Ints) -> str:
+    some = ", ".join(map(str, numbers[:4]))
+    return some if len(numbers) <= 4 else f"{some}, ..."
+
+
+def probed(part: Part, reader: SourceReader, items: int) -> tuple[int, int]:
+    """(bytes that this process holds, most bytes that it held beyond that and the rows themselves while it read some)."""
+    source, count = part.source, min(items, part.source.count)
+    step = 1 if source.streams or source.collate is not None else max(1, source.count // count)
+    rows, labels = empty(part, count)
+    rows.view(-1).view(torch.uint8)[:] = 0
+    job = Job(0, source.draws(0, "train", 0, 0), 0, np.arange(count) * step)
+    fill(part, reader, job, rows, labels)  # what a first item loads stays
+    works = set_mark_back()
+    before = read_process().held
+    fill(part, reader, job, rows, labels)
+    work = highest() - before if works else _UNSEEN
+    del rows, labels
+    return read_process().held, max(0, work)
+
+
+_UNSEEN = 32 << 20
+"""Bytes that an item is taken to need where the kernel's mark cannot be set back."""

@@ -1,0 +1,184 @@
+"""What planning has to know of a card that is not here: its memory, and what it, its links and its disk do per second.
+
+The card at hand is measured. A card that one does not have can only be described, and a data sheet's peaks would promise
+too much: a table has what programs reach, and says of every number where it comes from, or that it is assumed. A table of
+one's own is a file of the same form: seqpart/device/cards/rtx3060-12gb.toml is one to start from.
+"""
+
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from seqpart.errors import OptionError
+from seqpart.text import read_text, refuse_unusable, short
+from seqpart.units import format_size, parse_size
+
+_SUFFIX = ".toml"
+_ADAM_BYTES = 28
+"""A parameter's in a fused float32 Adam: weight, gradient and two moments read, all but the gradient written, each 4 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """A card, and the machine that one expects around it."""
+
+    name: str
+    memory: int
+    """Bytes that the driver offers to programs, torch's `total_memory`. nvidia-smi adds what the driver keeps for itself."""
+    context: int
+    """Bytes of `memory` that a PyTorch process holds beside its tensors: the context, kernels, workspaces of libraries."""
+    flops: Mapping[str, float]
+    """FLOP/s that a large matrix product of PyTorch reaches: `float32` without TF32, as is the default; `bfloat16`, dense."""
+    memory_bandwidth: float
+    """Bytes/s, those read and those written together, of a kernel that goes over large tensors element by element."""
+    h2d: float
+    """Bytes/s of a large copy from pinned host memory to the card, while nothing comes back."""
+    d2h: float
+    """Bytes/s of a large copy from the card to pinned host memory, while nothing goes there."""
+    copy_latency: float
+    """Seconds that a copy takes however small it is."""
+    launch: float
+    """Seconds that the host needs to start one kernel."""
+    disk_read: float
+    """Bytes/s of large reads around the page cache, from the disk that is assumed in such a machine."""
+    disk_write: float
+    """Bytes/s of writes that go on for hours: a consumer's disk begins faster, until its cache is full."""
+    sources: Mapping[str, str]
+    """Where the number of a field comes from, by the field's name."""
+
+    @property
+    def optimizer(self) -> float:
+        """Parameters updated per second by a fused Adam in float32, which waits for the card's memory and nothing else."""
+        return self.memory_bandwidth / _ADAM_BYTES
+
+
+_FIELDS = tuple(field.name for field in fields(Hardware))
+_DTYPES = ("float32", "bfloat16")
+_RATES = ("memory_bandwidth", "h2d", "d2h", "disk_read", "disk_write")
+_TIMES = ("copy_latency", "launch")
+_LEAST_RATE, _MOST_RATE = 1e6, 1e21
+"""Per second. No link or card is outside; whoever writes 25 for 25e9 is."""
+_LONGEST = 1.0
+"""Seconds of a launch or a copy's latency; whoever writes 5 for 5e-6 takes longer."""
+
+
+def names() -> tuple[str, ...]:
+    """The cards whose tables come with seqpart."""
+    found = (file.name for file in (resources.files("seqpart.device") / "cards").iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX)))
+
+
+def load(name_or_path: str) -> Hardware:
+    """The card of one of `names()`, or of a .toml file of that form. Raises OptionError for anything else."""
+    known = names()
+    if name_or_path in known:
+        text = (resources.files("seqpart.device") / "cards" / f"{name_or_path}{_SUFFIX}").read_text(encoding="utf-8")
+    elif name_or_path.endswith(_SUFFIX):
+        text = _text_of(Path(name_or_path))
+    else:
+        raise OptionError(
+            f"--device: expected behind sim: one of {', '.join(known)}, or the path of a {_SUFFIX} file of that form; "
+            f"found {short(name_or_path)}."
+        )
+    return _hardware(_parsed(text, name_or_path), f"--device: {name_or_path}")
+
+
+def _text_of(path: Path) -> str:
+    refuse_unusable("--device", path)
+    try:
+        return read_text(path)
+    except OSError as error:
+        raise OptionError(
+            f"--device: cannot read {path}: {error.strerror}. The cards that need no file are {', '.join(names())}."
+        ) from None
+    except ValueError:  # UnicodeDecodeError is one
+        raise OptionError(f"--device: {path} is not TOML: it is no text in UTF-8.") from None
+
+
+def _parsed(text: str, path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError is one; so is what int says to a number of too many digits
+        raise OptionError(f"--device: {path} is not TOML: {error}.") from None
+    except RecursionError:
+        raise OptionError(f"--device: {path} is not TOML that we can read: it is nested too deeply.") from None
+
+
+def _hardware(table: dict[str, Any], where: str) -> Hardware:
+    _refuse_other_keys(table, where, needed=[name for name in _FIELDS if name != "sources"], known=_FIELDS)
+    flops = _table_of(table, "flops", where)
+    _refuse_other_keys(flops, f"{where}: flops", needed=_DTYPES, known=_DTYPES)
+    sources = _table_of(table, "sources", where)
+    _refuse_other_keys(sources, f"{where}: sources", needed=(), known=_FIELDS)
+    found = Hardware(
+        name=_words(table["name"], f"{where}: name"),
+        memory=_size(table["memory"], f"{where}: memory"),
+        context=_size(table["context"], f"{where}: context"),
+        flops={dtype: _rate(flops[dtype], f"{where}: flops.{dtype}", "FLOP") for dtype in _DTYPES},
+        sources={name: _words(text, f"{where}: sources.{name}") for name, text in sources.items()},
+        **{name: _rate(table[name], f"{where}: {name}", "bytes") for name in _RATES},
+        **{name: _seconds(table[name], f"{where}: {name}") for name in _TIMES},
+    )
+    if found.context >= found.memory:
+        memory, context = format_size(found.memory), format_size(found.context)
+        raise OptionError(f"{where}: context: expected less than the card's memory, {memory}; found {context}.")
+    return found
+
+
+def _refuse_other_keys(table: Collection[str], where: str, *, needed: Collection[str], known: Collection[str]) -> None:
+    """All at once, so that a table is not mended key by key."""
+    missing = [name for name in needed if name not in table]
+    unknown = [short(name) for name in sorted(table) if name not in known]
+    problems = [f"{what} {', '.join(keys)}" for what, keys in (("has no", missing), ("has unknown", unknown)) if keys]
+    if problems:
+        raise OptionError(f"{where} {' and '.join(problems)}. Its keys are {', '.join(known)}.")
+
+
+def _table_of(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    found = table.get(name, {})
+    if not isinstance(found, dict):
+        raise OptionError(f"{where}: {name}: expected a table, [{name}]; found {_shown(found)}.")
+    return found
+
+
+def _words(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise OptionError(f"{where}: expected a text in quotes; found {_shown(value)}.")
+    return value
+
+
+def _size(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise OptionError(f'{where}: expected a size in quotes such as "12GB" or "300MiB", or bytes; found {_shown(value)}.')
+    return parse_size(value, name=where)
+
+
+def _rate(value: object, where: str, what: str) -> float:
+    number = _number(value, _LEAST_RATE, _MOST_RATE)
+    if number is None:
+        raise OptionError(f"{where}: expected {what} per second, from 1e6 to 1e21, such as 25e9; found {_shown(value)}.")
+    return number
+
+
+def _seconds(value: object, where: str) -> float:
+    number = _number(value, 0.0, _LONGEST)
+    if number is None:
+        raise OptionError(f"{where}: expected seconds, above 0 and up to {_LONGEST:g}, such as 5e-6; found {_shown(value)}.")
+    return number
+
+
+def _number(value: object, least: float, most: float) -> float | None:
+    """`value` as a float above zero, from `least` to `most`; None where it is no such number, and nan is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if value > 0 and least <= value <= most else None
+
+
+def _shown(value: object) -> str:
+    try:
+        return short(value)
+    except ValueError:  # hexadecimal numbers may have more digits than Python prints
+        return "a number of thousands of digits"

@@ -1,0 +1,121 @@
+"""A GPU of CUDA, or of ROCm, whose PyTorch has the same names: streams of copies beside the one that computes, pinned host
+memory, the caching allocator and its cap.
+
+Work is issued from several threads to three streams: the current one, which computes, and one for copies each way. All memory
+of the device is allocated on the first of them; whoever copies from or to it elsewhere waits for events, or lends it.
+
+A pinned buffer that is dropped while a copy of it is under way is not handed out again before that is over: PyTorch's allocator
+of pinned memory notes the stream of every copy that `copy_` and `to` issue, also of a part of the buffer. Whoever keeps the
+buffer and writes into it again has to wait for an event.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from seqpart.device.accelerator import Accelerator
+from seqpart.device.device import DOWN, UP, Event, keyed_seed
+from seqpart.device.pages import round_up
+
+
+class CudaDevice(Accelerator):
+    kind = "cuda"
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.torch = torch.device("cuda", index)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(self.torch)
+        # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
+        # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
+        torch.backends.cudnn.benchmark = False
+        self._share = torch.cuda.get_per_process_memory_fraction(self.torch)
+        """Of the card, that the program allows itself: no cap of ours is wider, and it is put back."""
+        self._copies = {way: torch.cuda.Stream(self.torch) for way in (UP, DOWN)}  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self.torch)  # the context is made here, so that NVML knows this process from the start
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch)
+
+    def total_memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch).total_memory)
+
+    def free_memory(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        # Whole pages, or a file that is read or written around the page cache falls back to it. The pinned allocator makes
+        # powers of two of them anyway: few buffers, allocated once.
+        return torch.empty(round_up(nbytes), dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # Allocated and read on the current stream: no record_stream needed. The host side rests until mark()'s event.
+        return host.to(self.torch, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.torch))
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch))
+        return event
+
+    def after(self, event: Event) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.torch).wait_event(event)
+
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            with torch.cuda.device(self.torch):  # of a new thread it is the first GPU, where waiting would make a context
+                event.synchronize()
+
+    def is_over(self, event: Event) -> bool:
+        return event is None or bool(event.query())
+
+    @contextmanager
+    def copying(self, way: str) -> Iterator[None]:
+        with torch.cuda.device(self.torch), torch.cuda.stream(self._copies[way]):
+            yield
+
+    def at_work(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.torch)
+
+    def _generators(self) -> list[int]:
+        return [self.torch.index]
+
+    def seed(self, *key: int | str) -> None:
+        super().seed(*key)
+        torch.cuda.default_generators[self.torch.index].manual_seed(keyed_seed(*key))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def allocator_peak(self) -> int | None:
+        return int(torch.cuda.max_memory_reserved(self.torch))
+
+    def reserved(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch))
+
+    def allocated(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch))
+
+    def allocated_peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.torch))
+
+    def restart_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def cap(self, nbytes: int | None) -> None:
+        share = self._share if nbytes is None else min(self._share, nbytes / self.total_memory())
+        torch.cuda.set_per_process_memory_fraction(share, self.torch)

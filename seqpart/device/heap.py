@@ -1,0 +1,264 @@
+"""Whether memory of tensors that die leaves the process at once, or stays for those that come.
+
+    returned   every tensor over 64 KiB is a mapping of its own: the least memory, and exactly what is alive. Each page is
+               asked for anew, and the kernel clears it: a third to a half of the time of an update whose tensors are small.
+    kept       tensors lie on the C library's heap, which never shrinks: it is made as large as the plan says and touched
+               before training begins, so that what the plan predicts is there from the first step on.
+
+[Note: a kept heap] Tensors are aligned: glibc cuts a piece of less than 100 bytes off the front and the back of each. It puts
+these pieces into a cache of small pieces (tcache), from where small objects take them, and then a tensor that dies leaves a
+hole which is those bytes too small for the next one of its size. So a heap grew to 1.3 to 1.7 times what is alive at once where
+a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in each update, and
+7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. Without that cache, as the
+command starts itself (`restarted`), 1.0 to 1.4 times were seen, and 1.9 where 31 MB were alive; and up to 2.0 where nearly as
+many bytes of gradients come in a backward pass as of activations go, in other sizes: 1.18 times what is alive and those that
+replace others. See benchmarks/LOG.md.
+The heap is made larger than that from the beginning, where the limit has room for it: then the prediction holds whatever the
+holes are. A smaller one is tried too, and of all the room that the limit has. Should it grow beyond that until memory runs
+out, the run goes on without it. Tensors aligned for huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in
+seqpart/__init__.py.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from seqpart.errors import OptionError
+
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = 1, -1, -3, -4, -8
+_MMAP_THRESHOLD = 65536
+RETURNED_FROM = _MMAP_THRESHOLD - 112
+"""Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
+_MOST_MAPPINGS = 1 << 30
+_FOR_ONE, _FOR_SEVERAL, _STREAMED, _LEAST_FOR_ONE = 2, 3, 5, 1.5
+_LEAST_WITHOUT_CACHE, _MORE = 1.4, 16 << 20
+"""Without the cache: the least for one partition, and the most bytes beside 1.5 times what is alive."""
+_TUNABLES, _NO_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
+_PROGRAMS = ("seqpart", "seqpart.train")
+_CACHED, _IN_CACHE = 1000, 16
+"""Bytes of a piece that glibc's cache takes, of which it holds up to 7 of one size."""
+_PIECE = 64 << 10
+_PROBE = 4 << 20
+_PROBED, _PROBES = 64 << 20, 3
+"""Bytes that are asked for to see who gives them, and not touched."""
+COMPUTING_SHARE = 0.7
+"""Of the seconds that computing takes where memory is returned, where no run has told (profile/trials.py)."""
+
+
+def heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:
+    """Bytes of a kept heap for tensors of which `alive` bytes are there at once: one partition's, or those of `several`.
+
+    replaced: the most bytes of gradients that come while what autograd saved goes, or of the latter where these are fewer.
+    streamed: they come and go in each update, or may.
+    """
+    least = least_heap_for(alive, replaced, several=several, streamed=streamed)
+    if several or streamed:
+        return least
+    return max(least, _with_holes(alive) if pieces_join() else alive * _FOR_ONE)
+
+
+def least_heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:
+    """The same where the limit has no room for so much."""
+    if several or streamed:
+        found = _with_holes(alive) if pieces_join() else alive * (_STREAMED if streamed else _FOR_SEVERAL)
+    else:
+        found = int(alive * (_LEAST_WITHOUT_CACHE if pieces_join() else _LEAST_FOR_ONE))
+    return max(found, (alive + replaced) * 6 // 5)
+
+
+def _with_holes(alive: int) -> int:
+    """Bytes of a heap without the cache."""
+    return alive * 3 // 2 + min(alive // 2, _MORE)
+
+
+def restarted() -> None:
+    """Start this program anew without glibc's cache of small pieces, which is read when a process begins: before torch loads.
+
+    Does nothing where it began so, where the user has set it, without glibc, within another program (a notebook's %run), and
+    where help is asked for.
+    """
+    tunables, words = os.environ.get(_TUNABLES, ""), {word.rpartition("/")[2] for word in sys.orig_argv}
+    if _libc is None or _NO_CACHE in tunables or words.isdisjoint(_PROGRAMS) or not words.isdisjoint(("-h", "--help")):
+        return
+    os.environ[_TUNABLES] = ":".join(filter(None, (tunables, f"{_NO_CACHE}=0")))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+class _Symbol(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("address", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _Allocated(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ["arena", "ordblks", "smblks", "hblks", "mapped", "usmblks", "fsmblks", "in_use", "free", "keepcost"]
+    )
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    return library
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = _declared(ctypes.CDLL("libc.so.6"))
+    except OSError:
+        return None
+    if hasattr(libc, "mallinfo2"):
+        libc.mallinfo2.restype = _Allocated
+    return libc
+
+
+_libc = _glibc()
+
+
+@cache
+def other_allocator() -> str | None:
+    """The file of a library that allocates in the place of glibc, as LD_PRELOAD does it; None where none does.
+
+    A library that counts allocations and passes them on to glibc, as profilers of memory do, is none.
+    """
+    if _libc is None or not hasattr(_libc, "mallinfo2"):
+        return None
+    used = _declared(ctypes.CDLL(None))
+    for _ in range(_PROBES):
+        before = _libc.mallinfo2()
+        pointer = used.malloc(_PROBED)
+        after = _libc.mallinfo2()
+        used.free(pointer)
+        # Half of it, and more than once: meanwhile another thread may free some.
+        if pointer is None or after.in_use + after.mapped > before.in_use + before.mapped + _PROBED // 2:
+            return None
+    found = _Symbol()
+    _libc.dladdr(ctypes.cast(used.malloc, ctypes.c_void_p), ctypes.byref(found))
+    return os.fsdecode(found.file or b"a library that is not named")
+
+
+@cache
+def pieces_join() -> bool:
+    """Whether small pieces that are free join the free memory beside them, and are not cached for small objects."""
+    if _libc is None or not hasattr(_libc, "mallinfo2"):
+        return False
+    pieces = [_libc.malloc(_CACHED) for _ in range(_IN_CACHE)]  # what was in the cache is not any more
+    before = _libc.mallinfo2().in_use
+    for piece in pieces:
+        _libc.free(piece)
+    return bool(_libc.mallinfo2().in_use < before - (_IN_CACHE - 1) * _CACHED)
+
+
+class Heap:
+    """The C library's heap, of which a process has one. Without glibc nothing is done: the meter still holds the limit."""
+
+    can_be_kept = _libc is not None
+
+    def __init__(self) -> None:
+        self._kept = False
+
+    def settle(self) -> None:
+        """Let memory leave the process as soon as it is free. By default glibc keeps 225-290 MB of it.
+
+        Raises OptionError where the process has another allocator: what that keeps is not predicted, and passes limits.
+        """
+        if (other := other_allocator()) is not None:
+            raise OptionError(
+                f"expected the C library's own allocator, found that of {other}: how much free memory it keeps cannot be "
+                "predicted, so no limit on CPU would hold. Start without it (env -u LD_PRELOAD ...)."
+            )
+        if _libc is not None:
+            _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+            _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+            _libc.mallopt(_M_ARENA_MAX, 1)
+            if pieces_join():
+                _libc.mallopt(_M_MXFAST, 0)  # another cache
+
+    def trim(self) -> None:
+        """Give free memory back to the system, unless it is kept."""
+        if _libc is not None and not self._kept:
+            _libc.malloc_trim(0)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what does not fit into a heap that is kept is a mapping, which leaves the process when it is free.
+
+        For work beside the blocks', which would make that heap larger for good."""
+        kept = self._kept
+        if _libc is not None and kept:
+            _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+        try:
+            yield
+        finally:
+            if _libc is not None and kept:
+                _libc.mallopt(_M_MMAP_MAX, 0)
+
+    @contextmanager
+    def kept(self, nbytes: int) -> Iterator[None]:
+        """While the body runs, memory stays, `nbytes` of it from the beginning; with 0 bytes none does."""
+        if _libc is None or not nbytes:
+            yield
+            return
+        self._kept = True
+        _libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        _libc.mallopt(_M_MMAP_MAX, 0)
+        try:
+            _touch(_libc, nbytes)
+            yield
+        finally:
+            self._kept = False
+            _libc.mallopt(_M_TRIM_THRESHOLD, _MMAP_THRESHOLD)
+            self.settle()
+            self.trim()
+
+
+def _touch(libc: ctypes.CDLL, nbytes: int) -> None:
+    """Fill the heap's holes, and make it larger behind them: by pieces with nothing between them, which join when they go.
+
+    Raises MemoryError where the limit has no room for it.
+    """
+    pieces = (ctypes.c_void_p * (nbytes // _PIECE))()
+    try:
+        for number in range(len(pieces)):
+            piece = pieces[number] = libc.malloc(_PIECE)
+            if not piece:
+                raise MemoryError(f"no room for a heap of {nbytes} bytes")
+            ctypes.memset(piece, 1, _PIECE)
+    finally:
+        for piece in pieces:
+            libc.free(piece)
+
+
+def page_faults() -> int:
+    """Pages that the kernel has given to this thread so far. Those of two threads that compute together are waited for once."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+@cache
+def seconds_per_fault() -> float:
+    """What the kernel takes to give one page, and a mapping's share of that: what a kept heap saves.
+
+    Seconds without those of the computing thread's faults were 0.48 (convolution), 0.67 (LSTM), 0.83 (wide linear layer) of
+    all; computing with a kept heap took 0.46, 0.66 and 0.87.
+    """
+    nbytes, best = _PROBE, float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        with mmap.mmap(-1, nbytes) as memory:
+            place = (ctypes.c_char * nbytes).from_buffer(memory)
+            ctypes.memset(place, 1, nbytes)
+            again = time.perf_counter()
+            ctypes.memset(place, 2, nbytes)
+            ended = time.perf_counter()
+            del place
+        best = min(best, (again - began) - (ended - again))
+    return max(0.0, best) / (nbytes // mmap.PAGESIZE)

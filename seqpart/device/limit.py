@@ -1,0 +1,254 @@
+"""The limit: its margin, what refuses it, and what enforces it: the kernel, or the allocator."""
+
+import gc
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import psutil
+import torch
+
+from seqpart.device import cgroups
+from seqpart.device.device import Device
+from seqpart.device.pages import PAGE
+from seqpart.device.process_limits import room
+from seqpart.device.usage import MemoryUsage, read_process
+from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
+from seqpart.launch.compiler import take_step, without_compiler
+from seqpart.units import format_limit, format_size, parse_size
+
+_SLACK = 16 << 20
+"""Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
+
+RUNTIME_VARIES = 4 << 20
+"""Bytes by which the runtimes of two processes may differ: 294 to 297 MB were seen."""
+
+WARM_UP_BYTES = 10 << 20
+"""What warm_up's own small step and the probes of the machine take for a moment, before any plan: the least peak beyond the
+runtime."""
+
+
+def growth_beside(allowed: int, work: int) -> int:
+    """Bytes, of those that are `allowed` for growth on the CPU, that there may be beside `work` bytes.
+
+    Kernels pack what they multiply, and of many blocks more small objects lie about: beside 4 to 150 MB of work that was up to
+    4 MB of 12. All of it was allowed for, and with a runtime of 226 MB such peaks were predicted 4 to 8 % too high.
+    """
+    return min(allowed, allowed // 2 + work // 32)
+
+
+def limit_of(asked: str | int | float, device: Device) -> int:
+    """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
+    total = device.total_memory()
+    held = read_process().held if device.shares_memory else 0  # a limit on a process is one on what it holds already, too
+    limit = parse_size(asked, total=total, free=min(total, held + device.free_memory()), name="--mem-limit")
+    if limit < 1 << 16:
+        raise OptionError(f"--mem-limit: expected a size such as 2GB; {asked!r} is {limit} bytes, less than any process has.")
+    if limit >= total + PAGE:  # a cgroup's is whole pages
+        there = "the device has"
+        if device.shares_memory:
+            of_cgroup = cgroups.limit(), "its cgroup allows (memory.max)"
+            there = min((psutil.virtual_memory().total, there), of_cgroup, (room(), "this process may have (ulimit -v, -d)"))[1]
+        raise OptionError(
+            f"--mem-limit: {format_size(limit)} were asked for, and {there} {format_size(total)}. Give less, or auto."
+        )
+    return min(limit, total)
+
+
+def warm_up(device: Device) -> None:
+    """One small training step: starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces."""
+    width, out, batch = 1024, 256, 256
+    layer = torch.nn.Linear(width, out, device=device.torch, dtype=torch.float32)
+    with without_compiler():
+        optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+    for _ in range(2):
+        layer(torch.ones(batch, width, dtype=torch.float32, device=device.torch)).square().mean().backward()
+        take_step(optimizer)
+        layer.zero_grad(set_to_none=True)
+
+
+def measure_runtime(device: Device) -> int:
+    """Bytes that the process (CPU) or its context (CUDA) holds, of which nothing will go: every library has warmed up.
+
+    Only young garbage is collected: all of it was as the job began, which takes 0.4 s where large libraries are loaded.
+    """
+    gc.collect(1)
+    device.release_cached()
+    return MemoryUsage(device).read()
+
+
+def margin_of(limit: int) -> int:
+    """Room left under the limit: what RLIMIT_DATA charges and nobody uses, and noise of the runtime."""
+    return limit // 100 + _SLACK
+
+
+def left_of(limit: int) -> str:
+    """What a refusal says of a limit."""
+    return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
+
+
+def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, block: int, state: int = 0, rows: int = 0) -> str:
+    """What a refusal advises: only what makes the plan so much smaller that it may fit.
+
+    peak: of the smallest plan. finer: whether --partitions asks for larger ones than need be. block: bytes of what needs most,
+    with `state` of its optimizer, and `rows` of a micro-batch that was asked for.
+    """
+    available = limit - margin_of(limit)
+    if runtime > available:
+        return (
+            f"The runtime alone, {format_size(runtime)} that are there before any model, is more: no other cut, method or "
+            "optimizer helps. Give more."
+        )
+    over, cures = peak - available, []
+    if finer:
+        cures.append("cut finer (more --partitions, or auto), ")
+    elif block > over:
+        cures.append("split that block into smaller ones, ")
+    if rows >= over:
+        cures.append("give a smaller --micro-batch-size, ")
+    if state >= over:
+        cures.append("use an optimizer with less state (--optimizer sgd), ")
+    advice = f"{''.join(cures)}{'or ' if cures else ''}give more."
+    return advice[0].upper() + advice[1:]
+
+
+def refused(message: str, smallest: int, rows: int | None = None, *, tried: bool = True) -> DoesNotFit:
+    """A refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: whether blocks were run, and
+    nothing that they leave behind is added."""
+    less = "" if tried else ", or a little less: what blocks take there is known when they are tried"
+    return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}{less}.", rows)
+
+
+def limit_for(peak: int) -> int:
+    """The least limit whose margin leaves room for `peak`, also where the runtime of the next process is a little larger."""
+    return -(-(peak + _SLACK + RUNTIME_VARIES) * 100 // 99) + 1
+
+
+def any_plan_fits(device: Device, limit: int, *, beside: int = 0) -> bool:
+    """Whether what is held now leaves room for the least that a plan needs. beside: what other processes of the run hold."""
+    if not device.shares_memory:
+        return _free_of(device, limit) > 0
+    room = limit - margin_of(limit) - WARM_UP_BYTES - beside
+    if read_process().held > room:
+        gc.collect()
+    return read_process().held <= room
+
+
+class _DataLimit:
+    """RLIMIT_DATA of this process, which several may hold at a time, as sessions do: the least of theirs is set, and the last
+    to let go puts back what there was before the first."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, int] = {}
+        self._before = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+
+    def hold(self, who: object, nbytes: int | None) -> None:
+        """None: no more."""
+        if not self._held:
+            self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        soft, hard = self._before
+        if nbytes is None:
+            del self._held[who]
+        else:
+            self._held[who] = nbytes
+        finite = [value for value in (*self._held.values(), soft, hard) if value != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(finite), hard) if self._held else self._before)
+
+
+_DATA_LIMIT = _DataLimit()
+
+
+class Grant(Protocol):
+    def __call__(self, *, at_rest: bool = False) -> bool: ...
+
+
+@contextmanager
+def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0) -> Iterator[Grant]:
+    """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
+
+    CPU: RLIMIT_DATA counts what is reserved, so the difference to what is used now (library data, thread stacks:
+    a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields what grants on top
+    what has been reserved since and is not used, and says whether that was anything: what is reserved for generated code, and
+    `at_rest`, when nothing is loaded, all else too, as a heap that cannot shrink because its last bytes are in use.
+    beside: bytes of the limit that other processes of the run have. untouched: bytes that kernels will reserve and not use.
+    """
+    if not device.shares_memory:
+        with _capped_allocator(device, limit):
+            yield lambda *, at_rest=False: False
+        return
+    now = read_process()
+    if now.held + beside >= limit:
+        raise too_small(limit, now.held + beside)
+    unused, code, granted, over, me = now.data - now.anon + untouched, generated_code(), 0, False, object()
+
+    def set_limit() -> None:
+        _DATA_LIMIT.hold(me, limit - beside + unused + granted)
+
+    def grant(*, at_rest: bool = False) -> bool:
+        nonlocal granted
+        if over:
+            return False
+        more = (generated_code() - code) * 15 // 16
+        if at_rest:
+            now = read_process()
+            more = max(more, now.data - now.anon + untouched - unused)
+        grown, granted = more > granted, max(granted, more)
+        if grown:
+            set_limit()
+        return grown
+
+    set_limit()
+    try:
+        yield grant
+    finally:
+        over = True
+        _DATA_LIMIT.hold(me, None)
+
+
+def generated_code() -> int:
+    """Bytes of this process's memory that is writable and executable. A convolution's kernel is generated for every shape, in a
+    reservation of up to megabytes of which it fills one part in 40: 100 MB of a ResNet."""
+    with open("/proc/self/maps", "rb") as maps:
+        ranges = [line.split(b" ", 1)[0].split(b"-") for line in maps if b" rwxp " in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+@contextmanager
+def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
+    available = _free_of(device, limit)
+    if available <= 0:
+        raise too_small(limit, limit - margin_of(limit) - available)
+    device.restart_peaks()
+    device.cap(available)
+    try:
+        yield
+    finally:
+        device.cap(None)
+
+
+def _free_of(device: Device, limit: int) -> int:
+    """Bytes that the context leaves of a limit. Kernels that are loaded later make it grow: the margin is theirs."""
+    return limit - margin_of(limit) - (MemoryUsage(device).read() - device.reserved())
+
+
+def too_small(limit: int, held: int) -> DoesNotFit:
+    return DoesNotFit(
+        f"the limit of {format_size(limit)} is used up before training begins: the process holds {format_size(held)}, for the "
+        f"imported libraries and what the program has loaded beside the model. Give more than {format_limit(held)}."
+    )
+
+
+@contextmanager
+def told(device: Device, when: str) -> Iterator[None]:
+    """Outside the loop no smaller micro-batch helps: say when memory ran out. Raises OutOfMemory."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SeqpartError) or not device.is_out_of_memory(error):
+            raise
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")
+        for note in getattr(error, "__notes__", []):
+            found.add_note(note)
+        raise found from error

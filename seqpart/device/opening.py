@@ -1,0 +1,47 @@
+"""Devices by the names that users give."""
+
+import torch
+
+from seqpart.device.card import load
+from seqpart.device.cuda import CudaDevice
+from seqpart.device.device import Device
+from seqpart.errors import OptionError
+
+_DEFAULT_CARD = "rtx3060-12gb"
+_CUDA_TOO = "PyTorch calls an AMD GPU cuda. Use --device cuda"
+_REFUSED = {
+    "mps": "the memory of Apple's GPUs is the system's own, shared with the processor and all programs. torch.mps caps its "
+    "allocator only; what the driver holds beside it for this process is in no figure, so no limit could be kept",
+    "xpu": "torch.xpu has streams, events, pinned memory and a cap of its allocator, but nothing that says what a process "
+    "holds on an Intel GPU with the driver's context, as NVML does: a limit could not be proven",
+    "hip": _CUDA_TOO,
+    "rocm": _CUDA_TOO,
+}
+"""Accelerators that PyTorch knows, and why they are not used by that name."""
+
+
+def open_device(name: str) -> Device:
+    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`, `sim` or `sim:CARD`. Raises OptionError for anything else.
+
+    CARD: a name of seqpart/hardware, or a file of that form; `@7` behind it is the seed of how late copies happen.
+    """
+    kind, colon, rest = name.partition(":")
+    if kind == "sim" and (rest or not colon):
+        card, _, seed = rest.partition("@")
+        if seed and not seed.isdecimal():
+            raise OptionError(f"--device {name}: expected a whole number behind @, the seed of the simulation; found {seed!r}.")
+        from seqpart.device.simulated import SimulatedDevice  # with PyTorch's counter of operations, which loads Triton
+
+        return SimulatedDevice(load(card or _DEFAULT_CARD), int(seed or 0))
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return Device()
+    if kind in _REFUSED:
+        raise OptionError(f"--device {name} is refused: {_REFUSED[kind]}.")
+    if name != "auto" and (kind != "cuda" or (colon and not rest.isdecimal())):
+        raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N, sim or sim:CARD; found {name!r}.")
+    if not torch.cuda.is_available():
+        raise OptionError(f"--device {name}: no usable CUDA GPU was found. Use --device cpu.")
+    number = int(rest or 0)
+    if number >= torch.cuda.device_count():
+        raise OptionError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA GPU(s), counted from 0.")
+    return CudaDevice(number)

@@ -1,0 +1,268 @@
+"""How much memory there is, read from the kernel and the driver.
+
+On CPU the figure is RssAnon + RssShmem of the process tree: memory that only this program holds. VmHWM and RSS would
+add file pages, which the kernel drops at will. On CUDA it is NVML's figure for this process, context included.
+
+A look every 10 ms misses what is shorter. VmHWM misses nothing: what it rose by between two looks was held, but for the file
+pages of the two, which hardly change while a network is trained. Children have no such mark that we may set back.
+"""
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from seqpart.device.device import Device
+from seqpart.device.nvml import NvmlUsage
+
+_FELL = 1 << 20
+"""Bytes of file pages."""
+_STATUS_FIELDS = (b"RssAnon:", b"RssShmem:", b"RssFile:", b"VmData:")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at the memory, in bytes."""
+
+    anon: int = 0
+    shmem: int = 0
+    file: int = 0
+    data: int = 0
+
+    @property
+    def held(self) -> int:
+        """What only this process holds."""
+        return self.anon + self.shmem
+
+    def __add__(self, other: "Reading") -> "Reading":
+        return Reading(self.anon + other.anon, self.shmem + other.shmem, self.file + other.file, self.data + other.data)
+
+
+def read_process(pid: int | str = "self") -> Reading:
+    """The kernel's figures for one process; zeros when it is gone."""
+    try:
+        text = _status(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return Reading()
+    return Reading(*(_field(text, name) for name in _STATUS_FIELDS))
+
+
+def read_tree(pid: int | None = None) -> Reading:
+    """A process and all its descendants."""
+    pid = pid or os.getpid()
+    total = read_process(pid)
+    for child in _children(pid):
+        total += read_tree(child)
+    return total
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Those with memory of their own."""
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with open(thread / "children", "rb") as file:
+                numbers = [int(number) for number in file.read().split()]
+            yield from (child for child in numbers if not _same_memory(pid, child))
+    except (FileNotFoundError, ProcessLookupError):
+        return
+
+
+def _same_memory(parent: int, child: int) -> bool:
+    """Whether the child still runs in its parent's address space, as between vfork and exec: nothing of it is its own.
+
+    Then all that /proc says of the one's memory it says of the other's. A forked copy differs: it begins without file pages.
+    """
+    return _address_space(parent) == _address_space(child)
+
+
+def _address_space(pid: int) -> list[bytes]:
+    """Its size, what of it is in memory, that one's limit, where code begins and ends, and where the stack begins."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[20:26]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+class MemoryUsage:
+    """The figure that is held against the limit on this device, and its name."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._nvml = _nvml_usage(device) if device.kind == "cuda" else None
+        self._tree = _TreeUsage() if device.shares_memory else None
+
+    @property
+    def source(self) -> str:
+        if self._tree:
+            return "RssAnon + RssShmem of the process tree"
+        return self._nvml.source if self._nvml else f"of the {self._device.name}: its context and what the allocator reserved"
+
+    def watch(self) -> None:
+        """From now on `read` also finds what was held between two looks, where the system has a mark of it."""
+        if self._tree:
+            self._tree.set_back()
+
+    def grant(self, shared: int) -> None:
+        """Leave `shared` bytes of RssShmem out: the host memory that --ram-limit grants beside the limit."""
+        if self._tree:
+            self._tree.granted = shared
+
+    def read(self) -> int:
+        """Bytes."""
+        if self._tree:
+            return self._tree.read()
+        return self._nvml.read() if self._nvml else self._device.used()
+
+
+def _nvml_usage(device: Device) -> NvmlUsage:
+    # ROCm's PyTorch may come without a uuid, and has no NVML: then the figure says what stands in.
+    return NvmlUsage(str(getattr(torch.cuda.get_device_properties(device.torch), "uuid", "")), device.reserved)
+
+
+class _TreeUsage:
+    """This process's figure through one open file, 10 us a look; children, 100 us, where there are any."""
+
+    def __init__(self) -> None:
+        self._pid, self.granted = os.getpid(), 0
+        self._mark = self._files = -1
+        """VmHWM and RssFile at the last look; -1 while nobody sets the mark back."""
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        weakref.finalize(self, os.close, self._status).atexit = False  # a thread may look until the process is gone
+
+    def set_back(self) -> None:
+        """Let VmHWM begin anew at what is held now."""
+        if not set_mark_back():  # what is left is a look now and then
+            self._mark = self._files = -1
+            return
+        text = os.pread(self._status, 8192, 0)
+        self._mark, self._files = _field(text, b"VmHWM:"), _field(text, b"RssFile:")
+
+    def read(self) -> int:
+        text = os.pread(self._status, 8192, 0)
+        shared = _field(text, b"RssShmem:")
+        used = max(_field(text, b"RssAnon:") + shared, self._between(text)) - min(shared, self.granted)
+        if _has_children():
+            readings = [read_tree(child) for child in _children(self._pid)]
+            used += sum(reading.held for reading in readings)
+        return used
+
+    def _between(self, text: bytes) -> int:
+        """The most that was held since the last look, if the mark has risen; the greater number of file pages is taken off."""
+        if self._mark < 0:
+            return 0
+        mark, files = _field(text, b"VmHWM:"), _field(text, b"RssFile:")
+        held = mark - max(files, self._files) if mark > self._mark else 0
+        if files < self._files - _FELL:  # under a mark with more file pages a peak would hide
+            self.set_back()
+        else:
+            self._mark, self._files = mark, files
+        return held
+
+
+def _has_children() -> bool:
+    """One system call; which ones, and what they hold, takes many."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _status(pid: int | str = "self") -> bytes:
+    with open(f"/proc/{pid}/status", "rb") as status:
+        return status.read()
+
+
+def _field(text: bytes, name: bytes) -> int:
+    at = text.find(name)
+    begin = at + len(name)
+    return int(text[begin : text.index(b"k", begin)]) * 1024 if at >= 0 else 0
+
+
+def set_mark_back() -> bool:
+    """Let VmHWM begin anew at what is held now; False where that cannot be: /proc is read-only."""
+    try:
+        with open("/proc/self/clear_refs", "wb", buffering=0) as marks:
+            marks.write(b"5")
+    except OSError:
+        return False
+    return True
+
+
+class Reservations:
+    """The most that is reserved between two looks, exactly: kernels do not touch all that they ask for.
+
+    The kernel's mark of that, VmPeak, cannot be set back. So a mapping without any access, which no limit charges, first makes
+    what is reserved as large as the mark: from there on it rises with every reservation.
+    """
+
+    def __init__(self) -> None:
+        self._filler: mmap.mmap | None = None
+        self._from = 0
+
+    def restart(self) -> None:
+        """From now on `most` counts."""
+        self.end()
+        size, most = _sizes()
+        if most > size:
+            self._filler = mmap.mmap(-1, most - size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+        self._from = _sizes()[0]
+
+    def most(self) -> int:
+        """Bytes beyond what was reserved at `restart`."""
+        return _sizes()[1] - self._from
+
+    def end(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
+            self._filler = None
+
+
+def _sizes() -> tuple[int, int]:
+    text = _status()
+    return _field(text, b"VmSize:"), _field(text, b"VmPeak:")
+
+
+def highest() -> int:
+    """Most bytes that this process held since the kernel's mark was set back, or since it began."""
+    text = _status()
+    # The mark counts file pages too, which grow only where code runs for the first time.
+    held = _field(text, b"RssAnon:") + _field(text, b"RssShmem:")
+    return max(held, _field(text, b"VmHWM:") - _field(text, b"RssFile:"))
+
+
+class HighWater:
+    """The most that is held between two looks, exactly, however short it was: for planning, which runs blocks one by one.
+
+    CPU: the kernel's own mark of this process. Setting it back makes `ru_maxrss` forget what was before. CUDA: the allocator's.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = None if device.shares_memory else device
+        self.works = device.hardware is None and (self._device is not None or set_mark_back())
+        """Not where /proc is read-only; and a simulated device has no kernels whose memory it could show."""
+
+    def now(self) -> int:
+        """Bytes held now."""
+        if self._device is not None:
+            return self._device.allocated()
+        return read_process().held
+
+    def restart(self) -> int:
+        """Bytes held now, from which on `peak` counts."""
+        if self._device is not None:
+            self._device.restart_peaks()
+        else:
+            set_mark_back()
+        return self.now()
+
+    def peak(self) -> int:
+        """Most bytes held since `restart`."""
+        if self._device is not None:
+            return self._device.allocated_peak()
+        return highest()

@@ -1,1 +1,0 @@
-"""The only loop, and what it does with one partition on one micro-batch."""

@@ -1,1 +1,0 @@
-"""Data sets and data loaders whose rows are read anew in every epoch, and the processes that read them."""

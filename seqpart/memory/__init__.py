@@ -1,1 +1,0 @@
-"""Devices and their memory: what is used, what is allowed, and what enforces it."""

@@ -1,0 +1,227 @@
+"""SPLIT and MERGE: homes of parts are cut out of the whole's, and put back, in one pass from the first byte to the last.
+
+A home is never whole in memory: some rows of it are, and a piece of each part's. What is cut goes to one part and comes back
+from it; a place that no part has, where a row of one part meets a column of another, stays as it is. What is not cut goes to
+all parts, and their mean comes back.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpart.device.pages import PAGE, aligned_bytes
+from seqpart.methods.ist.indices import Ints
+from seqpart.methods.ist.narrow import NEURONS, Cut
+from seqpart.store.layout import Layout, TensorSpec
+from seqpart.store.store import Store
+from seqpart.store.streams import Sink, Source
+
+WHOLE, PART = 1 << 20, 1 << 18
+"""Bytes of a whole home, and of each part's, that are in memory at a time; more, where one row has more."""
+
+CutOf = Callable[[str], Cut]
+"""What parts have of the tensor of that name."""
+Units = Sequence[Sequence[Ints]]
+"""Of each part, its units of each hidden layer."""
+
+
+def buffer_bytes(layouts: Sequence[Layout], parts: int) -> int:
+    """Memory of moving homes of such layouts, one at a time, to so many parts or back: streams, some rows, what is picked of
+    them, and the places of units."""
+    rows = max((_row_bytes(spec) for layout in layouts for spec in layout.specs), default=0)
+    longest = max((max((*spec.shape, 1)) for layout in layouts for spec in layout.specs), default=1)
+    whole = aligned_bytes(WHOLE)
+    return 2 * whole + parts * aligned_bytes(PART) + 5 * max(rows, WHOLE) + 3 * 8 * longest + (4 + parts) * PAGE
+
+
+def split(
+    store: Store, whole: str, names: Sequence[str], layouts: Sequence[Layout], cut_of: CutOf, units: Units,
+    layer_of: Mapping[str, int],
+) -> None:  # fmt: skip
+    """Cut the home `whole` into homes of `names`, one of each part. layer_of: {a part's tensor of its units' numbers: the
+    layer}."""
+    with ExitStack() as stack:
+        source = store.source(whole, WHOLE)
+        sinks = [
+            _PartSink(stack.enter_context(store.sink(name, layout, PART)), layout, own, layer_of)
+            for name, layout, own in zip(names, layouts, units, strict=True)
+        ]
+        for spec in store.layout(whole).specs:
+            cut, start = cut_of(spec.name), 0
+            chosen = [_chosen(cut, own) for own in units]
+            for rows in _rows_of(spec, source):
+                for sink, (own_rows, own_columns) in zip(sinks, chosen, strict=True):
+                    sink.append(spec.name, _picked(rows, start, own_rows, own_columns))
+                start += len(rows)
+        for sink in sinks:
+            sink.finish()
+        source.close()
+
+
+def merge(store: Store, whole: str, layout: Layout, names: Sequence[str], cut_of: CutOf, units: Units) -> None:
+    """Put the homes `names` of all parts back into the home `whole`; where it has none yet, what no part has is zeros."""
+    with ExitStack() as stack:
+        source = store.source(whole, WHOLE) if whole in store else None
+        parts = [_PartSource(store.source(name, PART), store.layout(name)) for name in names]
+        sink = stack.enter_context(store.sink(whole, layout, WHOLE))
+        for spec in layout.specs:
+            cut, start = cut_of(spec.name), 0
+            for part in parts:
+                part.begin(spec.name)
+            chosen = [_chosen(cut, own) for own in units]
+            for rows in _rows_of(spec, source):
+                if cut == Cut():
+                    _average(rows, spec.dtype, parts)
+                else:
+                    for part, (own_rows, own_columns) in zip(parts, chosen, strict=True):
+                        _put_back(rows, start, part, own_rows, own_columns)
+                sink.append(_bytes(rows))
+                start += len(rows)
+        for part in parts:
+            part.close()
+        if source is not None:
+            source.close()
+
+
+Rows = np.ndarray[tuple[int, int], np.dtype[Any]]
+"""Some rows of a tensor, whose elements are moved as they are: as whole numbers of as many bytes."""
+
+
+def _chosen(cut: Cut, units: Sequence[Ints]) -> tuple[Ints | None, Ints | None]:
+    rows, columns = (axis.places(units[axis.layer]) if axis is not None else None for axis in cut)
+    return rows, columns
+
+
+def _shape(spec: TensorSpec) -> tuple[int, int]:
+    """As rows x columns; of a tensor that does not lie row by row, as it lies."""
+    return (spec.shape[0], prod(spec.shape[1:])) if spec.shape and spec.stride is None else (prod(spec.shape), 1)
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    return _shape(spec)[1] * spec.dtype.itemsize
+
+
+def _raw(dtype: torch.dtype) -> str:
+    return f"u{dtype.itemsize}"
+
+
+def _rows_of(spec: TensorSpec, source: Source | None) -> Iterator[Rows]:
+    """The tensor, some rows at a time, in memory that is used again; zeros without a source."""
+    count, columns = _shape(spec)
+    at_once = max(1, WHOLE // max(1, _row_bytes(spec)))
+    buffer = np.zeros((min(at_once, max(1, count)), columns), _raw(spec.dtype))
+    for start in range(0, max(1, count), at_once):
+        rows = buffer[: min(at_once, count - start)]
+        if source is None:
+            rows[:] = 0
+        elif rows.size:
+            source.fill(_bytes(rows))
+        yield rows
+
+
+def _bytes(rows: np.ndarray[Any, np.dtype[Any]]) -> memoryview:
+    return rows.reshape(-1).view(np.uint8).data
+
+
+def _between(places: Ints, start: int, count: int) -> tuple[int, int]:
+    """Which of the ascending `places` are among `count` from `start` on."""
+    first, last = np.searchsorted(places, [start, start + count])
+    return int(first), int(last)
+
+
+def _picked(rows: Rows, start: int, own_rows: Ints | None, columns: Ints | None) -> Rows:
+    if own_rows is not None:
+        first, last = _between(own_rows, start, len(rows))
+        rows = rows[own_rows[first:last] - start]
+    return rows if columns is None else np.take(rows, columns, axis=1)
+
+
+def _put_back(rows: Rows, start: int, part: "_PartSource", own_rows: Ints | None, columns: Ints | None) -> None:
+    width = rows.shape[1] if columns is None else len(columns)
+    if own_rows is None:
+        assert columns is not None
+        rows[:, columns] = part.take(len(rows), width, rows.dtype)
+        return
+    first, last = _between(own_rows, start, len(rows))
+    places = own_rows[first:last] - start
+    found = part.take(len(places), width, rows.dtype)
+    if columns is None:
+        rows[places] = found
+    else:
+        rows[np.ix_(places, columns)] = found
+
+
+def _average(rows: Rows, dtype: torch.dtype, parts: "Sequence[_PartSource]") -> None:
+    """The first part's and the mean of what the others differ by: equal values stay what they are, to the bit. Counters are the
+    first part's."""
+
+    def taken(part: "_PartSource") -> torch.Tensor:
+        return torch.from_numpy(part.take(len(rows), rows.shape[1], rows.dtype).view(np.uint8)).view(dtype)
+
+    first, others = taken(parts[0]), (taken(part) for part in parts[1:])
+    if dtype.is_floating_point and len(parts) > 1:
+        wide = torch.promote_types(dtype, torch.float32)
+        differing = sum((other.to(wide).sub_(first) for other in others), torch.zeros((), dtype=wide))
+        first = (first + differing / len(parts)).to(dtype)
+    else:
+        for _ in others:
+            pass
+    rows[:] = first.view(torch.uint8).numpy().view(rows.dtype)
+
+
+class _PartSink:
+    """A part's home while it is written, with the numbers of its units where the whole has no such tensor."""
+
+    def __init__(self, sink: Sink, layout: Layout, units: Sequence[Ints], layer_of: Mapping[str, int]) -> None:
+        self._sink, self._units, self._layer_of = sink, units, layer_of
+        self._names = [spec.name for spec in layout.specs]
+        self._at = -1
+
+    def append(self, name: str, rows: Rows) -> None:
+        if self._at < 0 or self._names[self._at] != name:
+            self._at += 1
+            self._numbers()
+            assert self._names[self._at] == name, f"{name} comes where {self._names[self._at]} lies"
+        self._sink.append(_bytes(rows))
+
+    def _numbers(self) -> None:
+        while self._at < len(self._names) and self._names[self._at] in self._layer_of:
+            units = self._units[self._layer_of[self._names[self._at]]]
+            self._sink.append(_bytes(units))
+            self._at += 1
+
+    def finish(self) -> None:
+        self._at += 1
+        self._numbers()
+        assert self._at == len(self._names), "a part has tensors that the whole network has not"
+
+
+class _PartSource:
+    """A part's home while it is read."""
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source, self._specs = source, iter(layout.specs)
+
+    def begin(self, name: str) -> None:
+        """From here on the tensor `name` is taken; the numbers of units before it are passed over."""
+        for spec in self._specs:
+            if spec.name == name:
+                return
+            assert spec.name.rpartition(".")[2] == NEURONS, f"{name} comes where {spec.name} lies"
+            self.take(1, spec.nbytes, np.dtype(np.uint8))
+
+    def take(self, rows: int, columns: int, dtype: np.dtype[Any]) -> Rows:
+        found = np.empty((rows, columns), dtype)
+        if found.size:
+            self._source.fill(_bytes(found))
+        return found
+
+    def close(self) -> None:
+        """The numbers of units that come last have no use here."""
+        for spec in self._specs:
+            self.take(1, spec.nbytes, np.dtype(np.uint8))
+        self._source.close()

@@ -1,0 +1,172 @@
+"""Narrow copies of a block's module, and which rows and columns of its tensors a part has."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from seqpart.errors import ModelError
+from seqpart.methods.ist.hidden import HiddenLayer, Spot
+from seqpart.methods.ist.indices import Ints, places
+from seqpart.methods.ist.modules import PartialSum, Placed
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import tensors_of
+from seqpart.profile.fake_mode import FakeMode
+from seqpart.store.layout import lies_dense
+
+NEURONS = "neurons"
+"""The tensor of a part that says which units it has: the whole network has none such."""
+_WIDTHS = ("out_features", "num_features")
+
+
+class Axis(NamedTuple):
+    """One axis of a tensor: before x units x after places, the units those of hidden layer number `layer`."""
+
+    layer: int
+    units: int
+    before: int
+    after: int
+
+    def places(self, units: Ints) -> Ints:
+        return places(units, self.units, self.before, self.after)
+
+
+class Cut(NamedTuple):
+    """What parts have of a tensor, looked at as rows x columns; None: all of them."""
+
+    rows: Axis | None = None
+    columns: Axis | None = None
+
+
+def template(block: Block) -> nn.Module:
+    """The block's module on the meta device. Raises ModelError where it cannot be copied."""
+    module, tensors = block.fake(FakeMode())
+    own = tensors_of(module)
+    memo: dict[int, object] = {id(tensor): _like(tensor, _on_meta(tensors[name])) for name, tensor in own.items()}
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ModelError(
+            f"method ist trains copies of each block, and {block} cannot be copied: {type(error).__name__}: {error}. Let its "
+            "module be one that copy.deepcopy takes."
+        ) from error
+    return copied
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A parameter, with the attributes of `tensor`, where that is one."""
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def cuts_of(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> list[dict[str, Cut]]:
+    """Of each block, the tensors that are cut, by name. Raises ModelError for tensors that do not lie row by row."""
+    cuts: list[dict[str, Cut]] = [{} for _ in modules]
+    for layer in layers:
+        for spot in layer.rows:
+            for name, tensor in tensors_of(_at(modules, spot)).items():
+                if tensor.ndim:
+                    _note(cuts[spot.block], spot, name, rows=_axis(layer, spot, tensor.shape[0]))
+        for spot in layer.columns:
+            weight = _at(modules, spot).get_parameter("weight")
+            _note(cuts[spot.block], spot, "weight", columns=_axis(layer, spot, weight.shape[1]))
+    for number, own in enumerate(cuts):
+        tensors = tensors_of(modules[number])
+        if any(not (lies_dense(tensors[name]) and tensors[name].is_contiguous()) for name in own):
+            raise ModelError(f"method ist cuts weights by rows, and those of block {number} do not lie row by row.")
+    return cuts
+
+
+def _at(modules: Sequence[nn.Module], spot: Spot) -> nn.Module:
+    return modules[spot.block].get_submodule(spot.side.path)
+
+
+def _axis(layer: HiddenLayer, spot: Spot, length: int) -> Axis:
+    axis = Axis(layer.number, layer.units, spot.side.before, spot.side.after)
+    if axis.before * axis.units * axis.after != length:
+        raise ModelError(
+            f"block {spot.block} says that {spot.side.path or 'it'} has {axis.before} x {axis.units} x {axis.after} of a "
+            f"hidden layer's units; it has {length}. Correct its hidden_layers()."
+        )
+    return axis
+
+
+def _note(cuts: dict[str, Cut], spot: Spot, name: str, **axes: Axis) -> None:
+    full = f"{spot.side.path}.{name}" if spot.side.path else name
+    cuts[full] = cuts.get(full, Cut())._replace(**axes)
+
+
+def narrowed(
+    whole: nn.Module, number: int, layers: Sequence[HiddenLayer], cuts: Mapping[str, Cut], units: Sequence[int], parts: int
+) -> nn.Module:
+    """A copy of the block's module `whole`, on the meta device, for a part that has so many `units` of each hidden layer: its
+    tensors are zeros on the CPU, or fake ones where a mode says so."""
+    memo: dict[int, object] = {}
+    for name, tensor in tensors_of(whole).items():
+        memo[id(tensor)] = _zeros(tensor, cuts.get(name, Cut()), units)
+    module: nn.Module = copy.deepcopy(whole, memo)
+    for layer in layers if parts > 1 else ():
+        _take_part(module, number, layer, units[layer.number])
+        module = _replaced(module, number, layer, units[layer.number], parts)
+    return module
+
+
+def _zeros(tensor: torch.Tensor, cut: Cut, units: Sequence[int]) -> torch.Tensor:
+    shape = list(tensor.shape)
+    for index, axis in enumerate(cut):
+        if axis is not None:
+            shape[index] = axis.before * units[axis.layer] * axis.after
+    if cut == Cut():
+        zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+    else:
+        zeros = torch.zeros(shape, dtype=tensor.dtype)
+    return _like(tensor, zeros)
+
+
+def _take_part(module: nn.Module, number: int, layer: HiddenLayer, units: int) -> None:
+    """Let what modules say of their sizes be the part's."""
+    for spot in layer.rows:
+        if spot.block == number:
+            inner, width = module.get_submodule(spot.side.path), spot.side.before * units * spot.side.after
+            for name, size in (*((name, width) for name in _WIDTHS), ("normalized_shape", (width,))):
+                if hasattr(inner, name):
+                    setattr(inner, name, size)
+    for spot in layer.columns:
+        if spot.block == number:
+            setattr(module.get_submodule(spot.side.path), "in_features", spot.side.before * units * spot.side.after)  # noqa: B010
+    for block, (path, before, after) in layer.counts:
+        if block == number:
+            place, _, name = path.rpartition(".")
+            setattr(module.get_submodule(place), name, before * units * after)
+
+
+def _replaced(module: nn.Module, number: int, layer: HiddenLayer, units: int, parts: int) -> nn.Module:
+    """The module with other linear layers in the place of those whose sums stand for all, or whose outputs keep their width."""
+    for block, path in layer.summed:
+        if block == number:
+            linear = module.get_submodule(path)
+            assert isinstance(linear, nn.Linear)
+            module = _put(module, path, PartialSum(linear, parts))
+    for spot in layer.rows if layer.placed else ():
+        if spot.block == number:
+            linear = module.get_submodule(spot.side.path)
+            assert isinstance(linear, nn.Linear)
+            module = _put(module, spot.side.path, Placed(linear, layer.units, units))
+    return module
+
+
+def _put(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
+    if not path:
+        return other
+    place, _, name = path.rpartition(".")
+    module.get_submodule(place)._modules[name] = other
+    return module

@@ -1,0 +1,127 @@
+"""Residual blocks that are dealt to parts whole, so that a part is a shallower network.
+
+C. Dun, C. R. Wolfe, C. M. Jermaine and A. Kyrillidis, "ResIST: Layer-Wise Decomposition of ResNets for Distributed Training"
+(2022): of a residual network only the section with most blocks is divided (the third of a ResNet's four), without its first
+block, which changes the shape; each of its blocks belongs to one part in a round, and a part has them in the network's order.
+
+    the whole      x + f1   x + f2   x + f3   x + f4   x + f5
+    part 0         x + S f2   x + S f3   x + S f5               S: the number of parts
+    part 1         x + S f1   x + S f4   x
+
+The paper trains x + f and tests x + f / S. Here f stands for its f / S: the same networks, and the whole one is the user's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from seqpart.errors import ModelError
+from seqpart.methods.ist.hidden import kind_of, wrapped
+from seqpart.methods.ist.indices import index_sets, widths
+from seqpart.model.inspection import is_listened_to, structure_of
+from seqpart.model.tensors import tensors_of
+
+_BRANCHES = {
+    "torchvision.models.resnet.BasicBlock": ("bn2",),
+    "torchvision.models.resnet.Bottleneck": ("bn3",),
+    "timm.models.resnet.BasicBlock": ("se", "bn2"),
+    "timm.models.resnet.Bottleneck": ("se", "bn3"),
+}
+"""Of the blocks of libraries, the modules that may give what is added; the first that is there does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Blocks of the chain that are alike and follow one another; each adds to its input what its module `branch` gives.
+
+    number: of what is drawn for it, as hidden layers have numbers.
+    """
+
+    number: int
+    blocks: tuple[int, ...]
+    branch: str
+
+    def depth(self, part: int, parts: int) -> int:
+        """Blocks of that part, in every round."""
+        return widths(len(self.blocks), parts, 1)[part]
+
+    def dealt(self, seed: int, round_: int, parts: int) -> dict[int, tuple[int, int]]:
+        """{block: (the part that has it, the block in whose place it is there)}: a part's lie in the section's first places."""
+        sets = index_sets(seed, round_, self.number, len(self.blocks), parts, 1)
+        return {
+            self.blocks[which]: (part, self.blocks[place])
+            for part, own in enumerate(sets)
+            for place, which in enumerate(own)
+        }  # fmt: skip
+
+
+def section_of(modules: Sequence[nn.Module], divided: frozenset[int], number: int) -> Section | None:
+    """The longest row of residual blocks that are alike, the last of equally long ones; None where there are no two.
+
+    divided: blocks with hidden layers, which stay what they are. Raises ModelError for a `residual_branch` that is none.
+    """
+    kinds = [None if block in divided else _kind(module, block) for block, module in enumerate(modules)]
+    rows = [list(own) for kind, own in groupby(range(len(modules)), lambda block: kinds[block]) if kind is not None]
+    longest = max(rows, key=lambda own: (len(own), own[0]), default=[])
+    if len(longest) < 2:
+        return None
+    branch = _branch_of(modules[longest[0]], longest[0])
+    assert branch is not None
+    return Section(number, tuple(longest), branch)
+
+
+def _kind(module: nn.Module, block: int) -> object | None:
+    """Equal for residual blocks that may stand in each other's place; None for others."""
+    branch = _branch_of(module, block)
+    return None if branch is None else (branch, structure_of(module, tensors_of(module)))
+
+
+def _branch_of(module: nn.Module, block: int) -> str | None:
+    """The path of what gives the residual; of a block that says so by a method, or of one that is known."""
+    inner, prefix = wrapped(module)
+    own = getattr(inner, "residual_branch", None)
+    found = own() if callable(own) else _known(inner)
+    if found is None:
+        return None
+    where = f"block {block} ({type(inner).__name__})"
+    if not isinstance(found, str) or found not in dict(inner.named_modules()) or not found:
+        raise ModelError(
+            f"{where}: residual_branch() must return the name of the module whose output the block adds to its input, or None; "
+            f"found {found!r:.200}."
+        )
+    if any(map(is_listened_to, inner.modules())):
+        raise ModelError(f"method ist deals out {where}, which has hooks: its copies would have none. Remove them.")
+    return f"{prefix}.{found}" if prefix else found
+
+
+def _known(module: nn.Module) -> str | None:
+    names = _BRANCHES.get(kind_of(module), ())
+    if getattr(module, "downsample", None) is not None:
+        return None  # what it adds to has another shape than its input
+    return next((name for name in names if getattr(module, name, None) is not None), None)
+
+
+class _Times:
+    """A hook that multiplies what a module gives."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, module: nn.Module, taken: object, given: torch.Tensor) -> torch.Tensor:
+        return given * self.factor
+
+
+def scaled(module: nn.Module, branch: str, parts: int) -> nn.Module:
+    """The copy `module` of a block of the section, which adds `parts` times what it would."""
+    end = module.get_submodule(branch)
+    end.register_forward_hook(_Times(parts))
+    end.scaled_by = parts  # type: ignore[assignment]
+    return module
+
+
+def absent() -> nn.Module:
+    """In the place of a block that a part does not have."""
+    return nn.Identity()

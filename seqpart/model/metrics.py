@@ -1,0 +1,202 @@
+"""Sums over the rows of one pass. They stay on the device, since reading them would make it wait."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from seqpart.callbacks import MetricValue
+from seqpart.errors import Diverged, OptionError
+from seqpart.schedule.events import PhaseDone
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schema import Finite, Whole, word_of
+
+ComputeMetrics = Any
+"""A function of (outputs, labels), an object with update, compute and reset, or a dict of such objects by name."""
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """`Metrics` as a checkpoint has them."""
+
+    loss: float
+    dtype: Annotated[str, word_of("float64", "float32", "bfloat16", "float16")] | None
+    correct: Finite
+    judged: Whole
+    rows: Whole
+    weight: Finite | None = None
+    """None: the rows, as version 0.2.0 had it."""
+
+
+@dataclass(slots=True)
+class Metrics:
+    loss: torch.Tensor | float = 0.0
+    correct: torch.Tensor | float = 0.0
+    judged: torch.Tensor | int = 0
+    rows: int = 0
+    weight: float = 0
+    """What the sum of losses is to be divided by: rows, or what the loss counted."""
+    beside: "Metrics | None" = None
+    """What is added here is added there too."""
+
+    def add(self, total: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None, *, weight: float) -> None:
+        """`total` is the mean loss of `rows` rows times `weight`; `judged` scores (n, classes, ...) and labels (n, ...), of
+        which those below 0 do not count, where there are classes."""
+        self.loss = self.loss + total
+        self.rows += rows
+        self.weight += weight
+        if judged is not None:
+            scores, labels = judged
+            self.correct = self.correct + (scores.detach().argmax(1) == labels).sum()
+            self.judged = self.judged + (labels >= 0).sum()
+        if self.beside is not None:
+            self.beside.add(total, rows, None, weight=weight)
+
+    def done(self, phase: Phase, earlier: int, seconds: float, found: Mapping[str, MetricValue]) -> PhaseDone:
+        """What is told of the pass, whose sums these are. earlier: rows, as PhaseDone has them. found: by the user's own
+        metrics."""
+        loss = self.mean_loss if self.rows else None
+        return PhaseDone(
+            phase=phase, loss=loss, accuracy=self.accuracy, rows=phase.rows, earlier=earlier, seconds=seconds, metrics=found
+        )  # fmt: skip
+
+    def refuse_divergence(self, where: str) -> None:
+        """Raises Diverged where the loss is not finite. CUDA has to wait for it."""
+        if not math.isfinite(self.mean_loss):
+            raise Diverged(f"training diverged: the loss is {self.mean_loss} in {where}.")
+
+    @property
+    def mean_loss(self) -> float:
+        return float(self.loss) / (self.weight or 1)
+
+    @property
+    def accuracy(self) -> float | None:
+        return float(self.correct) / float(self.judged) if self.judged else None
+
+    def tally(self) -> Tally:
+        dtype = str(self.loss.dtype).removeprefix("torch.") if isinstance(self.loss, torch.Tensor) else None
+        return Tally(
+            loss=float(self.loss), dtype=dtype, correct=float(self.correct), judged=int(self.judged), rows=self.rows,
+            weight=float(self.weight),
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, found: Tally, device: torch.device) -> "Metrics":
+        """Exactly as it was: the type goes along, because later sums round in it."""
+        loss: torch.Tensor | float = found.loss
+        if found.dtype is not None:
+            loss = torch.tensor(loss, dtype=getattr(torch, found.dtype), device=device)
+        return cls(loss, found.correct, found.judged, found.rows, found.rows if found.weight is None else found.weight)
+
+
+class OwnMetrics:
+    """The user's metrics over one pass over the test rows, which come micro-batch by micro-batch.
+
+    An object with `update(outputs, labels)`, `compute()` and `reset()`, as those of torchmetrics, is used as it is; of a dict
+    of these each. A function is called for each micro-batch, and what it finds is averaged by rows: for a metric that is no
+    mean over rows, such as F1, give an object.
+    """
+
+    def __init__(self, asked: ComputeMetrics) -> None:
+        self._objects, self._function = _objects_of(asked), asked
+        self._sums: dict[str, float] = {}
+        self._rows = 0
+
+    def begin(self, device: torch.device) -> None:
+        """A pass begins. Objects that can are moved to where the outputs are."""
+        self._sums, self._rows = {}, 0
+        for metric in self._objects.values():
+            if callable(move := getattr(metric, "to", None)):
+                move(device)
+            metric.reset()
+
+    def add(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """outputs (rows, ...) of the network, labels (rows, ...)."""
+        if self._objects:
+            for metric in self._objects.values():
+                metric.update(outputs, labels)
+            return
+        self._rows += len(outputs)
+        for name, value in _values("", self._function(outputs, labels)).items():
+            if isinstance(value, list):
+                raise OptionError(f"compute_metrics: expected {name} to be a number; found {len(value)} of them.")
+            self._sums[name] = self._sums.get(name, 0.0) + value * len(outputs)
+
+    def values(self) -> dict[str, MetricValue]:
+        """Of the pass."""
+        if not self._objects:
+            return {name: total / self._rows for name, total in self._sums.items()}
+        return {
+            key: value for name, metric in self._objects.items() for key, value in _values(name, metric.compute()).items()
+        }  # fmt: skip
+
+
+def own_metrics(asked: ComputeMetrics) -> OwnMetrics | None:
+    """Raises OptionError for what is no metric."""
+    return OwnMetrics(asked) if asked is not None else None
+
+
+def _objects_of(asked: ComputeMetrics) -> dict[str, Any]:
+    """By name; empty where it is a function."""
+    objects = asked if isinstance(asked, dict) else {type(asked).__name__: asked}
+    if objects and all(hasattr(one, name) for one in objects.values() for name in ("update", "compute", "reset")):
+        return objects
+    if isinstance(asked, dict) or not callable(asked):
+        raise OptionError(
+            "compute_metrics: expected a function of (outputs, labels) that returns a dict, an object with update, compute and "
+            f"reset, or a dict of such objects; found {type(asked).__name__}."
+        )
+    return {}
+
+
+def _values(name: str, found: Any) -> dict[str, MetricValue]:
+    """As numbers, by name. Raises OptionError for what is none."""
+    if isinstance(found, Mapping):
+        return {key: value for part, one in found.items() for key, value in _values(str(part), one).items()}
+    if not name:
+        raise OptionError(f"compute_metrics: expected a dict of numbers by name; found {type(found).__name__}.")
+    try:
+        tensor = torch.as_tensor(found, dtype=torch.float64)
+        return {name: float(tensor) if tensor.numel() == 1 else tensor.flatten().tolist()}
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError(f"compute_metrics: expected {name} to be a number; found {type(found).__name__}.") from None
+
+
+@dataclass(slots=True)
+class Heard:
+    """Who hears of what partitions give, beside the sums of the pass."""
+
+    partitions: int
+    update: Metrics | None = None
+    """Sums over the update that is under way, where somebody asks for them."""
+    own: OwnMetrics | None = None
+
+    def _own(self, phase: Phase) -> OwnMetrics | None:
+        """The user's, where the network's end is tested."""
+        return self.own if phase.kind is PhaseKind.TEST and not phase.hands_on(self.partitions) else None
+
+    def begin(self, phase: Phase, sums: Metrics, device: torch.device) -> None:
+        sums.beside = self.update if phase.kind is PhaseKind.TRAIN else None
+        if (own := self._own(phase)) is not None:
+            own.begin(device)
+
+    def judged(self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        if (own := self._own(phase)) is not None:
+            own.add(outputs.detach(), labels)
+
+    def found(self, phase: Phase) -> dict[str, MetricValue]:
+        return own.values() if (own := self._own(phase)) is not None else {}
+
+    def latest(self) -> Metrics:
+        """Sums since the last time that they were asked for."""
+        assert self.update is not None
+        found = Metrics(self.update.loss, 0.0, 0, self.update.rows, self.update.weight)
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """The update that is under way never was."""
+        if self.update is not None:
+            self.update.loss, self.update.rows, self.update.weight = 0.0, 0, 0

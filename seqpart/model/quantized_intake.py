@@ -1,0 +1,174 @@
+"""Putting layers of ours in the place of a model's layers of bitsandbytes, and these back with the tensors that they had."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpart.errors import ModelError
+from seqpart.interrupts import undivided
+from seqpart.model.inspection import is_listened_to
+from seqpart.model.live_modules import modules_of, refuse_away, refuse_hooked
+from seqpart.model.quantized_layers import Linear4bit, Linear8bit, Quantized
+
+_SCALES = 256
+"""That share one of their own, where scales are quantized again: the library's products know no other number."""
+_KINDS = ("Linear4bit", "LinearNF4", "LinearFP4", "Linear8bitLt")
+
+_Place = tuple[object, str, str]
+"""A tensor of the library's: its owner, the attribute, and the tensor's name in the layer of ours."""
+
+
+class PlainTensors:
+    """A context in which layers of bitsandbytes in `model`, a module or a list of blocks, have their packed weights and scales
+    as frozen parameters; its value is the model to be trained. The library's own layers are empty inside.
+
+    device: the kind of device that they are to run on. Raises ModelError, by its name, for a layer that cannot be.
+    """
+
+    def __init__(self, model: object, device: str) -> None:
+        self._model, self._device = model, device
+        self._parents: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        self._emptied: list[tuple[_Place, Quantized]] = []
+
+    def __enter__(self) -> object:
+        refuse_away(self._model)  # here every model comes in
+        refuse_hooked(self._model)
+        library = sys.modules.get("bitsandbytes")
+        layers = _quantized(self._model, library) if library is not None else {}
+        if not layers:
+            return self._model
+        for layer, name in layers.items():
+            if why := _lack_of(layer, self._device):
+                version = getattr(library, "__version__", "")
+                raise ModelError(f"{name or 'the model'} is a {type(layer).__name__} of bitsandbytes {version}, and {why}.")
+        _refuse_norms_of_weights(self._model, layers)
+        ours = {layer: Linear8bit(layer) if _is_of_8_bits(layer) else Linear4bit(layer) for layer in layers}
+        known: dict[int, Quantized] = {}
+        for layer, own in ours.items():
+            own.share(known.setdefault(id(layer.weight), own))  # a weight of two layers has one home
+            own.train(layer.training)
+        try:
+            with undivided():
+                for layer, own in ours.items():
+                    self._empty(layer, own)
+                return self._with(ours)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with undivided():
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for modules, name, layer in self._parents:
+            modules[name] = layer
+        for (owner, attribute, name), own in self._emptied:
+            setattr(owner, attribute, own.get_parameter(name).data)
+        self._parents, self._emptied = [], []
+
+    def _empty(self, layer: nn.Module, own: Quantized) -> None:
+        for place in _places(layer):
+            tensor = getattr(place[0], place[1])
+            setattr(place[0], place[1], torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            self._emptied.append((place, own))
+
+    def _with(self, ours: Mapping[nn.Module, nn.Module]) -> object:
+        """The model, with layers of ours in the places of others."""
+        for module in [*modules_of(self._model)]:
+            for name, child in module._modules.items():
+                if child is not None and child in ours:
+                    self._parents.append((module._modules, name, child))
+                    module._modules[name] = ours[child]
+        if isinstance(self._model, list | tuple):
+            return [ours.get(part, part) for part in self._model]
+        return ours.get(self._model, self._model)  # type: ignore[call-overload]
+
+
+def _quantized(model: object, library: Any) -> dict[Any, str]:
+    """{layer of the library: its name in the model}, of those kinds that are known."""
+    kinds = (library.nn.Linear4bit, library.nn.Linear8bitLt)
+    return {module: name for name, module in _named(model) if isinstance(module, kinds)}
+
+
+def _named(model: object) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        yield from model.named_modules()
+    elif isinstance(model, list | tuple):
+        for number, part in enumerate(model):
+            for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+                yield f"{number}.{path}".rstrip("."), module
+
+
+def _is_of_8_bits(layer: Any) -> bool:
+    return type(layer).__name__ == "Linear8bitLt"
+
+
+def _places(layer: Any) -> list[_Place]:
+    """Where the library has tensors of a layer, but for codes, which all layers share."""
+    places: list[_Place] = [(layer.weight, "data", "weight")]
+    if _is_of_8_bits(layer):
+        places += [(owner, "CB", "weight") for owner in (layer.weight, layer.state)]
+        places += [(owner, "SCB", "SCB") for owner in (layer.weight, layer.state)]
+        return [place for place in places if getattr(*place[:2], None) is not None]
+    state = layer.weight.quant_state
+    nested: list[_Place] = [(state.state2, "absmax", "nested_absmax"), (state, "offset", "offset")] if state.nested else []
+    return [*places, (state, "absmax", "absmax"), *nested]
+
+
+def _lack_of(layer: Any, device: str) -> str:
+    """Why it cannot be trained around, in words; "" where it can."""
+    if is_listened_to(layer):
+        return "it has hooks, or a forward of its own, which would be left out. Take them away"
+    if type(layer).__name__ not in _KINDS:
+        return f"of its linear layers {', '.join(_KINDS)} are known. Take one of these"
+    if _is_of_8_bits(layer):
+        return _lack_of_8_bits(layer, device)
+    if layer.weight.requires_grad:
+        return (
+            "its packed weight is to learn, which the library has no gradient for. Freeze it (weight.requires_grad_(False)), "
+            "and let an adapter learn"
+        )
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        return 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
+    if getattr(state, "packing_format_for_cpu", False):
+        return (
+            "it was run on this CPU in evaluation mode, for which the library packs weights anew and rounds their scales: "
+            "they do not train. Load it again, and run nothing before it is trained, or model.train() first"
+        )
+    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        return "that version has no product of its own for 4 bits (gemm_4bit). Install a newer one"
+    if tuple(state.shape) != (layer.out_features, layer.in_features):
+        return f"its weight was packed with shape {tuple(state.shape)}: quantize it anew, as (out, in)"
+    if state.nested and state.state2.blocksize != _SCALES:
+        return f"its scales are quantized in blocks of {state.state2.blocksize}, and the library multiplies with {_SCALES}"
+    return ""
+
+
+def _lack_of_8_bits(layer: Any, device: str) -> str:
+    if type(layer.weight).__name__ != "Int8Params" or layer.state.has_fp16_weights:
+        return "its weights learn in 16 bits. Build it with has_fp16_weights=False, freeze it, and let an adapter learn"
+    if layer.weight.dtype is not torch.int8:
+        return 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
+    if device != "cpu":
+        return (
+            f"on {device} the library picks columns by the values in them, which no plan can count. Take 4 bits "
+            "(load_in_4bit), or train on the CPU"
+        )
+    return ""
+
+
+def _refuse_norms_of_weights(model: object, layers: Mapping[Any, str]) -> None:
+    """Raises ModelError for DoRA, whose forward asks the library for the whole weight of a layer that is empty by then."""
+    for _, module in _named(model):
+        base = module._modules.get("base_layer")
+        if base in layers and len(getattr(module, "lora_magnitude_vector", ())):
+            raise ModelError(
+                f"{layers[base]} is quantized, and its adapter (use_dora=True) needs the norms of the whole weight in every "
+                "pass. Use a LoRA without, or a base that is not quantized."
+            )

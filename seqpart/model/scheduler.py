@@ -1,0 +1,138 @@
+"""Learning-rate schedulers of torch, and of whoever follows its protocol: what their optimizer's groups say at each update.
+
+A partition's optimizer is built anew at every visit, and a scheduler belongs to one optimizer for good. So it is given one of
+its own, of the same kind, that never learns; it steps once for each update, and what its groups say then is copied into the
+groups of the partition that learns. What a scheduler says depends on how many updates are done alone: a run that goes on steps
+it there from the beginning, to the same bits.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from seqpart.errors import OptionError
+from seqpart.launch.compiler import take_step, without_compiler
+
+Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+"""Optimizer to scheduler."""
+Groups = tuple[Mapping[str, Any], ...]
+"""Of each group of an optimizer its options: lr, and whatever else the scheduler sets, as OneCycleLR does momentum."""
+
+_TRIED = 10_000
+"""Updates that are tried ahead: 0.1 s."""
+
+
+class Scheduler:
+    """Options of an optimizer's groups as functions of the updates that are done."""
+
+    def __init__(self, factory: SchedulerFactory, build: Build) -> None:
+        """build: of the optimizer. Raises OptionError for what is no scheduler, or asks for a metric."""
+        self._factory, self._build = factory, build
+        self.sets_momentum = False
+        """At one of the updates so far."""
+        self._begin()
+
+    def at(self, done: int) -> Groups:
+        """Behind `done` updates. Raises OptionError where the scheduler ends before."""
+        if done < self._done:
+            self._begin()
+        while self._done < done:
+            take_step(self._optimizer)  # without gradients: schedulers warn where none comes before theirs
+            self._look()
+            with _told(f"its step {self._done + 1} failed (does it end before the run's last update?)"), without_compiler():
+                self._scheduler.step()
+            self._done += 1
+        self._look()
+        return tuple({name: group[name] for name in self._names} for group in self._optimizer.param_groups)
+
+    def _look(self) -> None:
+        self.sets_momentum = self.sets_momentum or any(group.get("momentum") for group in self._optimizer.param_groups)
+
+    def _begin(self) -> None:
+        self._done, self._optimizer = 0, self._build([nn.Parameter(torch.zeros(2, 3, dtype=torch.float32))])
+        self._names = [name for name in self._optimizer.param_groups[0] if name != "params"]
+        with _told("it failed"), without_compiler():
+            self._scheduler = self._factory(self._optimizer)
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise OptionError(
+                "--lr-schedule: ReduceLROnPlateau waits for a metric, and a schedule is known before the run begins here. Give "
+                "one that depends on the number of updates alone."
+            )
+        if not isinstance(self._scheduler, LRScheduler):
+            raise OptionError(
+                "--lr-schedule: expected a function from an optimizer to a torch.optim.lr_scheduler; it returned "
+                f"{type(self._scheduler).__name__}."
+            )
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Around code of the user's: what it raises is an OptionError."""
+    try:
+        yield
+    except Exception as error:
+        raise OptionError(f"--lr-schedule: {what}: {type(error).__name__}: {error}") from error
+
+
+def note_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Let its groups know the learning rates that they were built with, for `tune`."""
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["initial_lr"] = group["lr"]
+
+
+def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
+    """Let its groups have `rate` times their initial learning rate, if they have one, or the options that a scheduler says.
+
+    Raises OptionError for an optimizer with more groups for these parameters than for a single one.
+    """
+    groups = optimizer.param_groups
+    if not isinstance(rate, tuple):
+        for group in groups:
+            if "initial_lr" in group:
+                group["lr"] = group["initial_lr"] * rate
+        return
+    if len(rate) != len(groups):
+        raise OptionError(
+            f"--lr-schedule: the scheduler knows {len(rate)} group(s) of parameters, and the optimizer has {len(groups)}: "
+            "which is whose is not known. Let the optimizer function make as many groups for one parameter."
+        )
+    for group, options in zip(groups, rate, strict=True):
+        group.update(options)
+
+
+def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]]) -> None:
+    """Raises OptionError for a scheduler that cannot be had, or ends before one of `runs`, of so many updates, does, and for
+    one that sets a momentum later.
+
+    builds: of optimizers, and whether each keeps no state.
+    """
+    if not isinstance(schedule, str):
+        for updates, (build, is_bare) in itertools.product(runs, builds):
+            scheduler = Scheduler(schedule, build)
+            scheduler.at(max(0, min(updates - 1, _TRIED)))
+            if scheduler.sets_momentum and is_bare:
+                raise OptionError(
+                    "--lr-schedule: the scheduler begins without momentum and sets it later, which needs memory that was not "
+                    "planned. Let it begin with a small one."
+                )
+
+
+def problems(schedule: str | SchedulerFactory, warmup: int, ema: float | None, method: str, *, recovers: bool) -> Iterator[str]:
+    """What is wrong with settings of rates and averages, and of what they do not go with."""
+    if warmup and not isinstance(schedule, str):
+        yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
+    if ema is None:
+        return
+    if not 0 < ema < 1:
+        yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {ema}"
+    if method == "ist":
+        yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
+    if recovers:
+        yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"

@@ -1,1 +1,0 @@
-"""The directory of a run as one page for the browser."""

@@ -1,1 +1,0 @@
-"""Narrow copies of a chain that are cut out of its homes, trained alone, and put back."""

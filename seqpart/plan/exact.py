@@ -1,0 +1,397 @@
+"""Which exact plan fits and is the fastest: simulated, one candidate after the other.
+
+A candidate is a method, a cut, the slots, the place where boundaries wait, which partitions stay on the device and which keep
+their graphs. All exact methods give the same bits, so only memory and time decide; `auto` decides between the methods as well.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from seqpart.device.limit import RUNTIME_VARIES, left_of, margin_of, refused, what_helps
+from seqpart.errors import DoesNotFit
+from seqpart.methods.exact import STREAMED
+from seqpart.methods.method import Method
+from seqpart.model.packs import DEVICE, tiers_in_words, tiers_of
+from seqpart.plan.dynamic import Piece, best_cut
+from seqpart.plan.plan import AS_ASKED, Plan, Told
+from seqpart.plan.prediction import Kind, Option, Prediction, options_of, predict
+from seqpart.plan.problem import (
+    BUFFERS,
+    Candidate,
+    Parts,
+    Problem,
+    cost_of,
+    costs_from,
+    measurable,
+    micro_batches,
+    parts_of,
+    possible_micro_batches,
+    refuse_given,
+    sharing,
+    starts_of,
+    tiers_by_room,
+    too_many,
+)
+from seqpart.plan.search import fastest, smallest_of
+from seqpart.plan.simulator import Resources
+from seqpart.profile.partition import PartitionCost
+from seqpart.units import format_size
+
+_SPEEDS_ERR = 0.1
+"""By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
+
+
+def choose_exact(
+    problem: Problem, methods: Sequence[Method], told: Told = AS_ASKED
+) -> tuple[Method, Candidate, tuple[str, ...]]:
+    """The fastest that fits, and why. Raises DoesNotFit, naming what would help."""
+    available = problem.limit - margin_of(problem.limit)
+    if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
+        methods = methods[:1]
+    tried = [(method, fastest_of(problem, method, available)) for method in methods]
+    found = [prediction for _, prediction in tried if prediction is not None]
+    if not found:
+        raise _does_not_fit(problem, methods)
+    best = _simplest(found)
+    why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best, available)
+    best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
+    return best.method, best.candidate, tuple(_reasons(problem, best, tried, told))
+
+
+def _simplest(found: Sequence[Prediction]) -> Prediction:
+    """The first that is not slower than the fastest by more than the rates' own error: methods come in order of simplicity."""
+    within = (1 + _SPEEDS_ERR) * min(prediction.seconds for prediction in found)
+    return next(prediction for prediction in found if prediction.seconds <= within)
+
+
+def fastest_of(problem: Problem, method: Method, available: int) -> Prediction | None:
+    """At the largest micro-batch at which anything fits: smaller ones do the same work less efficiently."""
+    for micro_batch in micro_batches(problem):
+        if not measurable(problem, micro_batch):
+            return None
+        again = _saved_answers(problem, method, micro_batch)
+        if again is not None and again.peak <= available + RUNTIME_VARIES:  # it filled the limit beside another runtime
+            return again
+        if method.in_pairs:
+            best = next((one for one in _paired(problem, method, micro_batch) if one.peak <= available), None)
+        else:
+            best = fastest(problem, method, micro_batch, candidates(problem, method, micro_batch), available)
+        if best is not None:
+            return best
+    return None
+
+
+def _paired(problem: Problem, method: Method, micro_batch: int) -> Iterator[Prediction]:
+    """With a third slot, in which the next score comes, and without."""
+    assert problem.starts is not None
+    parts = parts_of(problem, problem.pair_rows(micro_batch), problem.starts)
+    for slots in (3, 2):
+        resources = Resources(slots=slots, stays=frozenset({0}))
+        if slots <= len(parts) - 2:
+            yield predict(problem, method, micro_batch, parts, resources, keeps=frozenset(range(len(parts) - 2)))
+
+
+def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Prediction | None:
+    """What the plan that is to be used again says of its partitions."""
+    saved = problem.saved
+    if method.in_pairs:  # its answers are always the same
+        return None
+    if saved is None or saved.method != method.name or saved.starts != problem.starts:
+        return None
+    parts = parts_of(problem, micro_batch, saved.starts)
+    heap = problem.may_keep_heap and saved.heap > 0 and not saved.tiers
+    stays, weights = (
+        frozenset() if method.stays or not problem.auto else asked - sharing(problem, parts)
+        for asked in (saved.stays, saved.weights_stay)
+    )
+    weights = frozenset(p for p in weights - stays if parts[p][2].state)
+    tiers, host = problem.graph_tiers, saved.graphs_at_host
+    offloads = (host if "host" in tiers else frozenset()) | (saved.offloads - host if "disk" in tiers else frozenset())
+    offloads -= {len(parts) - 1}
+    streaming = len(parts) - len(stays)
+    slots = len(parts) if method.stays else max(min(1, streaming), min(saved.slots, streaming))
+    places = tiers_of(tier if tier in problem.boundary_tiers else "disk" for tier in saved.tiers)
+    resources = Resources(slots=slots, stays=stays, weights_stay=weights, tiers=places, keeps_heap=heap, graphs_at_host=host)
+    return predict(problem, method, micro_batch, parts, resources, (saved.keeps - saved.offloads) | offloads, offloads)
+
+
+def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[tuple[Parts, Resources]]:
+    """Every cut of a series, with as many slots as may be, and boundaries in every place: what memory is left is not spent."""
+    for starts in cuts_of(problem, method, micro_batch):
+        parts = parts_of(problem, micro_batch, starts)
+        tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
+        places = [tiers_by_room(problem, [cost for _, _, cost in parts], micro_batch, tier) for tier in tiers]
+        # A third slot lets what comes and what goes pass each other, where each has a link of its own.
+        in_turn = (2, 1) if problem.host_counts else (3, 2, 1)
+        for slots, place in itertools.product((len(parts),) if method.stays else in_turn, places):
+            if slots <= len(parts):
+                yield parts, Resources(slots=slots, tiers=place)
+
+
+_MANY = 40
+"""Partitions, above which small blocks are not cut apart from their neighbours: steps and simulations have their price too."""
+
+
+def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[int, ...]]:
+    """First blocks of the partitions: as asked, or from the finest cut to the coarsest, each in balance.
+
+    In balance by what is counted, so that the same request gives the same cuts, whatever real runs happened to take.
+    """
+    if not method.cuts:
+        return [(0,)]
+    if problem.starts is not None:
+        return [problem.starts]
+    possible = starts_of(problem)
+    if problem.count is not None:
+        return [_balanced(problem, micro_batch, problem.count)]
+    weights = [cost_of(problem, micro_batch, first, last, counted=True) for first, last in _neighbours(problem)]
+    sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
+    found = [tuple(possible)] if 1 < len(possible) <= _MANY else []
+    bound = max(sizes)
+    # Gradients of shared weights wait, on the disk in buffers that are all as large as the most that a partition has of them.
+    sizes = [size + (0 if method.stays else BUFFERS * cost.tied) for size, cost in zip(sizes, weights, strict=True)]
+    while True:
+        starts, held = [possible[0]], 0
+        for start, size in zip(possible, sizes, strict=True):
+            if held and held + size > bound:
+                starts.append(start)
+                held = 0
+            held += size
+        if len(starts) == 1 and len(possible) > 1:  # nothing to stream: that would be full training
+            return found or [(possible[0], possible[-1])]
+        if tuple(starts) not in found:
+            found.append(tuple(starts))
+        if len(starts) == 1:
+            return found
+        bound *= 2
+
+
+def _neighbours(problem: Problem) -> list[tuple[int, int]]:
+    possible = starts_of(problem)
+    return list(zip(possible, [*possible[1:], len(problem.chain)], strict=True))
+
+
+def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]:
+    pieces = [
+        Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
+        for first in starts_of(problem)
+        for last, cost in costs_from(problem, micro_batch, first, counted=True).items()
+    ]
+    chosen = best_cut(pieces, len(problem.chain), count)
+    if chosen is None:
+        raise too_many(problem, count)
+    return tuple(piece.first for piece in chosen)
+
+
+def _smallest(problem: Problem, methods: Iterable[Method]) -> Prediction:
+    """What takes least, at any micro-batch: not always the smallest, for one that is the whole batch adds up no gradients."""
+    sizes = possible_micro_batches(problem)
+    alone = [method for method in methods if not method.in_pairs]
+    ways = (
+        (method, rows, parts, way) for method in alone for rows in sizes for parts, way in candidates(problem, method, rows)
+        if method.stays or way.slots == 1  # others have more of them for the same work
+    )  # fmt: skip
+    paired = (one for method in methods if method.in_pairs for rows in sizes for one in _paired(problem, method, rows))
+    found = [*paired, smallest_of(problem, ways)]
+    return min((one for one in found if one is not None), key=lambda prediction: prediction.peak)
+
+
+def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
+    smallest = _smallest(problem, methods)
+    refuse_given(problem, smallest.peak)
+    first, last, cost = max(smallest.candidate.parts, key=lambda part: part[2].slot + part[2].train_peak)
+    where = str(problem.chain[first]) if last - first == 1 else f"blocks {first}..{last - 1}"
+    return refused(
+        f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
+        f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
+        f"{left_of(problem.limit)}.\n"
+        f"  runtime {format_size(problem.runtime)}; the largest partition is {where}: weights {format_size(cost.weights)}, "
+        f"gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
+        f"\n  {_cure(problem, smallest, last - first, cost)}",
+        smallest.fits_in,
+        smallest.candidate.micro_batch,
+    )
+
+
+def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCost) -> str:
+    """What would help, where the partition that needs most has so many blocks."""
+    available = problem.limit - margin_of(problem.limit)
+    if smallest.method.stays and problem.runtime <= available:
+        needed = _smallest(problem, [STREAMED]).peak
+        but = "" if needed <= available else f", and needs {format_size(needed)}"
+        return f"Or use --method streamed, which gives the same bits with one partition at a time{but}."
+    finer = blocks > 1 and problem.saved is None and bool(problem.count or problem.starts)
+    return what_helps(
+        problem.limit, problem.runtime, smallest.peak, finer=finer and not smallest.method.in_pairs,
+        block=cost.slot + cost.train_peak, state=cost.state,
+        rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
+    )  # fmt: skip
+
+
+def _reasons(
+    problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]], told: Told
+) -> Iterator[str]:
+    if told.method:
+        yield f"method {best.method.name} {told.method}"
+    elif len(tried) > 1:
+        parts = []
+        for method, prediction in tried:
+            if prediction is None:
+                parts.append(f"{method.name} does not fit")
+            else:
+                parts.append(f"{method.name} {prediction.seconds:.3g} s per update in {format_size(prediction.peak)}")
+        why = "the fastest exact one that fits"
+        if best.seconds > min(prediction.seconds for _, prediction in tried if prediction is not None):
+            why = f"the simplest exact one that fits and is within {100 * _SPEEDS_ERR:.0f} % of the fastest"
+        yield f"method {best.method.name}, {why}: " + "; ".join(parts)
+    candidate = best.candidate
+    count = len(candidate.parts)
+    if best.method.in_pairs:
+        yield _element(best)
+    if count > 1:
+        asked = f" {told.cut}" if (problem.count or problem.starts) and not best.method.in_pairs else ""
+        yield f"{count} partitions{asked}{_shared(best)}"
+        if problem.saved is not None and not _as_saved(problem.saved, best):
+            yield told.otherwise
+        yield from _in_runs(candidate.why)
+        yield f"boundaries wait on {tiers_in_words(candidate.resources.tiers)}"
+        yield from _bound(best)
+    yield from candidate.heap_reason
+    if candidate.micro_batch < problem.batch_size:
+        asked = told.micro_batch if problem.micro_batch else "the largest that fits"
+        yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
+
+
+def _bound(best: Prediction) -> Iterator[str]:
+    """What an update takes its time for, where anything comes and goes, and which of it the rest waits for."""
+    if not best.moving:
+        return
+    near, parts = best.candidate.resources.at_host, range(len(best.candidate.parts))
+    link = "the disk" if not near else "the device's link" if near.issuperset(parts) else "the device's link and the disk"
+    longer = link if best.moving > best.computing else "the computation"
+    yield (
+        f"an update computes for {best.computing:.3g} s and moves bytes for {best.moving:.3g} s, one beside the other: it "
+        f"waits for {longer}{'' if longer == link else f', with transfers by {link}'}"
+    )
+
+
+def _as_saved(saved: Plan, best: Prediction) -> bool:
+    """Whether each partition does what the plan that was to be used again says."""
+    now = best.candidate
+    stays = saved.stays if best.method.stays else now.resources.stays
+    asked = saved.stays, saved.weights_stay, saved.keeps, saved.offloads, saved.graphs_at_host, saved.tiers
+    graphs = now.keeps, now.offloads, now.resources.graphs_at_host
+    return asked == (stays, now.resources.weights_stay, *graphs, now.resources.tiers)
+
+
+def _shared(best: Prediction) -> str:
+    """What partitions that come and go share, in words; "" where none does."""
+    slots = best.candidate.resources.slots
+    if best.method.stays or not slots:
+        return ""
+    why = "the next comes and the last goes while one computes" if slots > 1 else "there is no room for a second"
+    return f", {slots} slot(s): {why}"
+
+
+def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]:
+    """Of each partition, why it stays or comes in turn, and where its graph waits; in bytes, and seconds of one update."""
+    options = {
+        (option.partition, option.kind): option for option in options_of(problem, best, offload=bool(problem.graph_tiers))
+    }
+    left = f"{format_size(max(0, available - best.peak))} are left"
+    return tuple(
+        "; ".join(filter(None, said))
+        for p in range(len(best.candidate.parts))
+        for said in [
+            (
+                _why_there(best, p, options, left), _why_graph(best, p, options, left, problem.host_tier),
+                _why_boundary(best, p, options, left),
+            )
+        ]
+    )  # fmt: skip
+
+
+def _whys_of_pairs(best: Prediction) -> tuple[str, ...]:
+    scores = len(best.candidate.parts) - 2
+    return ("common to all pairs: on the device throughout", *["in turn"] * scores, "scores side by side: for tests alone")
+
+
+def _element(best: Prediction) -> str:
+    """What is on the device for a pair of scores, beside the whole."""
+    (_, _, common), *scores, _ = best.candidate.parts
+    pair = sorted((cost.parameters for _, _, cost in scores), reverse=True)[:2]
+    whole = common.parameters + sum(cost.parameters for _, _, cost in scores)
+    return (
+        f"{len(scores)} scores meet in {len(scores) * (len(scores) - 1) // 2} pairs: a pair has "
+        f"{common.parameters + sum(pair):,} of {whole:,} weights on the device, {common.parameters:,} of them common"
+    )
+
+
+_Options = dict[tuple[int, Kind], Option]
+
+
+def _why_there(best: Prediction, p: int, options: _Options, left: str) -> str:
+    option = options.get((p, Kind.STAY))
+    if best.method.stays or len(best.candidate.parts) == 1:
+        return ""
+    if option is None:
+        return "in turn"
+    if p in best.candidate.resources.stays:
+        return f"on the device throughout ({format_size(option.nbytes)}, {_milliseconds(option.transfer)} less of transfers)"
+    if p in best.candidate.resources.weights_stay:
+        inner = options[p, Kind.WEIGHTS]
+        more = format_size(option.nbytes - inner.nbytes)
+        return (
+            f"weights on the device throughout ({format_size(inner.nbytes)}, {_milliseconds(inner.transfer)} less of "
+            f"transfers), optimizer state in turn (to stay takes {more}, {left})"
+        )
+    return f"in turn (to stay takes {format_size(option.nbytes)}, {left})"
+
+
+def _why_graph(best: Prediction, p: int, options: _Options, left: str, tier: str) -> str:
+    candidate, last = best.candidate, len(best.candidate.parts) - 1
+    kept, at_host = options.get((p, Kind.KEEP)), p in candidate.resources.graphs_at_host
+    away = options.get((p, Kind.HOST if at_host else Kind.DISK))
+    if p == last:
+        return "forward in its backward" if last else ""
+    if p in candidate.offloads and away is not None:
+        moved = format_size(candidate.parts[p][2].graph)
+        where = f"in {tier} memory" if at_host else "on the disk"
+        return f"graph {where} ({moved} a micro-batch, {_milliseconds(away.compute)} less of computing)"
+    if p in candidate.keeps and kept is not None:
+        return f"graph kept ({format_size(kept.nbytes)}, {_milliseconds(kept.compute)} less of computing)"
+    if kept is None:
+        return "no backward: nothing up to it learns"
+    return f"graph computed again (it takes {format_size(kept.nbytes)}, {left})"
+
+
+def _why_boundary(best: Prediction, p: int, options: _Options, left: str) -> str:
+    option, tiers = options.get((p, Kind.NEAR)), best.candidate.resources.tiers
+    if option is None:
+        return ""
+    if tiers[p] == DEVICE:
+        return f"its boundary on the device ({format_size(option.nbytes)}, {_milliseconds(option.compute)} less of waiting)"
+    return f"its boundary on {tiers[p]} (on the device it takes {format_size(option.nbytes)}, {left})"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def _in_runs(whys: Sequence[str]) -> Iterator[str]:
+    """`partitions 0-3: why`, for partitions that have the same reasons."""
+    for why in dict.fromkeys(whys):
+        yield f"{_named([p for p, other in enumerate(whys) if other == why])}: {why}"
+
+
+def _named(numbers: Iterable[int]) -> str:
+    """`partitions 0-3, 7`"""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    said = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return f"partition {said}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"partitions {said}"

@@ -1,0 +1,431 @@
+"""What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from seqpart.capture.tracing import chain_and_loss, chain_of
+from seqpart.data.classes import are_mixed, count_classes
+from seqpart.data.labels import loss_for
+from seqpart.data.reading import Reading
+from seqpart.data.row_packs import RowPacks
+from seqpart.data.splits import Split, refuse_mismatch
+from seqpart.device.device import Device, host_memory_free
+from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, measure_runtime, warm_up
+from seqpart.errors import DoesNotFit, OptionError
+from seqpart.kinds import per_partition, values_of
+from seqpart.methods import methods_named
+from seqpart.methods.method import Method, PartitionLoss, Targets
+from seqpart.methods.objectives import lack_of
+from seqpart.methods.separable import rows_of_pairs
+from seqpart.methods.sil import refuse_partitions_alone
+from seqpart.model.asking import judging
+from seqpart.model.inspection import nothing_learns
+from seqpart.model.live_modules import LiveModules, MetaTensors
+from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
+from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_unlike_pieces, scheduled
+from seqpart.model.reductions import Reduction, Verdict, ignored_label, name_of, reduction_of
+from seqpart.model.scheduler import refuse_unfit
+from seqpart.model.separation import starts_of
+from seqpart.plan.plan import Plan, PlanRequest
+from seqpart.profile.blocks import BlockCost, measure_chain, measure_loss
+from seqpart.profile.fake_mode import quiet_log
+from seqpart.profile.initial_weights import initial_weights
+from seqpart.profile.inplace import refuse_lost_gradients
+from seqpart.profile.machine import existing, measure_speeds
+from seqpart.profile.partition import LossCost
+from seqpart.profile.trials import Trials
+from seqpart.schedule.lengths import Length, length_of, refuse_endless_warmup
+from seqpart.settings import Settings
+from seqpart.store.layout import TensorSpec
+from seqpart.units import format_limit, format_size
+from seqpart.values import as_text
+
+T = TypeVar("T", int, float, str)
+
+_LEFT_LYING = 4 << 20
+"""Bytes left behind by counting a model's costs from which on a collection, 0.1 s, is worth its time."""
+_KEPT = 1 << 20
+"""Bytes that are looked at again after a collection, before they count as kept for good."""
+
+
+class Inputs:
+    """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
+
+    def __init__(
+        self, model: object, settings: Settings, train: Split, test: Split, device: Device,
+        *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
+        reuse: Plan | None = None, trains: bool = True, whole: bool = True, resumes: bool = False, trained: Path | None = None,
+    ) -> None:  # fmt: skip
+        """reuse: a plan whose answers are to be taken again. trains: whether weights are, and `whole`, on all rows there will
+        be. resumes: weights come from a checkpoint. trained: a file with those of modules not alive, or with shapes alone."""
+        refuse_mismatch(train, test)
+        self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
+        self.reading = Reading(train, test, settings.workers, device)
+        self._scheduled = cache(partial(scheduled, settings.lr_schedule))
+        own = None if optimizer is None else self._scheduled(averaging(optimizer, settings.ema))
+        self._optimizer, self._reuse, self.folder, self.dry = own, reuse, folder, dry
+        with ExitStack() as undo:
+            meta = MetaTensors(model if resumes or trained or settings.weights else None)
+            undo.callback(meta.give_back)
+            row, cast = (train.shape, train.dtype, train.form), settings.autocast
+            if final_loss == "model":
+                self.chain, final_loss = chain_and_loss(model, *row, train.one_label(), cast)
+            else:
+                self.chain = chain_of(model, *row, cast)
+            self._starts = starts_of(model, len(self.chain))
+            self.live_modules = LiveModules(self.chain, existing(folder), meta)
+            self._begin(final_loss, trains, whole)
+            costs, chain, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
+            self.initial_weights = None if resumes else initial_weights(settings, trained, chain, costs[: len(chain)], live)
+            undo.callback(self.close)
+            self.live_modules.take()
+            self.reading.start(self.limit, device)
+            with self.under_limit():
+                self._measure_machine()
+            undo.pop_all()
+
+    def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
+        settings, train, test, device = self.settings, self.train, self.test, self.device
+        self.methods = methods_named(settings.method)
+        self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
+        if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
+            self.methods = tuple(method for method in self.methods if method.cuts)
+        ignored = ignored_label(final_loss)
+        of_its_own = ignored is None and not self.alone  # what labels mean is the affair of the user's loss
+        self.classes = count_classes(train, test, ignored, learns=trains and whole and not of_its_own)
+        if self.alone:
+            refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
+        self.limit = limit_of(settings.mem_limit, device)
+        name = settings.loss_name or ("cross-entropy" if are_mixed(train, test) else None)
+        self._final_loss = loss_for(final_loss, name, train.labels, train.label_form, self.classes)
+        longest = self.length(max(values_of(settings.epochs)), self.full_batch).epochs
+        self.pair_rows = rows_of_pairs(
+            self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
+            key=(settings.seed, "order") if settings.shuffles else None,
+        )  # fmt: skip
+        self.counted_at, self._measured_loss = cache(self._measure), cache(self._measure_loss)
+        self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
+        self.costs_at = cache(self.trials.refined)
+        self.row_pack = RowPacks(self.counted_at, self.full_batch, settings.cache_type if self.alone else None)
+        if (micro := settings.micro_batch_size) is not None and micro > self.largest_batch:
+            raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
+        warm_up(device)  # threads that start later would have their stacks charged to the limit
+        with self.under_limit():
+            self._check_model(trains)
+
+    @property
+    def request(self) -> PlanRequest:
+        """For a plan as the settings say."""
+        return PlanRequest(methods=self.methods, limit=self.limit, label_bytes=self.limit // 10, saved=self._reuse)
+
+    @contextmanager
+    def under_limit(self) -> Iterator[None]:
+        """Around work on a plan, which keeps the limit too. Raises DoesNotFit where it alone needs more.
+
+        Modules that were given alive are granted on top while they are not empty. A process that holds so much already that no
+        plan will fit is let go on: the refusal is to name a limit that does.
+        """
+        alive, beside = self.live_modules.alive(self.device.kind), self.reading.held
+        with ExitStack() as stack:
+            if any_plan_fits(self.device, self.limit + alive, beside=beside):
+                self.trials.grant = stack.enter_context(enforced(self.device, self.limit + alive, beside=beside))
+            try:
+                yield
+            except Exception as error:
+                if not self._ran_out(error):
+                    raise
+                raise DoesNotFit(
+                    f"the limit of {format_size(self.limit)} is too small to plan in: looking at the model block by block "
+                    f"takes more. Give more, for example {format_limit(self.limit * 3 // 2)}."
+                ) from error
+
+    def _ran_out(self, error: BaseException | None) -> bool:
+        """Memory was refused, or that led to what a block's failure is explained by."""
+        while error is not None:
+            if self.device.is_out_of_memory(error):
+                return True
+            error = error.__cause__
+        return False
+
+    def _check_model(self, trains: bool) -> None:
+        self._refuse_giants()
+        rows, whole = self.full_batch, self.chain.whole
+        costs = self.costs_at(rows)[: len(whole)]
+        if trains and not any(cost.trainable for cost in costs):
+            raise nothing_learns(sum(cost.frozen for cost in costs))
+        refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
+        self._reduction = self._found_reduction()
+        if trains:
+            self._try_optimizers()
+        self._refuse_unfit_schedule()
+
+    def close(self) -> None:
+        """Modules that were given alive are what they were again, but for those that have been trained."""
+        self.live_modules.give_back()
+        self.reading.close()
+
+    def _measure_machine(self) -> None:
+        """With the modules empty: what is measured is what is there while they are trained."""
+        self.live_bytes = self.live_modules.nbytes(self.device.kind)
+        self.runtime = measure_runtime(self.device)
+        self._held = self.trials.held()
+        self._check_partitions()
+        self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, self.train.count)))
+        # Looked at once: a second plan, after a failed allocation, is made when the host pool has taken its share.
+        self.host_free = host_memory_free()
+        rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
+        self.speeds = measure_speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
+
+    def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
+        before = self.trials.held()
+        costs = measure_chain(
+            self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
+            autocast=self.settings.autocast,
+        )  # fmt: skip
+        if self.trials.held() > before + _LEFT_LYING:  # graphs in cycles, and what fake tensors remember of every shape
+            FakeTensorMode.cache_clear()
+            gc.collect()
+            self.device.release_cached()
+        return costs
+
+    def _found_reduction(self) -> Reduction:
+        """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
+        last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
+        sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
+        divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
+        shape, dtype, labels = last.output_shape, last.output_dtype, self.train.labels
+        return reduction_of(self._final_loss, shape, dtype, labels, self.test.labels, batch=divided)
+
+    def _refuse_giants(self) -> None:
+        """What no limit on this machine helps: said before a loss is measured, which takes longer the wider a block is."""
+        costs, total = self.costs_at(self.full_batch), self.device.total_memory()
+        number, giant = max(enumerate(costs), key=lambda pair: pair[1].weights)
+        if giant.weights + giant.gradients > total:
+            raise DoesNotFit(
+                f"{self.chain[number]} alone has {format_size(giant.weights)} of weights and {format_size(giant.gradients)} of "
+                f"gradients: more than the {format_size(total)} that the device has, so no limit would do. Split it."
+            )
+
+    def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
+        """Run kinds of blocks for real: of (rows, first, last) those that were not run yet and fit alone.
+
+        Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
+        """
+        available = self.limit - margin_of(self.limit) - self.trials.held() - self.reading.held
+        if available <= 0:
+            return False
+        fresh = [self.trials.run(rows, first, last, available) for rows, first, last in wanted]
+        if not any(fresh):
+            return False
+        before, self._held = self._held, self.trials.held()
+        if self._held > before + _KEPT:
+            gc.collect()
+            self._held = self.trials.held()
+        self.runtime += max(0, self._held - before)
+        self.costs_at = cache(self.trials.refined)
+        return True
+
+    def _check_partitions(self) -> None:
+        starts = self.settings.partition_choice()[1]
+        if starts and starts[-1] >= len(self.chain):
+            raise OptionError(
+                f"--partitions: block {starts[-1]} does not exist; the model has blocks 0..{len(self.chain) - 1}."
+            )
+        self.refuse_cuts("--partitions", starts or ())
+
+    def refuse_cuts(self, option: str, starts: tuple[int, ...]) -> None:
+        """Raises OptionError where a partition may not begin there, for what ends before it."""
+        for start in starts[1:]:
+            cost = self.costs_at(self.full_batch)[start - 1]
+            if lack := self._lack_behind(cost):
+                raise OptionError(
+                    f"{option}: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
+                    "elsewhere, or use --method auto."
+                )
+
+    def cuts_behind(self, cost: BlockCost) -> bool:
+        """Whether a partition may end with that block: an objective of `sil` must have something to judge there."""
+        return not self._lack_behind(cost)
+
+    def _lack_behind(self, cost: BlockCost) -> str:
+        """Why not, in words; "" where it may."""
+        if not self.alone:
+            return ""
+        pack = self.row_pack(cost)
+        if not (pack.lack or pack.is_one) and self.settings.sil_inputs == "synthetic":
+            return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
+        return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, tuple(self.train.labels.shape[1:]))
+
+    def _try_optimizers(self) -> None:
+        """On every kind of parameter that learns."""
+        learns: dict[str, TensorSpec] = {}
+        for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
+            for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
+                name = block.exported(spec.name)
+                learns[name if name not in learns else f"{name} of {block}"] = spec
+        divided_by = self.settings.divides_weights
+        every = learns | self._wholes(learns) if divided_by else learns
+        with quiet_log():
+            for optimizer in self.possible_optimizers():
+                optimizer.try_on(every)
+                if divided_by:
+                    refuse_unlike_pieces(optimizer, every, divided_by)
+
+    def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Of parameters that are some rows of a larger one, that one."""
+        found: dict[str, TensorSpec] = {}
+        for name, spec in learns.items():
+            if spec.shape and (whole := self.chain.wholes.get(name, name)) != name:
+                rows = found[whole].shape[0] if whole in found else 0
+                found[whole] = replace(spec, shape=(rows + spec.shape[0], *spec.shape[1:]))
+        return found
+
+    def _refuse_unfit_schedule(self) -> None:
+        """Every partition, and recovery, warms up anew."""
+        epochs, batches = values_of(self.settings.epochs), values_of(self.settings.batch_size)
+        if len(epochs) != len(batches):
+            epochs, batches = epochs * len(batches), tuple(batch for batch in batches for _ in epochs)
+        runs = {"a partition" if len(set(epochs)) > 1 else "the run": min(map(self._updates, epochs, batches))}
+        if self.settings.recovery_epochs:
+            runs["recovery"] = self._updates(self.settings.recovery_epochs, self.recovery_batch)
+        refuse_endless_warmup(self.settings.warmup_updates, runs)
+        refuse_unfit(self.settings.lr_schedule, runs.values(), [(one.build, one.is_bare) for one in self.possible_optimizers()])
+
+    def _updates(self, epochs: float, batch: int) -> int:
+        return self.length(epochs, batch).updates
+
+    def length(self, epochs: float, batch: int) -> Length:
+        """Of a training for so many epochs, of updates of at most `batch` rows."""
+        return length_of(epochs, self.settings.max_steps, -(-self.epoch_rows // min(batch, self.epoch_rows)))
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """What tells one loss, or one optimizer that was given as a function, from another: as far as that can be seen."""
+        optimizer, loss = self._optimizer, self._final_loss
+        return {
+            "optimizer": f"{optimizer.name} {optimizer.options}" if optimizer is not None else "of the settings",
+            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+        }
+
+    @property
+    def tuned(self) -> str:
+        """Of an optimizer that was given as a function: what of its options a run that goes on may change."""
+        return self._optimizer.tuned if self._optimizer is not None else ""
+
+    @property
+    def largest_batch(self) -> int:
+        return max(values_of(self.settings.batch_size))
+
+    @property
+    def full_batch(self) -> int:
+        """Rows of the largest update."""
+        return min(self.largest_batch, self.epoch_rows)
+
+    @property
+    def the_batch(self) -> int | None:
+        """Rows of an update; None where partitions differ in it, and which of them a block will be in is not known."""
+        sizes = {min(size, self.epoch_rows) for size in values_of(self.settings.batch_size)}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def recovery_batch(self) -> int:
+        """Rows of one update in recovery."""
+        return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
+
+    def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
+        """One for each of `count` partitions; in recovery the learning rate may be another."""
+        if self._optimizer is not None:
+            return (self._optimizer,) * count
+        settings = self.settings
+        names = self.values("--optimizer", settings.optimizer, count)
+        rates = self.values("--lr", settings.lr, count)
+        if recovery and settings.recovery_lr is not None:
+            rates = (settings.recovery_lr,) * count
+        if settings.momentum and "sgd" not in names:
+            raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
+        one = partial(chosen, weight_decay=settings.weight_decay, momentum=settings.momentum, ema=settings.ema)
+        return tuple(map(self._scheduled, map(one, names, rates)))
+
+    def _label_row(self) -> int:
+        return self.train.label_type.itemsize * (self.train.labels.numel() // max(1, len(self.train.labels)))
+
+    def values(self, name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
+        """One value for each partition; an exact method trains the network as one, with one value."""
+        if self.alone:
+            return per_partition(name, setting, count)
+        values = values_of(setting)
+        if len(values) > 1:
+            raise OptionError(f"{name} {as_text(values)}: values for each partition go with --method sil only. Give one value.")
+        return values * count
+
+    def possible_optimizers(self) -> list[Optimizer]:
+        """Until the cut is known any partition may get any of them."""
+        if self._optimizer is not None:
+            return [self._optimizer]
+        names, momentum, ema = values_of(self.settings.optimizer), self.settings.momentum, self.settings.ema
+        return [self._scheduled(chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
+
+    def loss_for(
+        self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,
+        *, measured: bool = False,
+    ) -> PartitionLoss | None:  # fmt: skip
+        """ends: whether the network does with that partition. measured: on fake tensors, of which nothing can be counted."""
+        settings = self.settings
+        return method.loss(
+            Targets(
+                partition=partition, partitions=partition + (1 if ends else 2), output_shape=output_shape,
+                label_shape=tuple(self.train.labels.shape[1:]), classes=self.classes, seed=settings.seed,
+                most=label_bytes, device=device, final_loss=self._final_loss,
+                reduction=None if measured else self._reduction, objective=settings.objective_name,
+                kappa=10.0 if settings.kappa is None else settings.kappa,
+                prototype_scale=settings.prototype_scale_of(partition, self.classes),
+            )
+        )  # fmt: skip
+
+    def loss_cost(self, request: PlanRequest, micro_batch: int, *, true: bool = False) -> LossCost:
+        """(peak, targets) of the loss behind a block: the true loss after the last one, a partition's own after others.
+
+        true: only the end of the network is judged.
+        """
+        costs, inner = self.costs_at(micro_batch), self.alone and not true
+        lasts, method, label_bytes = [costs[end - 1] for end in self.chain.ends], request.methods[0], request.label_bytes
+
+        def cost(block: BlockCost) -> tuple[int, int]:
+            is_last = any(block is last for last in lasts)
+            if not is_last and not (inner and self.cuts_behind(block)):
+                return 0, 0  # no loss ever stands there, and none may suit that shape
+            return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
+
+        refuse_unlike(self._final_loss, lasts[0].output_shape, self.classes, self.train.labels)
+        return cost
+
+    def _measure_loss(
+        self, method: Method, label_bytes: int, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool
+    ) -> tuple[int, int]:
+        labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=self.train.label_type)
+        targets = 0
+
+        def judged(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            """As the executor does it: the scores are looked at while the loss still holds its graph."""
+            nonlocal targets
+            loss = self.loss_for(method, label_bytes, 0, shape, final, torch.device("cpu"), measured=True)  # may be large
+            assert loss is not None
+            targets = loss.nbytes
+            with Device().autocast(self.settings.autocast):
+                value = loss(output, labels)
+            with torch.no_grad():
+                loss.scores(output.detach(), labels)
+            return value.loss if isinstance(value, Verdict) else value
+
+        against = f" against {self.classes or 'float'} {'classes' if self.classes else 'labels'}"
+        with judging(name_of(self._final_loss), shape, against, values=False), quiet_log():
+            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels])
+        return max(0, peak - targets), targets

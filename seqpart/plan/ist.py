@@ -1,0 +1,220 @@
+"""From checked inputs to the plan of `ist`: the chain and those of its subnets are cut apart, and simulated together."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from seqpart.device.limit import left_of, limit_for, margin_of, refused
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.methods.ist.method import IST
+from seqpart.methods.ist.moving import buffer_bytes
+from seqpart.methods.ist.parts import Parts, parted
+from seqpart.methods.method import Method, PartitionTraining, Subnets, Workload
+from seqpart.model.losses import LossFunction
+from seqpart.model.optimizers import Optimizer, choose
+from seqpart.model.packs import DEVICE, tier_at, tiers_of
+from seqpart.plan.ist_cut import Cuts, choose_cuts, joint
+from seqpart.plan.plan import Plan, PlanRequest
+from seqpart.plan.prediction import Prediction, heaps_of, peaks_by_partition, with_heap, works_of
+from seqpart.plan.preparation import Preparation
+from seqpart.plan.problem import Candidate, Problem
+from seqpart.plan.simulator import simulate
+from seqpart.profile.partition import Parting, PartitionCost, state_layouts
+from seqpart.settings import Settings
+from seqpart.units import format_size
+
+LOCAL_STEPS, GROUP = 20, 64
+OBSERVED_ROWS = 2048
+"""Training rows, at most, from which the whole network's running statistics are made."""
+_ATTEMPTS = 8
+"""To cut finer what did not fit together."""
+WITHOUT_STATE = choose("sgd", lr=0.0)
+"""Of the whole network's partitions, which are never trained: their moments, if there are any, stay at home."""
+
+
+class SubnetPreparation(Preparation):
+    """`Preparation` of method ist."""
+
+    parts: Parts
+
+    def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
+        settings = self.settings
+        assert settings.subnets is not None
+        self.count, self.all_rows = settings.subnets, settings.subnet_rows == "all"
+        if not self.all_rows:
+            self.epoch_rows = self.train.count // self.count
+        if not self.epoch_rows:
+            raise DataError(
+                f"{self.train.count} training rows are fewer than {self.count} subnets, and each gets a share. Give fewer "
+                "--subnets, or --subnet-rows all."
+            )
+        joint_chain = parted(self.chain, count=self.count, group=settings.subnet_groups or GROUP, seed=settings.seed)
+        self.chain, self.parts = joint_chain, joint_chain.parts
+        super()._begin(final_loss, trains, whole)
+        self.trials.first = self.parts.blocks
+        self._refuse_shapes()
+
+    def _refuse_shapes(self) -> None:
+        """What only shapes tell: that rows stay rows, and that blocks that are dealt out give what they take."""
+        rows = self.full_batch
+        section = self.parts.section.blocks if self.parts.section is not None else ()
+        for block, cost in zip(self.chain.whole, self.costs_at(rows), strict=False):
+            taken, given = cost.takes[0].shape, cost.gives[0].shape
+            if given[:1] != (rows,):
+                raise ModelError(
+                    f"method ist trains networks whose blocks hand rows to each other; {block} makes {given} of {rows} rows. "
+                    "Use --method auto."
+                )
+            if block.number in section and taken != given:
+                raise ModelError(
+                    f"{block} says by residual_branch() that it adds to its input, of {taken[1:]} for a row, and gives "
+                    f"{given[1:]}. Let residual_branch() return None where the shape changes."
+                )
+
+    @property
+    def local_steps(self) -> int:
+        return self.settings.local_steps or LOCAL_STEPS
+
+    def _check_partitions(self) -> None:
+        starts = self.settings.partition_choice()[1]
+        if starts and starts[-1] >= self.parts.blocks:
+            raise OptionError(
+                f"--partitions: block {starts[-1]} does not exist; a subnet has blocks 0..{self.parts.blocks - 1}."
+            )
+
+    def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
+        (method,) = request.methods
+        asked, available, refusal = problem, problem.limit - margin_of(problem.limit), None
+        for _ in range(_ATTEMPTS):
+            try:
+                cuts = choose_cuts(asked, self.parts, request.told)
+            except DoesNotFit as error:
+                raise refusal or error from None
+            candidate, peak = self._fitting(problem, method, request, self._joint(problem, cuts))
+            if peak <= available:
+                whole, each = len(cuts.whole), len(cuts.subnet.parts)
+                return method, candidate, (
+                    *self.parts.said, *self._said(whole, each), *cuts.subnet_reasons, *candidate.heap_reason
+                )  # fmt: skip
+            # The whole's partitions and a subnet's share their slots, each of which is as large as the largest of all needs.
+            asked = replace(asked, limit=asked.limit - (peak - available))
+            if refusal is None or refusal.smallest is None or limit_for(peak) < refusal.smallest:
+                needs = f"the subnets and the whole network, one at a time, need {format_size(peak)}"
+                refusal = refused(f"{needs}, and {left_of(problem.limit)}.", limit_for(peak), candidate.micro_batch)
+        assert refusal is not None
+        raise refusal
+
+    def _joint(self, problem: Problem, cuts: Cuts) -> Candidate:
+        """The whole's partitions and those of all subnets, which are run alike."""
+        found, parts = cuts.subnet, joint(problem, self.parts, cuts)
+        whole, each = len(cuts.whole), len(found.parts)
+
+        def of_all(own: frozenset[int]) -> frozenset[int]:
+            return frozenset(whole + part * each + p for part in range(self.count) for p in own)
+
+        tiers = tiers_of([DEVICE] * whole + [tier_at(found.resources.tiers, p) for p in range(each)] * self.count)
+        resources = replace(found.resources, parting=self._parting(parts[:whole]), tiers=tiers)
+        return replace(
+            found, parts=parts, resources=resources, keeps=of_all(found.keeps), offloads=of_all(found.offloads),
+            why=(*[""] * whole, *found.why * self.count), seconds=0.0,
+        )  # fmt: skip
+
+    def _said(self, whole: int, each: int) -> Iterable[str]:
+        updates = -(-self.epoch_rows // self.full_batch)
+        local, left = min(self.local_steps, updates), updates % self.local_steps
+        last = f", {left} in the last of an epoch" if left and left != local else ""
+        rows = f"all {self.epoch_rows} rows" if self.all_rows else f"{self.epoch_rows} rows of its own"
+        yield f"rounds of {local} update(s) of each subnet{last}; an epoch is {rows} for each"
+        if rest := 0 if self.all_rows else self.train.count % self.count:
+            which = "others each time" if self.settings.shuffles else "always the last"
+            yield f"{rest} row(s) are left out of every epoch, {which}, so that all subnets have as many"
+        yield f"partitions 0..{whole - 1} are the whole network's, for tests; then each subnet's {each}"
+
+    def _parting(self, whole: Sequence[tuple[int, int, PartitionCost]]) -> Parting:
+        """Of one block at a time, weights and moments alike."""
+        costs, states = self.costs_at(self.full_batch), self._states()
+        keeps = self.settings.subnet_moments != "zero"
+
+        def size(block: int) -> int:
+            return costs[block].weights + (states[block].nbytes if keeps else 0)
+
+        homes = []
+        for first, last, _ in whole:
+            own = [self.parts.block_of(part, block) for part in range(self.count) for block in range(first, last)]
+            homes.append((sum(map(size, range(first, last))), sum(map(size, own))))
+        layouts = [*(cost.layout for cost in costs), *(states if keeps else ())]
+        return Parting(buffer_bytes(layouts, self.count), tuple(homes))
+
+    def _states(self) -> list[Any]:
+        return state_layouts(self.costs_at(self.full_batch), self.possible_optimizers()[0])
+
+    def _fitting(
+        self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate
+    ) -> tuple[Candidate, int]:  # fmt: skip
+        """`candidate` with a heap where there is room, or with one slot where there is none for two; and its peak, which may be
+        more than there is room for."""
+        training = self._training(request, candidate)
+        costs = self._partition_costs(request, candidate, training, self._optimizers(candidate))
+        phases = method.phases(self._workload(candidate, training, None))
+        available, found, peak = problem.limit - margin_of(problem.limit), candidate, 0
+        for slots in dict.fromkeys((candidate.resources.slots, 1)):
+            for keeps_heap in (True, False) if problem.may_keep_heap and not candidate.resources.tiers else (False,):
+                resources = replace(candidate.resources, slots=slots, keeps_heap=keeps_heap)
+                found = replace(candidate, resources=resources)
+                walked, steps, _ = simulate(phases, costs, self.speeds, resources)
+                if keeps_heap:
+                    sizes = heaps_of(problem, max(works_of(steps, len(costs))), costs, streamed=True)
+                    found = with_heap(
+                        problem, found, sizes, partial(peaks_by_partition, problem, phases=walked, predicted_steps=steps)
+                    )
+                peak = max(peaks_by_partition(problem, found, walked, steps))
+                if peak <= available:
+                    return found, peak
+        return found, peak
+
+    def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
+        whole = self._whole(candidate)
+        return (WITHOUT_STATE,) * whole + self.optimizers(len(candidate.parts) - whole)
+
+    def _whole(self, candidate: Candidate) -> int:
+        """Partitions of the whole network."""
+        return sum(last <= self.parts.blocks for _, last, _ in candidate.parts)
+
+    def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
+        whole = self._whole(candidate)
+        each = (len(candidate.parts) - whole) // self.count
+        own = frozenset(p - whole for p in candidate.keeps if p < whole + each)
+        observed = [p for p in range(whole) if self.parts.batch_norms.intersection(range(*candidate.parts[p][:2]))]
+        rows = min(self.train.count, OBSERVED_ROWS)
+        size = training[0].micro_batch
+        local = replace(candidate, parts=candidate.parts[whole : whole + each], keeps=own, offloads=frozenset())
+        return replace(
+            super()._workload(local, training[whole : whole + each], None),
+            subnets=Subnets(
+                count=self.count, whole=whole, local_steps=self.local_steps, rows=self.epoch_rows, all_rows=self.all_rows,
+                observed=observed[-1] + 1 if observed and self.count > 1 else 0,
+                observed_rows=rows // size * size or rows,
+            ),
+        )  # fmt: skip
+
+    def _plan(self, problem: Problem, method: Method, candidate: Candidate, *others: Any) -> Plan:
+        """What is said of the network is said of the whole."""
+        plan = super()._plan(problem, method, candidate, *others)
+        costs, states = self.costs_at(candidate.micro_batch)[: self.parts.blocks], self._states()[: self.parts.blocks]
+        state = sum(layout.nbytes for layout in states)
+        weights, gradients = sum(cost.weights for cost in costs), sum(cost.gradients for cost in costs)
+        parameters = sum(
+            spec.nbytes // spec.dtype.itemsize for cost in costs for spec in cost.layout.specs if spec.name in cost.trainable
+        )
+        versions = 4 if self.settings.saves else 2
+        moments = versions * state if self.settings.subnet_moments != "zero" else 0
+        return replace(
+            plan, full_state=weights + gradients + state, parameters=parameters, frozen=sum(cost.frozen for cost in costs),
+            disk_bytes=plan.disk_bytes + moments,
+        )  # fmt: skip
+
+
+def preparation_of(settings: Settings) -> type[Preparation]:
+    """What makes the plan."""
+    return SubnetPreparation if settings.method == IST.name else Preparation

@@ -1,0 +1,399 @@
+"""What a cut costs in memory and time, by the simulator, and what its partitions might do."""
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from seqpart.data.row_packs import RowPack
+from seqpart.device.heap import heap_for, least_heap_for
+from seqpart.device.limit import RUNTIME_VARIES, limit_for, margin_of
+from seqpart.device.pages import round_up
+from seqpart.methods.exact import whole_network
+from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
+from seqpart.model.packs import DEVICE, tiers_of
+from seqpart.plan.problem import (
+    Candidate,
+    Parts,
+    Problem,
+    buffers_of,
+    exchange_bytes,
+    graph_buffer_bytes,
+    graph_rooms,
+    graphs_at_once,
+    handing_of,
+    host_boundaries,
+    host_places,
+    largest_boundary,
+    sharing,
+    tiers_by_room,
+)
+from seqpart.plan.simulator import PredictedStep, Resources, simulate
+from seqpart.profile.partition import PartitionCost
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.steps import Verb
+from seqpart.units import format_size
+
+WALKED_UPDATES = 2
+"""The second is one of many: its beginning waits for what the first has left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A candidate with its peak of the whole process or device, and seconds for one update."""
+
+    method: Method
+    candidate: Candidate
+    peak: int
+    seconds: float
+    computing: float
+    moving: float
+    """Of these seconds, of partitions that come and go; both may be behind each other."""
+    works: tuple[int, ...]
+    """Most bytes beside the slots, while each partition works."""
+
+    @property
+    def working(self) -> int:
+        """Of all partitions: a heap that is kept has room for so much."""
+        return max(self.works)
+
+    @property
+    def fits_in(self) -> int:
+        """The least limit under which it runs."""
+        return limit_for(self.peak)
+
+
+def first_that_learns(parts: Parts) -> int:
+    """The first partition that learns; behind the last where none does."""
+    return next((p for p, (_, _, cost) in enumerate(parts) if cost.trainable), len(parts))
+
+
+def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
+    """Bytes that it takes at least: then nothing needs to be simulated."""
+    costs = [cost for _, _, cost in parts]
+    held = sum(sorted((cost.slot for cost in costs), reverse=True)[: resources.slots])
+    lowest = first_that_learns(parts)
+    most = gradients = 0
+    for p, cost in reversed(list(enumerate(costs))):
+        most = max(most, gradients + (cost.train_peak if p >= lowest else cost.forward_peak))
+        gradients += cost.gradients if method.stays and cost.trainable else 0  # they wait for the end of the update
+    return problem.peak(held + max(most, least_at_end(problem, method, micro_batch, parts, resources)))
+
+
+def least_at_end(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
+    """Bytes beside the slots at the last partition's backward: what others keep waits for it, boundaries on the device too."""
+    costs = [cost for _, _, cost in parts]
+    if resources.tiers:
+        return costs[-1].train_peak
+    own, lowest = {value.number for value in costs[-1].entering}, max(1, first_that_learns(parts))
+    others = {value.number for cost in costs[lowest:-1] for value in cost.entering} - own
+    given = {value.number: value.nbytes for cost in costs for value in cost.leaving}
+    at_once = graphs_at_once(method, min(problem.batch_size, problem.train_rows), micro_batch)
+    return costs[-1].train_peak + at_once * sum(given.get(number, 0) for number in others)
+
+
+def predict(
+    problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources,
+    keeps: frozenset[int] = frozenset(), offloads: frozenset[int] = frozenset(),
+) -> Prediction:  # fmt: skip
+    """keeps: partitions that keep their graphs. offloads: those of them whose graphs do not wait on the device, but where
+    `resources` say; what has no place in host memory is computed again."""
+    costs = [part[2] for part in parts]
+    boundaries = host_boundaries(problem, parts, micro_batch, resources.tiers)
+    wanted, at_once = offloads & resources.graphs_at_host, graphs_at_once(method, problem.batch_size, micro_batch)
+    places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
+    while places.graphs < wanted:  # then the others are computed again
+        keeps, offloads, wanted = keeps - (wanted - places.graphs), offloads - (wanted - places.graphs), places.graphs
+        places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
+    resources = replace(
+        resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes, graphs_at_host=wanted,
+        gradients_room=problem.clips and len(parts) > 1 and not method.stays,
+        graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.host_counts else offloads),
+    )  # fmt: skip
+    candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
+    phases = _phases(problem, method, candidate)
+    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
+    works = works_of(predicted_steps, len(parts))
+    if resources.keeps_heap:
+        sizes = heaps_of(problem, max(works), costs, streamed=not method.stays and len(parts) > 1)
+        candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
+    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
+    seconds, computing, moving = _seconds(predicted_steps, len(walked[0].partitions), problem.contention)
+    return Prediction(
+        method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, works=works
+    )  # fmt: skip
+
+
+def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: float) -> tuple[float, float, float]:
+    """Of one update, where a second of transfers behind the computation takes `contention` seconds of it; and by kind."""
+    updates = [number for number, predicted in enumerate(predicted_steps) if predicted.step.verb is Verb.UPDATE]
+    first, last = (updates[count - 1], updates[-1]) if len(updates) > count else (-1, updates[-1])
+    steady = predicted_steps[first + 1 : last + 1]
+    moved = sum(predicted.moving for predicted in steady)
+    computed = sum(predicted.seconds for predicted in steady if predicted.step.verb not in (Verb.LOAD, Verb.DROP))
+    began = predicted_steps[first].ends if first >= 0 else 0.0
+    times = max(1, len(updates) // count - 1)
+    return (predicted_steps[last].ends - began + contention * moved) / times, computed / times, moved / times
+
+
+def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
+    batch = problem.batch_size
+    training = tuple(
+        PartitionTraining(
+            epochs=1, batch_size=batch, micro_batch=candidate.micro_batch, trainable=cost.trainable, rows=cost.rows
+        )
+        for _, _, cost in candidate.parts
+    )
+    rows = min(problem.train_rows, WALKED_UPDATES * batch)
+    work = Workload(
+        train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
+        clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps, offloads=candidate.offloads,
+        one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+    )  # fmt: skip
+    if method.in_pairs:
+        return method.phases(work)
+    train = replace(whole_network(work, streamed=not method.stays), epoch=1)
+    # The first update loads what is there for the others: with one update an epoch it takes two epochs to see one of these.
+    epochs = WALKED_UPDATES if rows <= batch else 1
+    return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work, stays=method.stays))])
+
+
+def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple[int, ...]:
+    """Most bytes beside the slots, while each of the `partitions` works."""
+    works = [0] * partitions
+    for predicted in predicted_steps:
+        p = predicted.step.partition
+        works[p] = max(works[p], predicted.peak - predicted.slots)
+    return tuple(works)
+
+
+def heaps_of(problem: Problem, working: int, costs: Sequence[PartitionCost], *, streamed: bool = False) -> tuple[int, int]:
+    """(least, enough) bytes of a heap that has room for the work of all steps. costs: of the partitions that share it."""
+    several, replaced = len(costs) > 1, max(min(cost.gradients, cost.saved) for cost in costs)
+    sizes = (size(working, replaced, several=several, streamed=streamed) for size in (least_heap_for, heap_for))
+    least, enough = (size + problem.growth for size in sizes)
+    return least, enough
+
+
+def with_heap(
+    problem: Problem, candidate: Candidate, sizes: tuple[int, int], peaks: Callable[[Candidate], Sequence[int]]
+) -> Candidate:
+    """`candidate` with a heap of what is enough, or of all that the limit has room for, but of no less than the least."""
+    least, enough = sizes
+    over = max(peaks(replace(candidate, heap=enough))) - (problem.limit - margin_of(problem.limit))
+    return replace(candidate, heap=max(least, enough - max(0, over)))
+
+
+def peaks_by_partition(
+    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
+) -> list[int]:
+    """Of the whole process or device, while each partition works. A heap that is kept is there from the first step on."""
+    peaks = [0] * len(candidate.parts)
+    buffers = [_buffers(problem, candidate, phase) + rows_held(candidate.rows, phases, n) for n, phase in enumerate(phases)]
+    for predicted in predicted_steps:
+        p = predicted.step.partition
+        work = predicted.slots if candidate.heap else predicted.peak
+        peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
+    return [problem.peak(peak, candidate.heap) for peak in peaks]
+
+
+def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
+    """Host buffers of rows and of boundaries on disk, where they count against the limit."""
+    if not problem.host_counts or phase.kind in (PhaseKind.SPLIT, PhaseKind.MERGE):
+        return 0
+    first, last, _ = candidate.parts[phase.partition]
+    reading, writing = buffers_of(
+        problem, first, last, phase.micro_batch, reads_memory=phase.source in candidate.rows,
+        writes_memory=phase.last + 1 in candidate.rows,
+    )  # fmt: skip
+    if phase.through is None:
+        return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
+    tiers = candidate.resources.tiers
+    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch, tiers) if "disk" in tiers else 0
+    return reading + (exchange_bytes(largest) if largest else 0)
+
+
+def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> int:
+    """Bytes of `rows`, by partition, that lie in memory in a phase: from the one that writes them to the last that reads."""
+    if not rows:
+        return 0
+    read = {phase.source for phase in phases[number:]}
+    written = {0, *(phase.last + 1 for phase in phases[: number + 1] if phase.kind is not PhaseKind.TRAIN)}
+    return sum(nbytes for p, nbytes in rows.items() if p in read and p in written)
+
+
+def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], recovers: bool, views: int = 1) -> dict[int, int]:
+    """Bytes of the rows that enter each partition, of those that may lie in memory under the limit; `boundaries`: of those that
+    wait between two partitions, in so many `views`. The data's own wait for a recovery on the disk."""
+    if not problem.host_counts or problem.host_budget:
+        return {}
+    splits = views * problem.train_rows, problem.test_rows
+    data = sum(problem.input_row.home_bytes(count) for count in splits)
+    rows = {} if recovers or not data else {0: data}
+    return rows | {p: sum(pack.home_bytes(count) for count in splits) for p, pack in enumerate(boundaries, 1)}
+
+
+def with_rows(
+    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep],
+    rows: Mapping[int, int],
+) -> Candidate:  # fmt: skip
+    """`candidate` with those of `rows`, bytes by partition, in memory for which the limit has room; of a plan that is to be
+    used again those that it had there."""
+    saved, available = problem.saved, problem.limit - margin_of(problem.limit)
+    for p, nbytes in rows.items() if saved is None else [(p, rows[p]) for p in sorted(saved.rows_in_memory & rows.keys())]:
+        held = replace(candidate, rows={**candidate.rows, p: nbytes})
+        peak = max(peaks_by_partition(problem, held, phases, predicted_steps))
+        if peak <= available + (0 if saved is None else RUNTIME_VARIES):  # it filled the limit beside another runtime
+            candidate = held
+    return candidate
+
+
+def rows_reason(rows: Mapping[int, int]) -> list[str]:
+    size, of = format_size(sum(rows.values())), ", ".join(map(str, rows))
+    return [f"rows that enter partition(s) {of} lie in memory: there is room for their {size}"] if rows else []
+
+
+def disk_bytes(
+    problem: Problem, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack],
+    *, all_states: bool, saves: bool, remembers: bool, views: int = 1,
+) -> int:  # fmt: skip
+    """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result.
+
+    all_states: whether the optimizer state of all partitions is kept at once. remembers: whether the weights of the best
+    evaluation are: what was the best when each checkpoint was made, and now. views: of the training rows of a boundary.
+    """
+    count = views * problem.train_rows + problem.test_rows
+    weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
+    state = sum(states) if all_states else max(states)
+    # Where partitions stay, homes are kept as they all were when the last of them was up to date.
+    versions = 4 if saves else 3 if candidate.resources.stays or candidate.resources.weights_stay else 2
+    rows = problem.input_row.home_bytes(count)
+    rows += 2 * max((pack.home_bytes(count) for pack in row_packs[:-1]), default=0)
+    batches = -(-problem.batch_size // candidate.micro_batch)
+    graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
+    best = (3 if saves else 1) * weights if remembers else 0
+    return versions * (weights + state) + weights + best + rows + graphs + problem.live_bytes
+
+
+# --- what partitions might do -----------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """Of an option."""
+
+    STAY = enum.auto()
+    WEIGHTS = enum.auto()
+    """Let its weights stay, and its optimizer state come and go; where all of it stays, that comes before."""
+    KEEP = enum.auto()
+    HOST = enum.auto()
+    """Keep the graph in host memory; where it is kept on the device too, that comes before."""
+    DISK = enum.auto()
+    """Keep it on the disk; where it is kept elsewhere too, that comes before."""
+    NEAR = enum.auto()
+    """Let its boundary wait on the device, where boundaries wait elsewhere."""
+
+    @property
+    def away(self) -> bool:
+        """Whether the graph does not wait on the device."""
+        return self in (Kind.HOST, Kind.DISK)
+
+
+class Option(NamedTuple):
+    """What one partition might do: the memory that takes, and seconds of each kind that it saves an update."""
+
+    partition: int
+    kind: Kind
+    nbytes: int
+    compute: float
+    transfer: float
+
+    def worth(self, price: float) -> float:
+        """Seconds that it saves, where one of transfers counts as `price` of computing."""
+        return self.compute + price * self.transfer
+
+    def beyond(self, inner: "Option") -> "Option":
+        """What it adds to `inner`, which is a part of it."""
+        saves = self.compute - inner.compute, self.transfer - inner.transfer
+        return Option(self.partition, self.kind, self.nbytes - inner.nbytes, *saves)
+
+    def takes(self, resources: Resources) -> int:
+        """Bytes, about: a heap that is kept has room for holes between graphs."""
+        return heap_bytes(self.nbytes) if self.kind is Kind.KEEP and resources.keeps_heap else self.nbytes
+
+
+def heap_bytes(nbytes: int) -> int:
+    return heap_for(nbytes, several=True, streamed=True)
+
+
+def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) -> list[Option]:
+    """What partitions might do at the cut, the tier and the micro-batch of `plain`; with `offload` graphs may go elsewhere."""
+    candidate, speeds = plain.candidate, problem.speeds
+    micro_batches = -(-problem.batch_size // candidate.micro_batch)
+    shared, costs = sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
+    found = []
+    lowest = first_that_learns(candidate.parts)
+    for p, cost in enumerate(costs):
+        if lowest <= p < len(costs) - 1:
+            seconds = micro_batches * speeds.computing(cost, candidate.micro_batch, forward=1, backward=0)
+            at_once = 1 if plain.method.stays else micro_batches
+            beside = sum(value.nbytes for value in (*cost.entering, *cost.leaving)) if candidate.resources.tiers else 0
+            found.append(Option(p, Kind.KEEP, (cost.kept + beside) * at_once, seconds, 0.0))
+            for tier in problem.graph_tiers if offload and not cost.writes_late else ():
+                kind, up, down = (
+                    (Kind.HOST, speeds.up, speeds.down) if tier == "host" else (Kind.DISK, speeds.read, speeds.write)
+                )
+                moved = -micro_batches * (cost.graph / up + cost.graph / down)
+                # Which all that offload share; and host memory that is the device's own needs none.
+                buffers = 0 if kind is Kind.HOST and problem.host_counts else graph_buffer_bytes(costs, [p]) // len(costs)
+                found.append(Option(p, kind, buffers, seconds - micro_batches * cost.graph / speeds.copy, moved))
+        if problem.auto and not plain.method.stays and p not in shared:
+            visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
+            read, written = visits * cost.weights + cost.state, cost.rewritten + cost.state
+            near = p in candidate.resources.at_host
+            up, down = (speeds.up, speeds.down) if near else (speeds.read, speeds.write)
+            whole = cost.slot + (cost.gradients if problem.clips else 0)
+            found.append(Option(p, Kind.STAY, whole, 0.0, read / up + written / down))
+            if cost.state:  # else its weights are all of it
+                of_weights = visits * cost.weights / up + cost.rewritten / down
+                found.append(Option(p, Kind.WEIGHTS, cost.weights_slot, 0.0, of_weights))
+    return [*found, *_near(problem, plain, micro_batches)]
+
+
+def increments(options: Iterable[Option]) -> Iterator[Option]:
+    """The same, where an option that has another one in it is what it adds to that: each may be chosen behind the other."""
+    options = list(options)
+    weights = {option.partition: option for option in options if option.kind is Kind.WEIGHTS}
+    for option in options:
+        inner = weights.get(option.partition) if option.kind is Kind.STAY else None
+        yield option if inner is None else option.beyond(inner)
+
+
+def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[Option]:
+    """Boundaries that may wait on the device, where others do not."""
+    candidate, speeds = plain.candidate, problem.speeds
+    handing, tiers = handing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
+    for p, tier in enumerate(tiers):
+        nbytes = sum(value.nbytes for value in handing.entering[p] if handing.users[value.number][0] == p)
+        read, write = (speeds.up, speeds.down) if tier == "host" else (speeds.read, speeds.write)
+        at_once = 1 if plain.method.stays else micro_batches
+        if nbytes:  # the activation and its gradient leave, and nothing goes on while they come
+            yield Option(p, Kind.NEAR, nbytes * at_once, micro_batches * nbytes / read, 2 * micro_batches * nbytes / write)
+
+
+def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:
+    """`plain` with these options and no others."""
+    candidate = plain.candidate
+    stays, weights, keeps, host, disk, near = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
+    away = (host | disk) - keeps
+    streaming = len(candidate.parts) - len(stays)
+    slots = candidate.resources.slots if plain.method.stays else min(candidate.resources.slots or 1, streaming)
+    tiers = candidate.resources.tiers
+    if tiers:
+        costs, tier = [cost for _, _, cost in candidate.parts], "host" if "host" in tiers else "disk"
+        waiting = enumerate(tiers_by_room(problem, costs, candidate.micro_batch, tier))
+        tiers = tiers_of(DEVICE if p in near else tier for p, tier in waiting)
+    resources = replace(
+        candidate.resources, stays=stays, weights_stay=weights - stays, slots=slots, graphs_at_host=host & away, tiers=tiers
+    )
+    return predict(problem, plain.method, candidate.micro_batch, candidate.parts, resources, keeps | away, away)

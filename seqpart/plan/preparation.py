@@ -1,0 +1,397 @@
+"""From checked inputs to a plan and everything that carrying it out needs: decided before anything is trained."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import seqpart.plan.problem as planning
+from seqpart.data.row_packs import RowPack
+from seqpart.device.limit import margin_of, refused
+from seqpart.errors import DoesNotFit, OptionError
+from seqpart.kinds import OF_SIL, values_of
+from seqpart.methods import methods_named
+from seqpart.methods.exact import STREAMED
+from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
+from seqpart.methods.separable import KERNEL
+from seqpart.model.blocks import Chain
+from seqpart.model.optimizers import Optimizer
+from seqpart.model.packs import tier_at
+from seqpart.plan.exact import choose_exact, fastest_of
+from seqpart.plan.inputs import Inputs
+from seqpart.plan.plan import AGAIN, KEPT, PartitionPlan, Plan, PlanRequest
+from seqpart.plan.prediction import (
+    Prediction,
+    disk_bytes,
+    peaks_by_partition,
+    rows_for_memory,
+    rows_reason,
+    with_rows,
+)
+from seqpart.plan.problem import Candidate, Problem
+from seqpart.plan.sil import choose_cut
+from seqpart.plan.simulator import Resources, simulate
+from seqpart.profile.blocks import BlockCost
+from seqpart.profile.machine import Speeds
+from seqpart.profile.partition import PartitionCost, growing, state_layouts
+from seqpart.schedule.phases import Phases, counted
+from seqpart.store.row_file import RowLayout
+from seqpart.units import format_size, parse_size
+from seqpart.values import flag_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Phases up to number `end` (not included), and what they are granted."""
+
+    end: int
+    resources: Resources
+    micro_batch: int
+    heap: int
+    offloads: frozenset[int]
+    """Partitions whose graphs wait elsewhere than on the device."""
+    optimizers: tuple[Optimizer, ...]
+    """Of each partition. Those of two stages have the same kinds of state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A plan, and what carrying it out needs to know."""
+
+    request: PlanRequest
+    """What it was asked for."""
+    plan: Plan
+    chain: Chain
+    method: Method
+    costs: tuple[BlockCost, ...]
+    phases: Phases
+    stages: tuple[Stage, ...]
+    row_packs: tuple[RowPack, ...]
+    """Of the boundary behind each partition."""
+    input_layout: RowLayout
+    partition_costs: tuple[PartitionCost, ...]
+    speeds: Speeds
+    loss: Callable[[int], PartitionLoss | None]
+    at_host: frozenset[int]
+    host_pool_bytes: int
+    exchange_bytes: int
+    """Of the host pool, for boundaries."""
+    graph_rooms: planning.GraphRooms
+    """Of the same, for graphs that wait there."""
+
+    def hosted(self) -> dict[str, int]:
+        """Bytes of the homes that are planned to be in host memory, partition by partition: weights, optimizer state, and
+        gradients where they wait there for their norm."""
+        homes: dict[str, int] = {}
+        waits = any(phase.clips and phase.streams for phase, _ in counted(self.phases))
+        for p in sorted(self.at_host):
+            part, optimizer = self.plan.partitions[p], self.stages[0].optimizers[p]
+            costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
+            for block, cost, state in zip(blocks, costs, state_layouts(costs, optimizer), strict=True):
+                homes |= {block.home: cost.layout.nbytes} | ({block.state_home: state.nbytes} if state.specs else {})
+                homes |= {block.gradient_home: cost.gradient_layout.nbytes} if waits and cost.gradients else {}
+        return homes
+
+
+class Preparation(Inputs):
+    """Makes the plan, and makes it again when a failed allocation asks for one that needs less."""
+
+    def problem(self, request: PlanRequest) -> Problem:
+        (count, asked), batch = self.settings.partition_choice(), self.full_batch
+        costs = self.costs_at(batch)
+        heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
+        return Problem(
+            chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
+            limit=request.limit, runtime=self.runtime + request.spare,
+            growth=self.device.growth + (KERNEL * self.pair_rows(batch) if self._starts and self.device.shares_memory else 0),
+            costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
+            loss_of=partial(self.loss_cost, request), heap_below=self.device.heap_below, speeds=self.speeds,
+            clips=self._starts is not None or self.settings.clip_grad_norm is not None,
+            boundary_tiers=("device", "host" if not self.device.shares_memory or self.settings.ram_limit else "disk"),
+            host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
+            host_budget=self._host_budget(), pair_rows=self.pair_rows,
+            batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
+            starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
+            cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
+            train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
+            auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
+            live_bytes=self.live_bytes,
+            # A kept heap is touched as a whole: what an LSTM reserves and does not touch made it larger than planned.
+            may_keep_heap=self.device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
+        )  # fmt: skip
+
+    def planned(self, request: PlanRequest | None = None) -> Prepared:
+        """The plan: a new one, or the cut and micro-batch of the one that was saved. Raises like `prepare`."""
+        asked = request or self.request
+        return self.measured(lambda: self._planned(asked))
+
+    def measured(self, plan: Callable[[], Prepared]) -> Prepared:
+        """What `plan` decides once the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
+        with self.under_limit():
+            return self._measured(plan)
+
+    def _measured(self, plan: Callable[[], Prepared]) -> Prepared:
+        while True:
+            try:
+                prepared = plan()
+            except DoesNotFit as refusal:  # the limit that it names is to be one that fits
+                rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
+                if self.try_blocks([(rows, 0, len(self.chain))]):
+                    continue
+                if refusal.smallest is None or not (more := self.trials.unmeasured(rows)):
+                    raise
+                raise refused(refusal.message, refusal.smallest + more, rows, tried=False) from None
+            parts = prepared.plan.partitions
+            sizes = {stage.micro_batch for stage in prepared.stages[1:]}
+            wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
+            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.epoch_rows % size)]
+            sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
+            if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
+                return prepared
+
+    def _planned(self, request: PlanRequest) -> Prepared:
+        reuse = request.saved
+        if reuse is None:
+            return self.prepare(request)
+        now = planning.fingerprint(self.chain, self.costs_at(self.full_batch), self.train.shape)
+        names = [method.name for method in request.methods]
+        if reuse.method not in names or (reuse.fingerprint, reuse.partitions[-1].last) != (now, len(self.chain)):
+            raise OptionError(
+                f"--plan: that plan is for another model or method ({reuse.method}, {reuse.fingerprint}); this run is "
+                f"{' or '.join(names)}, {now}. Make a new one with --plan-out."
+            )
+        self.refuse_cuts("--plan", reuse.starts)
+        methods = methods_named(reuse.method)  # `auto` takes the one of the plan
+        return self.prepare(replace(request, methods=methods, micro_batch=reuse.micro_batch, starts=reuse.starts))
+
+    def prepare(self, request: PlanRequest) -> Prepared:
+        """The plan and its parts. Raises DoesNotFit, DataError, ModelError or OptionError, in words."""
+        try:
+            return self._prepare(request)
+        except DoesNotFit as refusal:
+            raise self._tried(refusal, request) from None
+
+    def _tried(self, refusal: DoesNotFit, request: PlanRequest) -> DoesNotFit:
+        """The refusal with a limit at which a plan was really made: synthetic labels, and recovery, may need more there."""
+        smallest, rows, follows = refusal.smallest, refusal.rows, request.label_bytes == request.limit // 10
+        for _ in range(4):
+            if smallest is None:
+                break
+            label_bytes = smallest // 10 if follows else request.label_bytes
+            try:
+                self._prepare(replace(request, limit=smallest, label_bytes=label_bytes))
+                return refused(refusal.message, smallest, rows)
+            except DoesNotFit as again:
+                smallest, rows = again.smallest, again.rows
+        return refusal
+
+    def _prepare(self, request: PlanRequest) -> Prepared:
+        problem = self.problem(request)
+        method, candidate, reasons = self._choose(problem, request)
+        training = self._training(request, candidate)
+        recovery = self._recovery(request, problem, candidate)
+        reasons = (*reasons, *self._recovery_reasons(recovery))
+        reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.untold)
+        optimizers = self._optimizers(candidate)
+        costs = self._partition_costs(request, candidate, training, optimizers)
+        phases = method.phases(self._workload(candidate, training, recovery))
+        block_costs = self.costs_at(candidate.micro_batch)
+        row_packs = tuple(self.row_pack(block_costs[last - 1]) for _, last, _ in candidate.parts)
+        streamed = recovery.candidate if recovery is not None else candidate
+        exchange_bytes = planning.host_boundaries(
+            replace(problem, batch_size=max(problem.batch_size, self.recovery_batch)), streamed.parts, streamed.micro_batch,
+            streamed.resources.tiers,
+        )  # fmt: skip
+        rooms = planning.graph_rooms(
+            costs, candidate.resources.graphs_at_host,
+            planning.graphs_at_once(method, problem.batch_size, candidate.micro_batch),
+        )  # fmt: skip
+        host_pool_bytes, at_host = self._host_tier(problem, exchange_bytes, rooms, candidate, row_packs)
+        plan = self._plan(
+            problem, method, candidate, training, costs, phases, reasons, row_packs, host_pool_bytes, at_host, recovery
+        )
+        ends = [(block_costs[last - 1].output_shape, last in self.chain.ends) for _, last, _ in candidate.parts]
+        return Prepared(
+            request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
+            stages=self._stages(phases, candidate, recovery),
+            row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
+            loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), at_host=at_host,
+            host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
+        )  # fmt: skip
+
+    def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
+        """The method, cut and micro-batch, and why. Raises DoesNotFit."""
+        if not self.alone:
+            return choose_exact(problem, request.methods, request.told)
+        candidate, reasons = choose_cut(problem, request.told)
+        return request.methods[0], candidate, (*reasons, *self._idle_options(len(candidate.parts)))
+
+    def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
+        """Of each partition."""
+        return self.optimizers(len(candidate.parts), recovery=recovery)
+
+    def epochs(self, count: int, trained: tuple[float, ...] = ()) -> list[float]:
+        """Of each of `count` partitions; `trained`: those that the first of them had, which are trained."""
+        return [*trained, *self.values("--epochs", self.settings.epochs, count)[len(trained) :]]
+
+    def _training(self, request: PlanRequest, candidate: Candidate) -> tuple[PartitionTraining, ...]:
+        count, micro = len(candidate.parts), candidate.micro_batch
+        epochs = self.epochs(count, request.trained_epochs)
+        batches = [min(size, self.epoch_rows) for size in self.values("--batch-size", self.settings.batch_size, count)]
+        return tuple(
+            PartitionTraining(
+                epochs=n.epochs, updates=n.counted, batch_size=b, micro_batch=min(micro, b), trainable=c.trainable, rows=c.rows
+            )
+            for n, b, (_, _, c) in zip(map(self.length, epochs, batches), batches, candidate.parts, strict=True)
+        )
+
+    def _recovery(self, request: PlanRequest, problem: Problem, candidate: Candidate) -> Prediction | None:
+        """How the second stage runs on the same cut: the streamed schedule, under the same limit."""
+        if not self.settings.recovery_epochs:
+            return None
+        if len(candidate.parts) == 1:
+            raise OptionError(
+                "--recovery-epochs: the network fits as one partition, which is trained against the true loss already; there "
+                "is nothing to recover. Leave it out, or cut with --partitions."
+            )
+        asked = replace(
+            problem, starts=tuple(part[0] for part in candidate.parts), count=None, batch_size=self.recovery_batch, known={},
+            the_batch=self.recovery_batch, loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
+        )  # fmt: skip
+        found = fastest_of(asked, STREAMED, request.limit - margin_of(request.limit))
+        if found is None:
+            choose_exact(asked, (STREAMED,))  # says in words what is missing
+        return found
+
+    def _idle_options(self, count: int) -> list[str]:
+        given = [flag_of(name) for name in OF_SIL if getattr(self.settings, name) is not None]
+        if given and count == 1:
+            return [f"without effect on one partition, which has the true loss: {', '.join(given)}"]
+        spare = len(self.settings.prototype_scales) - max(1, count - 1)
+        return [f"--prototype-scale: the last {spare} without effect on {count - 1} inner partition(s)"] if spare > 0 else []
+
+    def _recovery_reasons(self, recovery: Prediction | None) -> list[str]:
+        if recovery is None:
+            return []
+        candidate, settings = recovery.candidate, self.settings
+        learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
+        rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
+        return [
+            f"recovery: {settings.recovery_epochs} epoch(s) of streamed back-propagation, {learns} learn, micro-batch "
+            f"{candidate.micro_batch}, {candidate.resources.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
+        ]
+
+    def _stages(self, phases: Phases, candidate: Candidate, recovery: Prediction | None) -> tuple[Stage, ...]:
+        def stage(end: int, used: Candidate, *, recovers: bool) -> Stage:
+            return Stage(
+                end=end, resources=used.resources, micro_batch=used.micro_batch, heap=used.heap, offloads=used.offloads,
+                optimizers=self._optimizers(used, recovery=recovers),
+            )  # fmt: skip
+
+        begun = stage(len(phases.of_stage(0)), candidate, recovers=False)
+        return (begun,) if recovery is None else (begun, stage(len(phases), recovery.candidate, recovers=True))
+
+    def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
+        stage, kept = None, candidate
+        if recovery is not None:
+            kept = recovery.candidate
+            stage = Recovery(
+                epochs=self.settings.recovery_epochs, batch_size=self.recovery_batch, micro_batch=kept.micro_batch,
+                frozen=frozenset() if self.settings.recover == "all" else frozenset({len(training) - 1}),
+            )  # fmt: skip
+        return Workload(
+            train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
+            clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
+            offloads=kept.offloads, recovery=stage, tests=self.settings.tests,
+            synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
+            one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+        )  # fmt: skip
+
+    def _partition_costs(
+        self, request: PlanRequest, candidate: Candidate, training: Sequence[PartitionTraining],
+        optimizers: Sequence[Optimizer],
+    ) -> tuple[PartitionCost, ...]:  # fmt: skip
+        """Costs with every partition's own micro-batch and optimizer."""
+        found = []
+        for (first, last, _), part, optimizer in zip(candidate.parts, training, optimizers, strict=True):
+            rows = min(part.micro_batch, part.rows)
+            blocks = self.costs_at(rows)[first:last]
+            states = state_layouts(blocks, optimizer)
+            *_, cost = growing(
+                blocks, states, self.loss_cost(request, rows), fused=optimizer.fused, heap_below=self.device.heap_below,
+                shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
+            )  # fmt: skip
+            found.append(cost)
+        return tuple(found)
+
+    def _host_tier(
+        self, problem: Problem, boundaries: int, rooms: planning.GraphRooms, candidate: Candidate,
+        row_packs: Sequence[RowPack],
+    ) -> tuple[int, frozenset[int]]:  # fmt: skip
+        """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
+        count = self.settings.views * self.train.count + self.test.count
+        rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
+        found = planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
+        return boundaries + found.nbytes, found.homes
+
+    def _graph_tiers(self) -> tuple[str, ...]:
+        """Behind a link the disk is left out: the thread that computes would wait for every copy between it and the device."""
+        if not self.device.shares_memory:
+            return ("host",)
+        return ("host", "disk") if self.settings.ram_limit else ("disk",)
+
+    def _graph_of(self, p: int, used: Candidate) -> str:
+        if p not in used.offloads:
+            return KEPT if p in used.keeps else AGAIN
+        return self.device.host_tier if p in used.resources.graphs_at_host else "disk"
+
+    def _host_budget(self) -> int:
+        asked, free = self.settings.ram_limit, self.host_free
+        if asked is None:
+            return 0 if self.device.shares_memory else free // 2
+        budget = parse_size(asked, total=free, free=free, name="--ram-limit")
+        if budget > free and not (self.dry and self.device.hardware is not None):  # the machine around that card has its own
+            raise OptionError(f"--ram-limit: {format_size(budget)} were asked for, and {format_size(free)} of RAM are free.")
+        return budget
+
+    def _plan(
+        self, problem: Problem, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
+        costs: Sequence[PartitionCost], phases: Phases, reasons: tuple[str, ...],
+        row_packs: Sequence[RowPack], host_pool_bytes: int, at_host: frozenset[int], recovery: Prediction | None,
+    ) -> Plan:  # fmt: skip
+        resources = replace(candidate.resources, at_host=at_host)
+        walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
+        rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovery is not None, self.settings.views)
+        candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
+        peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
+        used, parts = recovery.candidate if recovery is not None else candidate, []
+        for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
+            reading, writing = planning.buffers_of(
+                problem, first, last, part.micro_batch, reads_memory=p in candidate.rows, writes_memory=p + 1 in candidate.rows
+            )
+            parts.append(
+                PartitionPlan(
+                    first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
+                    slot=cost.slot, gradients=cost.gradients, activations=cost.saved, buffers=reading + writing,
+                    boundary_row=row_packs[p].layout.nbytes if self.alone else cost.output_row,
+                    tier=self.device.host_tier if p in at_host else "disk",
+                    stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
+                    weights_stay=p in used.resources.weights_stay,
+                    boundary_tier=tier_at(used.resources.tiers, p), rows_in_memory=p in candidate.rows,
+                    why=used.why[p] if used.why else "",
+                    peak=max(peaks[p], recovery.peak if recovery is not None else 0, self.runtime + self.trials.beyond),
+                )
+            )  # fmt: skip
+        if recovery is not None:
+            seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
+        return Plan(
+            method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
+            runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
+            parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
+            disk_bytes=disk_bytes(
+                problem, candidate, costs, row_packs, saves=self.settings.saves, views=self.settings.views,
+                all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.ema is not None,
+                remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
+            fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
+            slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
+            heap=used.heap, tile=self.chain.tile, live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
+        )  # fmt: skip

@@ -1,0 +1,404 @@
+"""What a plan is asked to fit: the chain and its costs, the machine and the limit; and what follows from these alone."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from seqpart.data.boundary_cache import writer_bytes
+from seqpart.data.reader import reader_bytes
+from seqpart.data.row_packs import RowPack
+from seqpart.device.limit import WARM_UP_BYTES, growth_beside, left_of, limit_for, refused
+from seqpart.device.pages import PAGE, aligned_bytes, round_up
+from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.methods.method import Method
+from seqpart.model.blocks import Chain
+from seqpart.model.packs import DEVICE, ROWS, Handing, Tiers
+from seqpart.plan.plan import Plan
+from seqpart.plan.simulator import Resources
+from seqpart.profile.blocks import BlockCost
+from seqpart.profile.machine import Speeds
+from seqpart.profile.partition import LossCost, PartitionCost, growing
+from seqpart.store.graph_ranges import GRAPH_BUFFERS
+from seqpart.store.host_pool import first_piece, pieces_for
+from seqpart.store.layout import Layout
+from seqpart.store.row_file import RowLayout
+from seqpart.units import format_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What make_plan is asked to fit."""
+
+    chain: Chain
+    device: str
+    host_counts: bool
+    """Whether host buffers count against the limit (CPU), or not (CUDA)."""
+    limit: int
+    runtime: int
+    growth: int
+    costs_at: Callable[[int], Sequence[BlockCost]]
+    """Block costs at a micro-batch."""
+    counted_at: Callable[[int], Sequence[BlockCost]]
+    """The same without what real runs added, which is other bytes in every process."""
+    states: Sequence[Layout]
+    loss_of: Callable[[int], LossCost]
+    fused: bool
+    heap_below: int
+    batch_size: int
+    """The largest, where partitions differ in it."""
+    the_batch: int | None
+    """Rows of an update; None where partitions differ in it."""
+    micro_batch: int | None
+    starts: tuple[int, ...] | None
+    count: int | None
+    speeds: Speeds
+    clips: bool
+    boundary_tiers: tuple[str, ...]
+    """Places where boundaries may wait within an update, the fastest first."""
+    host_room: int
+    """Bytes of host memory that boundaries may take there."""
+    label_row: int
+    """Bytes of one row's labels on the device."""
+    host_budget: int = 0
+    """Bytes of host memory for boundaries, homes and rows."""
+    input_row: RowLayout
+    row_pack: Callable[[BlockCost], RowPack]
+    """What a row of the boundary cache holds behind a block."""
+    cuts_behind: Callable[[BlockCost], bool]
+    """Whether a partition may end with a block."""
+    every_learns: bool = False
+    """Whether each partition must have something to learn: with a loss of its own, or as a part's share of the network."""
+    learns_alone: Callable[[BlockCost], bool] = lambda _: True
+    """Whether nothing else that learns passes by what a block returns."""
+    train_rows: int
+    test_rows: int
+    saved: Plan | None = None
+    """Whose answers are to be taken again, if they fit."""
+    contention: float = 0.0
+    """Seconds that the computation loses to a second of transfers behind it."""
+    auto: bool = False
+    """Whether each partition may stay on the device while others stream."""
+    graph_tiers: tuple[str, ...] = ()
+    """Places where graphs may wait that do not on the device, the fastest first: host, disk."""
+    may_keep_heap: bool = False
+    """Whether memory of tensors that die may stay for those that come."""
+    live_bytes: int = 0
+    """Bytes of modules given alive, which are in memory before and after everything else."""
+    pair_rows: Callable[[int], int] = lambda rows: rows
+    """Of a micro-batch, most rows of a pair of classes."""
+    known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
+    """Of `cost_of`: what it has found already."""
+    placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)
+    """Of `host_places`: the same."""
+
+    @property
+    def host_tier(self) -> str:
+        return "ram" if self.host_counts else "pinned"
+
+    def peak(self, work: int, heap: int = 0) -> int:
+        """Of the process or device, where a partition takes `work` bytes; `heap`: beside one that is kept."""
+        least = WARM_UP_BYTES if self.host_counts else 0
+        return max(self.runtime + max(heap + work, least), self.beside(max(work, self.live_bytes)))
+
+    def beside(self, nbytes: int) -> int:
+        """The same of `nbytes` and nothing else, with what is allowed for growth."""
+        return self.runtime + nbytes + (growth_beside(self.growth, nbytes) if self.host_counts else self.growth)
+
+
+Part = tuple[int, int, PartitionCost]
+"""(first block, last block (not included), cost) of a partition."""
+Parts = tuple[Part, ...]
+ALONE = Resources()
+"""One slot, boundaries on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A cut at one micro-batch: first block, last block and cost of every partition; and how they are run."""
+
+    micro_batch: int
+    parts: Parts
+    resources: Resources = ALONE
+    keeps: frozenset[int] = frozenset()
+    """Partitions that keep their graphs."""
+    offloads: frozenset[int] = frozenset()
+    """Those of them whose graphs wait elsewhere than on the device."""
+    heap: int = 0
+    """Bytes of a heap that is kept; 0: memory leaves the process when it is free."""
+    rows: Mapping[int, int] = field(default_factory=dict, hash=False)
+    """Bytes of the rows that enter a partition, of those whose rows lie in memory."""
+    why: tuple[str, ...] = ()
+    """Of each partition, why it does what it does."""
+    seconds: float = 0.0
+    """Of one update, where that was what decided."""
+
+    @property
+    def heap_reason(self) -> list[str]:
+        text = "memory of tensors that die stays for those that come: there is room for a heap of"
+        return [f"{text} {format_size(self.heap)}"] if self.heap else []
+
+
+def measurable(problem: Problem, micro_batch: int) -> bool:
+    """Whether the model takes so few rows at a time, and one where the division leaves one: BatchNorm refuses that.
+
+    Raises ModelError for the largest micro-batch, where no other would help.
+    """
+    batch, is_largest = problem.the_batch, micro_batch == micro_batches(problem)[0]
+    try:
+        problem.costs_at(micro_batch)
+    except (ModelError, DataError):  # the second of the block that takes the data's rows
+        if is_largest:
+            raise
+        return False
+    if batch is None or 1 not in sizes_of(problem.train_rows, batch, min(micro_batch, batch)):
+        return True
+    try:
+        problem.costs_at(1)
+    except (ModelError, DataError) as error:
+        if is_largest:
+            raise ModelError(
+                f"{problem.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and "
+                f"{error.with_flags} Give another --batch-size or --micro-batch-size."
+            ) from None
+        return False
+    return True
+
+
+def possible_micro_batches(problem: Problem) -> list[int]:
+    """Those of `micro_batches` that the model takes."""
+    return [rows for rows in micro_batches(problem) if measurable(problem, rows)]
+
+
+def micro_batches(problem: Problem) -> list[int]:
+    """Candidates, largest first: the batch and its halves, or the one that was asked for."""
+    if problem.micro_batch is not None:
+        return [min(problem.micro_batch, problem.batch_size)]
+    sizes = [problem.batch_size]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def sizes_of(rows: int, batch: int, micro_batch: int) -> set[int]:
+    """The sizes of micro-batches that occur in an epoch."""
+    last = rows % batch or batch
+    return {micro_batch, batch % micro_batch, last % micro_batch, min(last, micro_batch)} - {0}
+
+
+def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
+    """The sizes of micro-batches that occur in an epoch, as parts of `micro_batch`."""
+    return tuple(size / micro_batch for size in sorted(sizes_of(rows, batch, micro_batch)))
+
+
+def starts_of(problem: Problem) -> list[int]:
+    """Blocks at which a partition may begin: those with parameters, if only of others. What has none stays with what it
+    follows; and what is frozen too, where every partition must learn."""
+    if problem.starts is not None:
+        return list(problem.starts)
+    costs = problem.costs_at(micro_batches(problem)[0])  # not a small one: BatchNorm refuses a single row
+    begin = [
+        number for number, cost in enumerate(costs) if cost.trainable or cost.tied or (cost.frozen and not problem.every_learns)
+    ]
+    return [0, *(number for number in begin[1:] if problem.cuts_behind(costs[number - 1]))]
+
+
+class _Grown:
+    """Costs of the partitions that begin at one block, by their last block (not included): as far as they were asked for."""
+
+    def __init__(self, costs: Iterator[PartitionCost], first: int) -> None:
+        self._more, self._last = costs, first
+        self._known: dict[int, PartitionCost] = {}
+
+    def until(self, last: int) -> PartitionCost:
+        while self._last < last:
+            self._last += 1
+            self._known[self._last] = next(self._more)
+        return self._known[last]
+
+
+def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counted: bool = False) -> PartitionCost:
+    """Cost of blocks first..last (last not included) as one partition: as much work as it has blocks, once."""
+    key = micro_batch, first, counted
+    if key not in problem.known:
+        costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
+        grown = growing(
+            costs[first:], problem.states[first:], problem.loss_of(micro_batch), fused=problem.fused,
+            heap_below=problem.heap_below, shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
+        )  # fmt: skip
+        problem.known[key] = _Grown(grown, first)
+    return problem.known[key].until(last)
+
+
+def costs_from(problem: Problem, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:
+    """Cost of every partition that may begin at `first`, by its last block (not included), shortest first."""
+    ends = [start for start in [*starts_of(problem), len(problem.chain)] if start > first]
+    return {last: cost_of(problem, micro_batch, first, last, counted=counted) for last in ends}
+
+
+def parts_of(problem: Problem, micro_batch: int, starts: Sequence[int]) -> Parts:
+    """The partitions that begin at `starts`."""
+    ends = [*starts[1:], len(problem.chain)]
+    return tuple((first, last, cost_of(problem, micro_batch, first, last)) for first, last in zip(starts, ends, strict=True))
+
+
+def buffers_of(
+    problem: Problem, first: int, last: int, micro_batch: int, *, reads_memory: bool = False, writes_memory: bool = False
+) -> tuple[int, int]:
+    """(reading, writing) bytes of the boundary cache's buffers that count against the limit; less where rows lie in memory."""
+    if not problem.host_counts:
+        return 0, 0
+    costs, chain = problem.costs_at(micro_batch), problem.chain
+    read = RowPack.of_one(ROWS, problem.input_row) if first in chain.begins else problem.row_pack(costs[first - 1])
+    count = max(problem.train_rows, problem.test_rows)
+    reading = reader_bytes(read.layout, count, micro_batch, in_memory=reads_memory) + read.working_bytes(micro_batch)
+    if last in chain.ends:
+        return reading, 0
+    written = problem.row_pack(costs[last - 1])
+    writing = writer_bytes(written.layout, micro_batch, in_memory=writes_memory) + written.working_bytes(micro_batch)
+    return reading, writing
+
+
+def too_many(problem: Problem, count: int) -> OptionError:
+    found = f"the model has {len(starts_of(problem))} blocks at which a partition can begin"
+    return OptionError(f"--partitions {count}: {found}; it cannot be cut into {count}.")
+
+
+def refuse_given(problem: Problem, peak: int) -> None:
+    """Raises DoesNotFit where `peak` is what a model given alive takes, and no cut would help."""
+    if problem.live_bytes and peak <= problem.beside(problem.live_bytes):
+        raise refused(
+            f"the model was given alive, which needs {format_size(peak)}, and {left_of(problem.limit)}.\n"
+            f"  Its weights, {format_size(problem.live_bytes)}, are all in memory when the run begins and when it ends, beside "
+            f"the runtime of {format_size(problem.runtime)}.\n"
+            "  Give factories, which build one block at a time, or give more.",
+            limit_for(peak),
+        )
+
+
+def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int, ...]) -> str:
+    """Equal for chains with the same tensors and the same input."""
+    digest = hashlib.blake2b(repr(input_shape).encode(), digest_size=8)
+    for block, cost in zip(chain, costs, strict=True):
+        tensors = [(spec.name, spec.shape, str(spec.dtype)) for spec in cost.layout.specs]
+        digest.update(repr((block.name, tensors)).encode())
+    return digest.hexdigest()
+
+
+def handing_of(parts: Sequence[PartitionCost]) -> Handing:
+    return Handing([cost.entering for cost in parts], [cost.leaving for cost in parts])
+
+
+def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int, tiers: Tiers, tier: str) -> int:
+    """Bytes of what partitions hand to each other in one update and waits in `tier`, each tensor's rounded up to pages."""
+    handing = handing_of(parts)
+    nbytes = sum(size for number, size in handing.places(micro_batch).items() if handing.tier_of(number, tiers) == tier)
+    if handing.tier_of(-1, tiers) == tier:
+        nbytes += sum(round_up(cost.tied) + _TIED_PAGES * PAGE for cost in parts if cost.tied)
+    return -(-batch // micro_batch) * nbytes
+
+
+def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch: int, tier: str) -> Tiers:
+    """All boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
+    tiers, at = (tier,) * len(parts) if tier != DEVICE else (), len(parts)
+    while tier == "host" and at and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.host_room:
+        at -= 1
+        tiers = (tier,) * at + ("disk",) * (len(parts) - at)
+    return tiers
+
+
+def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tiers: Tiers) -> int:
+    """Bytes of the piece of host memory for those that wait there."""
+    costs = [cost for _, _, cost in parts]
+    nbytes = boundary_bytes(costs, problem.batch_size, micro_batch, tiers, "host") if "host" in tiers else 0
+    return first_piece(nbytes, powers_of_two=not problem.host_counts) if nbytes else 0
+
+
+_TIED_PAGES = 16
+"""A partition's shared weights are counted together, and rounded up one by one."""
+
+
+GraphRooms = Mapping[int, tuple[int, ...]]
+"""By partition, bytes of the host memory of each graph of those that wait there at the same time."""
+
+
+class HostPlaces(NamedTuple):
+    """What has a place in host memory beside boundaries."""
+
+    nbytes: int
+    """Of a pool for all of it."""
+    homes: frozenset[int]
+    """Partitions whose homes are all in it."""
+    graphs: frozenset[int]
+    """Partitions whose graphs may wait in it."""
+
+
+def host_places(
+    problem: Problem, parts: Parts, boundaries: int, *, states: bool, rows: int = 0, graphs: GraphRooms = MappingProxyType({})
+) -> HostPlaces:
+    """Of `graphs`, then homes, beside `boundaries`; `rows` come behind.
+
+    states: whether optimizer state has a home as well, and gradients where updates wait for their norm.
+    """
+    if not problem.host_budget:
+        return HostPlaces(0, frozenset(), frozenset())
+    key = (boundaries, rows, states, *graphs.items(), *(first for first, _, _ in parts))
+    if key not in problem.placed:
+        costs = problem.costs_at(micro_batches(problem)[0])
+        waits = problem.clips and states and len(parts) > 1  # gradients, at home, for their norm
+        homes = [
+            (
+                round_up(max(cost.weights, 1)),
+                state.padded_nbytes if states else 0,
+                cost.gradient_layout.padded_nbytes if waits else 0,
+            )
+            for cost, state in zip(costs, problem.states, strict=True)
+        ]
+        placed = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
+        groups = [*graphs.values(), *placed]
+        need = sum(map(sum, groups)) + rows
+        budget = max(0, problem.host_budget - boundaries)
+        nbytes, fit = pieces_for(need, groups, budget, powers_of_two=not problem.host_counts)
+        held = frozenset(p for number, p in enumerate(graphs) if number in fit)
+        problem.placed[key] = HostPlaces(nbytes, frozenset(n - len(graphs) for n in fit if n >= len(graphs)), held)
+    return problem.placed[key]
+
+
+def graph_rooms(parts: Sequence[PartitionCost], partitions: Iterable[int], at_once: int) -> GraphRooms:
+    """For graphs of `partitions`, of so many micro-batches at the same time."""
+    return {p: (round_up(parts[p].graph),) * at_once for p in sorted(partitions)}
+
+
+def graphs_at_once(method: Method, batch: int, micro_batch: int) -> int:
+    """Micro-batches whose graphs of a partition wait at the same time: one where each goes through all partitions by itself."""
+    return 1 if method.stays else -(-batch // micro_batch)
+
+
+def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int, tiers: Tiers) -> int:
+    """Bytes of the largest tensor that one partition hands to another by way of the disk; 0: none goes there."""
+    handing = handing_of(parts)
+    values = {value.number: value.nbytes_at(micro_batch) for cost in parts for value in cost.entering}
+    sizes = [nbytes for number, nbytes in values.items() if handing.tier_of(number, tiers) == "disk"]
+    return max(sizes + [cost.tied for cost in parts if handing.tier_of(-1, tiers) == "disk"], default=0)
+
+
+BUFFERS = 6
+"""Of boundaries on disk: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
+
+
+def exchange_bytes(largest: int) -> int:
+    """Memory of the buffers of boundaries on disk, for tensors of at most `largest` bytes."""
+    return BUFFERS * aligned_bytes(largest)
+
+
+def graph_buffer_bytes(parts: Sequence[PartitionCost], offloads: Collection[int]) -> int:
+    """Memory of the buffers through which graphs of the partitions `offloads` go elsewhere, one micro-batch at a time."""
+    return GRAPH_BUFFERS * aligned_bytes(max(parts[p].graph for p in offloads)) if offloads else 0
+
+
+def sharing(problem: Problem, parts: Parts) -> set[int]:
+    """Partitions that share weights with others: who borrows them reads them from their home, which must be up to date."""
+    of_block = {number: p for p, (first, last, _) in enumerate(parts) for number in range(first, last)}
+    pairs = [(of_block[b.number], of_block[tie.owner.number]) for b in problem.chain for tie in b.tied]
+    return {p for pair in pairs if pair[0] != pair[1] for p in pair}

@@ -1,0 +1,394 @@
+"""Which of many ways to run a cut is the fastest that fits, and how memory that is left is spent on time."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from seqpart.methods.method import Method
+from seqpart.model.packs import DEVICE, Tiers
+from seqpart.plan.dynamic import best_use, most_saved
+from seqpart.plan.prediction import (
+    Kind,
+    Option,
+    Prediction,
+    carried_out,
+    first_that_learns,
+    heap_bytes,
+    heaps_of,
+    increments,
+    least_at_end,
+    least_peak,
+    options_of,
+    predict,
+)
+from seqpart.plan.problem import Parts, Problem, boundary_bytes
+from seqpart.plan.simulator import Resources
+
+_REPAIRS = 800
+"""Partitions that are simulated, once each, to make a plan a little better."""
+
+_FEW, _MORE_OF_FEW = 4, 4
+"""Of so few partitions as many times more are simulated: where one answer is a large part of the plan, more must be tried."""
+
+_LOOKED_AT = 2000
+"""Moves that are weighed before any of them is simulated."""
+
+_RIVALS, _NEAR = 4, 1.5
+"""So many plans are made better, if they are not slower than the fastest by more."""
+
+_WORTH_IT = 1 / 1.02
+"""Of a plan's seconds: one with graphs or boundaries that wait elsewhere is taken where it needs less."""
+
+_ROUGHLY = 1.01
+"""What was not simulated itself may take less by so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rough:
+    """A candidate that was not simulated itself: no plan made of it takes fewer seconds than `least`."""
+
+    parts: Parts
+    resources: Resources
+    least: float
+
+
+def fastest(
+    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
+) -> Prediction | None:
+    """Of all that fits, with memory that is left spent. The most promising first, and none that cannot be the fastest."""
+    best: dict[tuple[int, Resources], Prediction] = {}
+    rough = _roughly(problem, method, micro_batch, candidates, available)
+    for one in sorted(rough, key=lambda one: one.least):
+        # What takes a slot, a heap or boundaries may be worth more where partitions stay: each is made better for itself.
+        rivals = len(one.parts), one.resources
+        known = min((prediction.seconds for prediction in best.values()), default=math.inf)
+        if one.least >= known:
+            break
+        plain = predict(problem, method, micro_batch, one.parts, one.resources)
+        if plain.peak > available:
+            continue
+        for prediction in (plain, *(spent(problem, plain, available) if len(one.parts) > 1 else ())):
+            if rivals not in best or prediction.seconds < best[rivals].seconds:
+                best[rivals] = prediction
+    ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
+    near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
+    near += [away for one in ranked[:1] for away in _one_boundary_away(problem, one, available)]
+    near += [away for one in near if (away := _offloading(problem, one, available)) is not None]
+    better = [refined(problem, prediction, available, _REPAIRS // len(near)) for prediction in near]
+    return min(better, key=_rank, default=None)
+
+
+def _rank(prediction: Prediction) -> float:
+    """Seconds, with what graphs and boundaries that wait elsewhere must bring before they are worth it."""
+    candidate = prediction.candidate
+    return prediction.seconds / (_WORTH_IT if candidate.offloads or candidate.resources.tiers else 1.0)
+
+
+def _offloading(problem: Problem, found: Prediction, available: int) -> Prediction | None:
+    """Another way to spend the memory of `found`, with graphs that do not wait on the device."""
+    if not problem.graph_tiers or _holds_all(found):
+        return None
+    now = found.candidate
+    resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=now.resources.slots or 1)
+    plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
+    if plain.peak > available:
+        return None
+    options = options_of(problem, plain, offload=True)
+    orders = _orders(problem, plain, options, available)
+    # Memory for partitions that stay and not for graphs: the buffers first, through which all graphs go.
+    streamed = _orders(problem, plain, [option for option in options if option.kind is not Kind.KEEP], available)
+    orders += [tuple(sorted(order, key=lambda option: not option.kind.away)) for order in streamed]
+    others = [_filled(problem, plain, (), order, available) for order in orders]
+    # Together: one at a time each would have to find room for buffers that all share.
+    gaining = [option for option in options if option.kind.away and option.worth(_PRICES[0]) > 0]
+    for away in ([option for option in gaining if option.kind is kind] for kind in (Kind.HOST, Kind.DISK)):
+        whole = carried_out(problem, plain, away)
+        if away and whole.peak <= available:
+            others += [_filled(problem, whole, away, order, available) for order in orders]
+    return min((other for other in others if other.candidate.offloads), key=_rank, default=None)
+
+
+def _holds_all(prediction: Prediction) -> bool:
+    """Whether all partitions stay, and all graphs that can be kept are, on the device: there is nothing to gain."""
+    candidate = prediction.candidate
+    graphs = len(candidate.parts) - 1 - first_that_learns(candidate.parts)
+    stays = prediction.method.stays or len(candidate.resources.stays) == len(candidate.parts)
+    return stays and len(candidate.keeps - candidate.offloads) >= graphs
+
+
+_LARGEST = 3
+"""Boundaries that are tried elsewhere where all of them wait on the device."""
+
+
+def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
+    """`found` with one of its largest boundaries elsewhere, which makes room for other answers. Candidates have all or none."""
+    now, elsewhere = found.candidate, [tier for tier in problem.boundary_tiers if tier != DEVICE]
+    costs = [cost for _, _, cost in now.parts]
+    few = len(costs) <= _FEW
+    if not elsewhere or (now.resources.tiers and not few):
+        return
+    entering = [sum(value.nbytes for value in cost.entering) for cost in costs]
+    for p in sorted(range(len(costs)), key=lambda p: -entering[p])[:_LARGEST]:
+        tiers = tuple(elsewhere[0] if other == p else DEVICE for other in range(len(costs)))
+        if boundary_bytes(costs, problem.batch_size, now.micro_batch, tiers, "host") > problem.host_room:
+            continue
+        resources = replace(now.resources, tiers=tiers, keeps_heap=False)
+        away = predict(problem, found.method, now.micro_batch, now.parts, resources, now.keeps, now.offloads)
+        found_anew = _spent_anew(problem, away, available) if few else ()
+        fitting = [one for one in (away, *found_anew) if one.peak <= available]
+        if fitting:
+            yield min(fitting, key=_rank)
+
+
+def _spent_anew(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
+    """Its memory spent anew, with one slot and with two: where partitions are few, each is a large part of the plan."""
+    now = found.candidate
+    for slots in {len(now.parts)} if found.method.stays else {1, 2}:
+        resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=slots)
+        plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
+        if plain.peak <= available:
+            yield from (_with_graphs(problem, one, available) for one in (plain, *spent(problem, plain, available)))
+
+
+def _with_graphs(problem: Problem, best: Prediction, available: int) -> Prediction:
+    """One graph more of those that fit, though bytes that add up leave no room for it."""
+    now = best.candidate
+    others = [p for p in range(first_that_learns(now.parts), len(now.parts) - 1) if p not in now.keeps]
+    more = (predict(problem, best.method, now.micro_batch, now.parts, now.resources, now.keeps | {p}) for p in others)
+    return min((best, *(one for one in more if one.peak <= available)), key=lambda one: one.seconds)
+
+
+_PRICES = (0.1, 0.4, 1.0)
+"""Of a second of transfers, in seconds of computing: nearly hidden behind it, in part, not at all."""
+
+
+def _orders(problem: Problem, plain: Prediction, options: Sequence[Option], available: int) -> list[tuple[Option, ...]]:
+    """Those that save time, at each price: first the best ones that fit where bytes add up, each by the time saved a byte."""
+
+    def ordered(price: float) -> tuple[Option, ...]:
+        alone = dict(zip(increments(options), options, strict=True))
+        # Of equal ones the last comes first: its graph is there for the shortest time.
+        order = sorted(alone, key=lambda option: (-option.worth(price) / max(1, option.nbytes), -option.partition))
+        gaining = [option for option in order if option.worth(price) > 0]
+        best = _knapsack(problem, plain, gaining, available, price)
+        return tuple(alone[option] for option in sorted(gaining, key=lambda option: option not in best))
+
+    return list(dict.fromkeys(map(ordered, _PRICES)))
+
+
+_BUCKETS = 128
+"""In which a knapsack counts memory."""
+
+
+def _knapsack(problem: Problem, plain: Prediction, options: Sequence[Option], available: int, price: float) -> "set[Option]":
+    rooms, behind = _rooms(problem, plain, available)
+    unit = max(1.0, max(rooms) / _BUCKETS)
+    stays = [option for option in options if option.kind in (Kind.STAY, Kind.WEIGHTS)]
+    graphs = {option.partition: option for option in options if option.kind is Kind.KEEP}
+
+    def item(option: Option) -> tuple[int, float]:
+        return round(option.takes(plain.candidate.resources) / unit), option.worth(price)
+
+    staying, kept = best_use(
+        [int(room / unit) for room in rooms], [item(option) for option in stays],
+        {p + behind: item(option) for p, option in graphs.items()},
+    )  # fmt: skip
+    return {*(stays[index] for index in staying), *(graphs[q - behind] for q in kept)}
+
+
+def _roughly(
+    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
+) -> Iterator[_Rough]:
+    """Candidates that may fit, with a kept heap and without: one is simulated for all that differ in slots and heap alone."""
+    simulated: dict[tuple[tuple[int, ...], Tiers], tuple[Prediction, int]] = {}
+    for parts, resources in candidates:
+        if least_peak(problem, method, micro_batch, parts, resources) > available:
+            continue
+        key = tuple(first for first, _, _ in parts), resources.tiers
+        if key not in simulated:
+            plain = predict(problem, method, micro_batch, parts, resources)
+            least, _ = heaps_of(problem, plain.working, [cost for _, _, cost in parts])
+            simulated[key] = plain, least - problem.growth - plain.working
+        plain, holes = simulated[key]
+        peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
+        may_keep = problem.may_keep_heap and not resources.tiers
+        for heap in (True, False) if may_keep else (False,):
+            kept = holes if heap else 0
+            if peak + kept <= available * _ROUGHLY:
+                way = replace(resources, keeps_heap=heap)
+                yield _Rough(parts, way, _least(problem, plain, way, max(0, available - peak - kept)))
+
+
+def _slots(parts: Parts, resources: Resources) -> int:
+    return sum(sorted((cost.slot for _, _, cost in parts), reverse=True)[: resources.slots])
+
+
+def _least(problem: Problem, plain: Prediction, resources: Resources, left: int) -> float:
+    """Seconds that no way to spend the bytes `left` gets below: on computing alone, or on transfers alone."""
+    parts = plain.candidate.parts
+    share = min(1.0, *(cost.kept_share for _, _, cost in parts)) if resources.keeps_heap else 1.0
+    # Boundaries on the device make it another candidate, which is looked at itself.
+    options = [option for option in increments(options_of(problem, plain)) if option.kind is not Kind.NEAR]
+    if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # one behind the other
+        return plain.moving * (1 + problem.contention) + share * plain.computing
+    # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
+    at_end = least_at_end(problem, plain.method, plain.candidate.micro_batch, parts, resources)
+    room = left + max(0, plain.working - at_end)
+    computing = plain.computing - most_saved(((o.compute, o.takes(resources)) for o in options), room)
+    moving = plain.moving - most_saved(((o.transfer, o.takes(resources)) for o in options), left)
+    return max(share * computing, moving) + problem.contention * moving
+
+
+def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resources]]) -> Prediction | None:
+    """Of all methods, micro-batches and cuts the one that takes least, looked at in the order of what each takes at least."""
+    best: Prediction | None = None
+    bounds = ((least_peak(problem, *way), way) for way in ways)
+    for least, way in sorted(bounds, key=lambda bound: bound[0]):
+        if best is not None and least >= best.peak:
+            break
+        prediction = predict(problem, *way)
+        best = prediction if best is None or prediction.peak < best.peak else best
+    return best
+
+
+def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Prediction]:
+    """Memory that is left, spent on partitions that stay and on kept graphs: a knapsack, priced at several rates of exchange.
+
+    The time of an update is the larger of computing and of transfers, in part behind each other, so what a second of transfers
+    is worth is not known beforehand.
+    """
+    options = options_of(problem, plain)
+    orders = _orders(problem, plain, options, available)
+    for order in orders:
+        yield _filled(problem, plain, (), order, available)
+    parts, staying = plain.candidate.parts, [option for option in options if option.kind is Kind.STAY]
+    if plain.candidate.resources.slots == 1 and len(staying) == len(parts):  # then nothing needs the slot
+        all_stay = replace(plain.candidate.resources, slots=len(parts))
+        everything = least_peak(problem, plain.method, plain.candidate.micro_batch, parts, all_stay) <= available
+        whole = carried_out(problem, plain, staying) if everything else plain
+        if whole.peak <= available and whole is not plain:
+            yield _filled(problem, whole, staying, [option for option in orders[0] if option.kind is Kind.KEEP], available)
+
+
+def _filled(
+    problem: Problem, plain: Prediction, chosen: Sequence[Option], options: Sequence[Option], available: int
+) -> Prediction:
+    """As many of `options`, in their order, as fit behind those that `plain` has chosen."""
+    best, taken = plain, tuple(chosen)
+    while more := _packed(problem, best, taken, options, available):
+        while more and (tried := carried_out(problem, plain, (*taken, *more))).peak > available:
+            more = more[: len(more) // 2]
+        if not more:
+            break
+        best, taken = tried, (*taken, *more)
+    return best
+
+
+def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int], int]:
+    """(bytes that are left while each partition works, partitions from its own on behind which a kept graph takes room)."""
+    candidate = now.candidate
+    per_byte = heap_bytes(1) if candidate.resources.keeps_heap else 1
+    others_wait = not now.method.stays and candidate.micro_batch < problem.batch_size  # graphs of other micro-batches
+    return [available - now.peak + per_byte * (now.working - work) for work in now.works], 0 if others_wait else 1
+
+
+def _packed(
+    problem: Problem, now: Prediction, taken: Sequence[Option], options: Sequence[Option], available: int
+) -> list[Option]:
+    """Those of `options` beside `taken`, in their order, that fit where bytes add up: what stays while all partitions work, and
+    a kept graph from its own forward pass to its backward pass, so while later partitions work."""
+    left, behind = _rooms(problem, now, available)
+    chosen = {kind: {o.partition: o for o in taken if o.kind is kind} for kind in Kind}
+    packed: list[Option] = []
+    for option in options:
+        p, kind = option.partition, option.kind
+        if option in taken or (kind is Kind.WEIGHTS and p in chosen[Kind.STAY]):
+            continue
+        inner = chosen[Kind.WEIGHTS].get(p) if kind is Kind.STAY else None
+        nbytes = (option if inner is None else option.beyond(inner)).takes(now.candidate.resources)
+        first = p + behind if kind in (Kind.KEEP, Kind.NEAR) else 0
+        if min(left[first:], default=0) >= nbytes:
+            packed.append(option)
+            chosen[kind][p] = option
+            left[first:] = (room - nbytes for room in left[first:])
+    return packed
+
+
+def refined(problem: Problem, best: Prediction, available: int, repairs: int) -> Prediction:
+    """`best` with one option more, or one or two in the place of another, as long as that makes it faster and fits.
+
+    In simulations of so many partitions together that their time does not grow with the number of partitions.
+    """
+    count = len(best.candidate.parts)
+    left = around = (repairs * _MORE_OF_FEW if count <= _FEW else repairs) // count if count > 1 else 0
+    better = left > 0
+    options = options_of(problem, best, offload=bool(best.candidate.offloads))
+    while better and left > 0:
+        better = False
+        now = best.candidate
+        host = now.resources.graphs_at_host
+        answers = {
+            Kind.STAY: now.resources.stays, Kind.WEIGHTS: now.resources.weights_stay, Kind.KEEP: now.keeps - now.offloads,
+            Kind.HOST: host,
+            Kind.DISK: now.offloads - host, Kind.NEAR: {p for p, tier in enumerate(now.resources.tiers) if tier == DEVICE},
+        }  # fmt: skip
+        chosen = [option for option in options if option.partition in answers[option.kind]]
+        others = [option for option in options if option not in chosen]
+        for out, come in _promising(chosen, others, best.candidate.resources, available - best.peak, left):
+            left -= 1
+            tried = carried_out(problem, best, [option for option in (*chosen, *come) if option not in out])
+            if tried.peak <= available and tried.seconds < best.seconds:
+                best, better = tried, True
+                break
+        if not better:
+            tried = _around(problem, best, options, available, around // 3)
+            best, better, around = tried, tried is not best, 0
+    return best
+
+
+def _around(problem: Problem, best: Prediction, options: Sequence[Option], available: int, count: int) -> Prediction:
+    """The best of `count` plans that begin with one or two options and are filled with others: bytes do not add up where
+    the largest partition stays, which then needs no slot."""
+    found, plain = [best], carried_out(problem, best, ())
+    order = sorted(options, key=lambda option: -option.worth(1.0) / max(1, option.nbytes))
+    starts = (start for size in (1, 2) for start in itertools.combinations(order, size))
+    for start in itertools.islice(starts, count):
+        began = carried_out(problem, plain, start)
+        if began.peak <= available:
+            found.append(_filled(problem, began, start, order, available))
+    return min(found, key=_rank)
+
+
+def _promising(
+    chosen: Sequence[Option], others: Sequence[Option], resources: Resources, room: int, count: int
+) -> "Iterator[tuple[_Chosen, _Chosen]]":
+    """At most `count` moves that save seconds of some kind: those that fit where bytes add up, then others."""
+    seldom: list[tuple[_Chosen, _Chosen]] = []
+    for out, come in itertools.islice(_moves(chosen, others), _LOOKED_AT):
+        computing = sum(o.compute for o in come) - sum(o.compute for o in out)
+        moving = sum(o.transfer for o in come) - sum(o.transfer for o in out)
+        if computing >= 0 or moving >= 0:
+            more = sum(o.takes(resources) for o in come) - sum(o.takes(resources) for o in out)
+            if (computing <= 0 and moving <= 0) or more > room:
+                seldom.append((out, come))
+                continue
+            count -= 1
+            yield out, come
+        if count <= 0:
+            return
+    yield from seldom[:count]
+
+
+_Chosen = tuple[Option, ...]
+
+
+def _moves(chosen: Sequence[Option], others: Sequence[Option]) -> Iterator[tuple[_Chosen, _Chosen]]:
+    """(what goes, what comes), the most promising first."""
+    others = sorted(others, key=lambda option: -option.worth(1.0))
+    chosen = sorted(chosen, key=lambda option: option.worth(1.0))
+    yield from (((), (option,)) for option in others)
+    yield from (((out,), (option,)) for option in others for out in chosen)
+    yield from (((), pair) for pair in itertools.combinations(others, 2))
+    yield from (((out,), pair) for pair in itertools.combinations(others, 2) for out in chosen)
+    yield from ((pair, (option,)) for pair in itertools.combinations(chosen, 2) for option in others)

@@ -1,0 +1,238 @@
+"""The plan of `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few; or why none does."""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from seqpart.device.limit import growth_beside, left_of, limit_for, margin_of, refused, what_helps
+from seqpart.errors import DoesNotFit
+from seqpart.methods.method import PartitionTraining, Workload
+from seqpart.methods.sil import sil_phases
+from seqpart.plan.dynamic import Piece, best_cut
+from seqpart.plan.plan import AS_ASKED, Told
+from seqpart.plan.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
+from seqpart.plan.problem import (
+    Candidate,
+    Part,
+    Problem,
+    cost_of,
+    costs_from,
+    measurable,
+    micro_batches,
+    possible_micro_batches,
+    refuse_given,
+    starts_of,
+    too_many,
+)
+from seqpart.plan.simulator import PredictedStep, Resources, simulate
+from seqpart.profile.partition import PartitionCost
+from seqpart.schedule.phase import Phase
+from seqpart.schedule.phases import Phases
+from seqpart.units import format_size
+
+SMALLEST_EASY_MICRO_BATCH = 32
+"""Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
+
+
+def choose_cut(problem: Problem, told: Told = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
+    """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words.
+
+    Cut, if that does, only where nothing that learns passes by what is judged: of the rest no loss says anything.
+    """
+    alone = replace(problem, cuts_behind=lambda cost: problem.cuts_behind(cost) and problem.learns_alone(cost))
+    best = _fewest(alone)
+    if best is None and starts_of(alone) != starts_of(problem):
+        best = _fewest(problem)
+    if best is None:
+        raise _does_not_fit(problem)
+    best = _with_heap(problem, best, problem.limit - margin_of(problem.limit))
+    return best, _reasons(problem, best, told)
+
+
+def _fewest(problem: Problem) -> Candidate | None:
+    """The best of those that fit."""
+    found: list[Candidate] = []
+    for micro_batch in micro_batches(problem):
+        if found and (micro_batch < SMALLEST_EASY_MICRO_BATCH or len(found[-1].parts) <= _least_count(problem, micro_batch)):
+            break
+        if not measurable(problem, micro_batch):
+            break
+        candidate = _cut_at(problem, micro_batch)
+        if candidate is not None:
+            found.append(candidate)
+    return min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch), default=None)
+
+
+def _least_count(problem: Problem, micro_batch: int) -> int:
+    """Partitions that there must be at any micro-batch: what each holds when it is updated does not hang on that."""
+    if problem.count is not None or problem.starts is not None:
+        return problem.count or len(problem.starts or ())
+    whole = cost_of(problem, micro_batch, 0, len(problem.chain))
+    return -(-_held(whole) // max(1, _room(problem, problem.limit - margin_of(problem.limit))))
+
+
+def _held(cost: PartitionCost) -> int:
+    """Bytes of a partition that is updated: the least that it takes."""
+    return cost.slot + cost.gradients
+
+
+def _room(problem: Problem, available: int) -> int:
+    return available - problem.runtime - growth_beside(problem.growth, 0)
+
+
+def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
+    available = (problem.limit - margin_of(problem.limit)) if limit is None else limit
+    chain = len(problem.chain)
+    if problem.count is None and problem.starts is None and _fits_whole(problem, micro_batch, available):
+        pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
+    else:
+        starts = starts_of(problem)
+        ends = [*starts[1:], chain]
+        pieces = [
+            piece
+            for number, first in enumerate(starts)
+            for piece in _pieces(problem, micro_batch, first, ends[number:], available)
+        ]
+    count = len(problem.starts) if problem.starts is not None else problem.count
+    while (chosen := best_cut(pieces, chain, count)) is not None:
+        parts = {p: (p.first, p.last, cost_of(problem, micro_batch, p.first, p.last)) for p in chosen}
+        too_large = [p for p, part in parts.items() if _peak_alone(problem, part, micro_batch) > available]
+        if not too_large:
+            return Candidate(micro_batch, tuple(parts.values()))
+        pieces = [piece for piece in pieces if piece not in too_large]
+    return None
+
+
+def _fits_whole(problem: Problem, micro_batch: int, available: int) -> bool:
+    chain = len(problem.chain)
+    return _peak_alone(problem, (0, chain, cost_of(problem, micro_batch, 0, chain)), micro_batch) <= available
+
+
+def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int], available: int) -> Iterator[Piece]:
+    """Those that fit, as far as a longer one needs more: found by bisection, so that few are simulated, and far fewer are
+    looked at than there are. ends: where one may end.
+
+    Balanced by what is counted: the cut decides what is learned, and must not hang on what a real run happened to take.
+    """
+    room = _room(problem, available)
+    costs = ((last, cost_of(problem, micro_batch, first, last)) for last in ends)
+    longer = list(itertools.takewhile(lambda part: _held(part[1]) <= room, costs))
+    fitting = bisect_right(longer, available, key=lambda part: _peak_alone(problem, (first, *part), micro_batch))
+    for last, cost in longer[:fitting]:
+        if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
+            counted = cost_of(problem, micro_batch, first, last, counted=True)
+            yield Piece(first, last, _row_behind(problem, last), counted.slot + counted.train_peak)
+
+
+def _row_behind(problem: Problem, last: int) -> int:
+    """Bytes of a row of what is judged behind the block before `last`: by a mask beside it no cut is better or worse."""
+    return problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).judged_bytes
+
+
+def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
+    """Of the process or device while `sil` trains this partition and makes the next one's rows with it."""
+    return max(peaks_by_partition(problem, *_alone(problem, part, micro_batch)))
+
+
+def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, Sequence[Phase], Sequence[PredictedStep]]:
+    batch = problem.batch_size
+    one = PartitionTraining(epochs=1, batch_size=batch, micro_batch=min(micro_batch, batch), trainable=part[2].trainable)
+    rows = min(problem.train_rows, WALKED_UPDATES * batch)
+    work = Workload(
+        train_rows=rows, test_rows=min(problem.test_rows, micro_batch), shuffle=False,
+        partitions=(one,) if part[1] == len(problem.chain) else (one, one),
+    )  # fmt: skip
+    phases = Phases(sil_phases(work).stretches[:1])  # of an inner partition with what makes rows of its outputs
+    walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
+    return Candidate(micro_batch, (part,)), walked, predicted_steps
+
+
+def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candidate:
+    """`candidate` of `sil` with a heap that is kept for the whole run, where there is memory for that."""
+    if not problem.may_keep_heap:
+        return candidate
+    simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
+    working = max(works_of(predicted_steps, 1)[0] for _, _, predicted_steps in simulated)
+
+    def peaks(kept: Candidate) -> list[int]:
+        alone = (peaks_by_partition(problem, replace(one, heap=kept.heap), walked, steps) for one, walked, steps in simulated)
+        return [peak for (peak,) in alone]
+
+    kept = replace(candidate, resources=replace(candidate.resources, keeps_heap=True))
+    kept = with_heap(problem, kept, heaps_of(problem, working, [cost for _, _, cost in candidate.parts]), peaks)
+    return kept if max(peaks(kept)) <= available else candidate
+
+
+def _does_not_fit(problem: Problem) -> DoesNotFit:
+    needs = [(*_largest_need(problem, rows), rows) for rows in possible_micro_batches(problem)]
+    cost, where, peak, rows = min(needs, key=lambda need: need[2])  # not always the fewest rows: see `exact`
+    refuse_given(problem, peak)
+    cure = what_helps(
+        problem.limit, problem.runtime, peak, finer=bool(problem.count or problem.starts),
+        block=cost.slot + cost.train_peak, state=cost.state,
+        rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
+    )  # fmt: skip
+    return refused(
+        f"{where} alone needs {format_size(peak)}, at micro-batch {rows}, and {left_of(problem.limit)}.\n"
+        f"  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}, gradients "
+        f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}\n"
+        f"  {cure}",
+        limit_for(peak),
+        rows,
+    )
+
+
+def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, str, int]:
+    """The partition that needs most when everything is cut as fine as allowed."""
+    if problem.count is not None:
+        best = _best_effort(problem, micro_batch, problem.count)
+        if best is not None:
+            return best
+    worst: tuple[PartitionCost, str, int] | None = None
+    for first in starts_of(problem):
+        for last, cost in costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
+            if cost.trainable:
+                break
+        peak = _peak_alone(problem, (first, last, cost), micro_batch)
+        if worst is None or peak > worst[2]:
+            worst = (cost, _named(problem, first, last), peak)
+    assert worst is not None
+    return worst
+
+
+def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
+    """With the number of partitions given: the least limit under which some cut of so many fits, by bisection."""
+    low, high = problem.runtime, problem.runtime
+    high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in problem.costs_at(micro_batch)) + (1 << 30)
+    if _cut_at(problem, micro_batch, high) is None:
+        raise too_many(problem, count)
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _cut_at(problem, micro_batch, middle) is not None else (middle, high)
+    candidate = _cut_at(problem, micro_batch, high)
+    assert candidate is not None
+    first, last, cost = max(candidate.parts, key=lambda part: _peak_alone(problem, part, micro_batch))
+    return cost, _named(problem, first, last), _peak_alone(problem, (first, last, cost), micro_batch)
+
+
+def _named(problem: Problem, first: int, last: int) -> str:
+    block = problem.chain[first]
+    return str(block) if last - first == 1 else f"blocks {first}..{last - 1}, from {block.kind} on,"
+
+
+def _reasons(problem: Problem, best: Candidate, told: Told) -> tuple[str, ...]:
+    count = len(best.parts)
+    reasons = []
+    if problem.starts is not None:
+        reasons.append(f"{count} partition(s): {told.cut}")
+    elif count > 1:
+        asked = told.cut if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
+        reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
+    else:
+        reasons.append("1 partition: the whole network fits, so nothing is cut")
+    reasons += best.heap_reason
+    if best.micro_batch < problem.batch_size:
+        asked = told.micro_batch if problem.micro_batch else "the largest that fits with so few partitions"
+        reasons.append(f"micro-batch {best.micro_batch} of {problem.batch_size}: {asked}")
+    return tuple(reasons)

@@ -1,0 +1,399 @@
+"""What a schedule will do to memory, links and the clock, from the blocks' costs alone. Ints in, ints out.
+
+The planner asks it which cut fits and how long it takes; a test runs the same steps for real and compares the two,
+step by step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from seqpart.model.packs import DEVICE, Handing, Tiers, Value
+from seqpart.plan.clock import Clock
+from seqpart.profile.machine import Speeds
+from seqpart.profile.partition import Parting, PartitionCost
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import Phases
+from seqpart.schedule.progress import Progress
+from seqpart.schedule.shortened import shortened
+from seqpart.schedule.steps import AT_HOME, START, Position, Step, Verb, steps_of
+
+REQUEST_SECONDS = 3e-4
+"""Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""
+
+
+_MOVES = {Verb.LOAD, Verb.DROP, *AT_HOME}
+
+
+class PredictedStep(NamedTuple):
+    """One step predicted: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds, and when it ends."""
+
+    step: Step
+    before: int
+    peak: int
+    after: int
+    slots: int
+    """Of all three, bytes of the buffers in which partitions lie."""
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    moving: float
+    """Seconds of transfers behind the computation."""
+    ends: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """What a plan grants a schedule beside the partitions' own work."""
+
+    slots: int = 1
+    """Buffers that partitions use in turn."""
+    stays: frozenset[int] = frozenset()
+    """Partitions that have a slot of their own, and stay in it."""
+    weights_stay: frozenset[int] = frozenset()
+    """Partitions whose weights do, while their optimizer state comes and goes."""
+    tiers: Tiers = ()
+    """Of boundaries."""
+    borrows: bool = True
+    """Whether a partition brings the homes of weights that it shares; where all partitions stay, they are there."""
+    label_row: int = 0
+    """Bytes of one row's labels, which wait on the device from the first partition's forward to the last one's backward."""
+    gradients_room: bool = False
+    """Whether gradients may have to wait in the slot."""
+    at_host: frozenset[int] = frozenset()
+    """Partitions whose homes are in host memory, and come and go by the device's link instead of the disk."""
+    graphs_at_host: frozenset[int] = frozenset()
+    """Partitions whose graphs wait in host memory, where they do not wait on the device: those of others are on the disk."""
+    graph_buffers: int = 0
+    """Bytes of the buffers through which graphs go there; saved tensors are used where they lie in them."""
+    parting: Parting | None = None
+    """Of homes that are cut into those of parts, and put back."""
+    keeps_heap: bool = False
+    """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in device/heap.py."""
+
+    @property
+    def at_once(self) -> int:
+        """Partitions that may be on the device at the same time."""
+        return self.slots + len(self.stays) + len(self.weights_stay)
+
+
+class Simulator:
+    """Takes the steps of a schedule one by one. A single slot grows to its largest partition so far and never shrinks."""
+
+    def __init__(
+        self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources | None = None,
+        start: Position = START, stands_for: Mapping[tuple[int, int | None], int] | None = None,
+    ) -> None:  # fmt: skip
+        self._phases, self._partitions, self._speeds = phases, partitions, speeds
+        self._stands_for = stands_for or {}
+        """How many equal micro-batches one stands for, by (phase, micro-batch). See schedule/shortened.py."""
+        self._alike = 1
+        """Of these, how many are held at once."""
+        self._resources = resources = resources or Resources()
+        shared = sorted((self._in_slot(p) for p in range(len(partitions)) if p not in resources.stays), reverse=True)
+        self._own = sum(partitions[p].slot for p in resources.stays)
+        self._own += sum(partitions[p].weights_slot for p in resources.weights_stay)
+        self._own += resources.graph_buffers
+        self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
+        self._handing = Handing([part.entering for part in partitions], [part.leaving for part in partitions])
+        self._held: dict[tuple[str, int, int], int] = {}
+        """Bytes on the device by (kind, partition or value, micro-batch): gradients of weights and kept graphs; values that
+        partitions hand to each other, and gradients of those that several take."""
+        self._sum = 0
+        """Of all that is held."""
+        self._changed: set[int] = set()
+        self._unsaved: set[int] = set()
+        """Partitions whose weights stay, and are newer than their homes."""
+        self._filled: set[int] = set()
+        """Those of them that were loaded once."""
+        self._stored: set[int] = set()
+        """Partitions that have optimizer state at home."""
+        self.progress = Progress(phases, start)
+        self._first = 1.0
+        """Of a load, the share that the computation waits for: weights, and not what the optimizer step needs."""
+        self._clock = Clock(
+            resources.slots, resources.stays, at_host=resources.at_host, graphs_at_host=resources.graphs_at_host,
+            boundaries_on_disk="disk" in resources.tiers,
+            slotless=frozenset() if resources.gradients_room else resources.weights_stay,
+        )  # fmt: skip
+        self._do = {
+            Verb.LOAD: self._load,
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+            Verb.UPDATE: self._update,
+            Verb.DROP: self._drop,
+            Verb.SPLIT: self._part,
+            Verb.MERGE: self._part,
+        }
+
+    def run(self, steps: Iterable[Step]) -> Iterator[PredictedStep]:
+        for step in steps:
+            yield self.take(step)
+
+    def take(self, step: Step) -> PredictedStep:
+        work = self._do[step.verb]
+        before = self._now
+        times = self._stands_for.get((step.phase, step.micro_batch), 1)
+        self._alike = times if times > 1 and self._phases[step.phase].breadth_first else 1
+        peak, read, written, seconds = work(step, self._partitions[step.partition])
+        self.progress.begin(step)
+        self.progress.finish(step)
+        graph, boundary = self._graph_seconds(step), self._boundary_seconds(step)
+        moving = seconds if step.verb in _MOVES else graph + boundary
+        ends = self._clock.take(step, seconds, graph, boundary, times, first=self._first)
+        slots, after = self._own + self._shared, self._now
+        return PredictedStep(
+            step, before, max(before, peak, after), after, slots,
+            times * read, times * written, times * seconds, times * moving, ends,
+        )  # fmt: skip
+
+    def _graph_seconds(self, step: Step) -> float:
+        """Of a graph's way to where it waits, behind its forward pass, or back before its backward pass."""
+        if not self._phases[step.phase].offloads_graph(step.partition) or step.verb not in (Verb.FORWARD, Verb.BACKWARD):
+            return 0.0
+        graph, speeds, leaves = self._partitions[step.partition].graph, self._speeds, step.verb is Verb.FORWARD
+        if step.partition in self._resources.graphs_at_host:
+            return graph / (speeds.down if leaves else speeds.up)
+        return REQUEST_SECONDS + graph / (speeds.write if leaves else speeds.read)
+
+    def _boundary_seconds(self, step: Step) -> float:
+        """Of what a step leaves off the device for another partition, written behind the computation."""
+        phase, p, part = self._phases[step.phase], step.partition, self._partitions[step.partition]
+        if not self._resources.tiers or phase.kind is not PhaseKind.TRAIN:
+            return 0.0
+        if step.verb is Verb.FORWARD and p < phase.last:
+            return self._away(part.leaving, self._speeds.write, self._speeds.down)
+        if step.verb is Verb.BACKWARD and p > phase.lowest:
+            return self._away(part.entering, self._speeds.write, self._speeds.down)
+        return 0.0
+
+    def _away(self, values: Sequence[Value], disk: float, link: float) -> float:
+        """Seconds of the way of those that do not wait on the device, at the rate of the disk or of the link."""
+        by_disk, by_link = self._waiting(values, "disk"), self._waiting(values, "host")
+        return (REQUEST_SECONDS + by_disk / disk if by_disk else 0.0) + by_link / link
+
+    def _waiting(self, values: Sequence[Value], tier: str) -> int:
+        """Bytes of those that wait there."""
+        return sum(value.nbytes for value in values if self._handing.tier_of(value.number, self._resources.tiers) == tier)
+
+    def _in_slot(self, p: int) -> int:
+        return self._partitions[p].slot_bytes(self._resources.gradients_room, p in self._resources.weights_stay)
+
+    @property
+    def _now(self) -> int:
+        return self._own + self._shared + self._sum
+
+    def _keep(self, kind: str, p: int, m: int, nbytes: int) -> None:
+        nbytes *= 1 if kind in ("gradients", "buffers") else self._alike
+        self._sum += nbytes - self._held.get((kind, p, m), 0)
+        self._held[kind, p, m] = nbytes
+
+    def _free(self, kind: str, p: int, m: int) -> int:
+        nbytes = self._held.pop((kind, p, m), 0)
+        self._sum -= nbytes
+        return nbytes
+
+    def _load(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        p = step.partition
+        self._free("buffers", p, 0)
+        if self._resources.slots == 1 and p not in self._resources.stays:
+            self._shared = max(self._shared, self._in_slot(p))
+        self._first = read = 0 if p in self._filled else part.weights + (part.borrowed if self._resources.borrows else 0)
+        self._filled |= {p} & self._resources.weights_stay
+        if step.more:
+            read += (part.state if p in self._stored else 0) + (part.gradients if p in self.progress.away else 0)
+        self._first /= max(1, read)
+        near = p in self._resources.at_host
+        return 0, 0 if near else read, 0, read / (self._speeds.up if near else self._speeds.read)
+
+    def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        p, written, waits = step.partition, 0, step.partition not in self._changed
+        with_state = self.progress.loaded[p]
+        again = self.progress.needs_state(p, self._phases[step.phase].stage)
+        if p in self._changed:
+            written = part.state if again and with_state else 0
+            self._changed.discard(p)
+            self._unsaved.add(p)
+        if p in self._unsaved and not (again and p in self._resources.weights_stay):
+            written += part.rewritten
+            self._unsaved.discard(p)
+        if again and with_state:
+            self._stored.add(p)
+        elif not again:
+            self._stored.discard(p)
+        if step.more:
+            written += part.gradients
+            self._free("gradients", p, 0)
+        if step.more or (waits and self._phases[step.phase].keeps_graph(p)):  # copies, see EarlierBuffers.leave
+            self._keep("buffers", p, 0, part.buffers)
+        near = p in self._resources.at_host
+        return 0, 0, 0 if near else written, written / (self._speeds.down if near else self._speeds.write)
+
+    def _part(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        """SPLIT reads the whole's homes and writes those of its parts; MERGE reads both, and writes the whole's."""
+        assert self._resources.parting is not None
+        whole, parts = self._resources.parting.homes[step.partition]
+        if self._resources.slots == 1:
+            self._shared = 0  # its buffer goes
+        read, written = (whole, parts) if step.verb is Verb.SPLIT else (whole + parts, whole)
+        seconds = read / self._speeds.read + written / self._speeds.write
+        return self._now + self._resources.parting.buffers, read, written, seconds
+
+    def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        p, phase = step.partition, self._phases[step.phase]
+        learns = phase.trains(p) and part.trainable
+        held, freed = self._now, self._free("gradients", p, 0) + self._free("buffers", p, 0)
+        peak = held + (part.update_peak - freed if learns else 0)
+        if phase.keeps_rows(p):
+            for m, _ in phase.spans_of(self.progress.position.updates):
+                self._free_values(part.entering, m)
+        if learns or part.buffers:
+            self._changed.add(p)
+        return peak, 0, 0, part.parameters / self._speeds.optimizer if learns else 0.0
+
+    def _forward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        phase, p, rows = self._phases[step.phase], step.partition, self._rows(step)
+        assert step.micro_batch is not None
+        read = rows * part.input_row if p == phase.partition else 0
+        if phase.kind is not PhaseKind.TRAIN:
+            written = rows * part.output_row if p == phase.last and phase.hands_on(len(self._partitions)) else 0
+            if p == phase.partition and phase.breadth_first:
+                self._hold_values(part.entering, step.micro_batch)
+            peak = self._now + part.inference_peak - (self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0)
+            if phase.partition != phase.last:
+                self._free_values(self._handing.used_up(p), step.micro_batch)
+                if p < phase.last:
+                    self._hold_values(part.leaving, step.micro_batch)
+            computing = self._computing(part, rows, forward=1, backward=0)
+            seconds = max(computing, read / self._speeds.read) + written / self._speeds.write
+            return peak, read, written, seconds
+        if p == phase.partition:
+            self._hold_values(part.entering, step.micro_batch, rows if phase.keeps_rows(p) else None)
+            self._keep("labels", 0, step.micro_batch, rows * self._resources.label_row)
+        offloads = phase.offloads_graph(p)  # then saved tensors die like others
+        work = part.inference_peak if offloads else part.forward_peak
+        peak = self._now + work - self._entered(phase, p, part, step.micro_batch)
+        if p == phase.partition < phase.lowest:  # each that it stands for is used up before the next one comes
+            peak -= self._held_of(self._handing.used_up(p), step.micro_batch) * (self._alike - 1) // self._alike
+        if p < phase.last:
+            self._hold_values(part.leaving, step.micro_batch)
+        if phase.keeps_graph(p) and not offloads:
+            sides = [*part.entering, *part.leaving] if self._resources.tiers else []  # on the device they are held already
+            held = self._waiting(sides, "disk") + self._waiting(sides, "host")
+            held += part.input if phase.keeps_rows(p) else 0
+            self._keep("graph", p, step.micro_batch, part.kept + held)
+        if p not in phase.streams:  # as they were when the update began, see EarlierBuffers.begin_update
+            self._keep("buffers", p, 0, part.buffers)
+        if p < phase.lowest:
+            self._free_values(self._handing.used_up(p), step.micro_batch)
+        if p == phase.last:
+            self._free("labels", 0, step.micro_batch)
+        gathering = part.graph / self._speeds.copy if offloads else 0.0
+        return peak, read, 0, max(self._computing(part, rows, forward=1, backward=0) + gathering, read / self._speeds.read)
+
+    def _backward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
+        phase, p, m, rows = self._phases[step.phase], step.partition, step.micro_batch, self._rows(step)
+        assert phase.kind is PhaseKind.TRAIN, f"{step}: a backward in {phase}"
+        assert m is not None
+        alone = phase.partition == phase.last
+        read = rows * part.input_row if alone else 0
+        graph = self._free("graph", p, m)
+        labels = self._free("labels", 0, m) if p == phase.last else 0
+        again = ("gradients", p, 0) in self._held
+        need = (part.accumulate_peak - part.gradients) if again else part.train_peak
+        need -= self._held.get(("buffers", p, 0), 0)
+        if phase.offloads_graph(p):
+            need -= part.kept
+        if part.lent and self._handing.tier_of(-1, self._resources.tiers) != DEVICE:
+            need += part.lent  # what came; on the device it waited there
+        # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
+        own, handed = self._entered(phase, p, part, m), self._hand_down(p, m)
+        waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
+        peak = self._now + max(own + handed + graph, need - own + waiting)
+        if part.tied and not alone:
+            self._hold("tied", p, m, part.tied, -1)
+        if phase.trains(p):
+            self._keep("gradients", p, 0, part.gradients)
+        if not phase.keeps_rows(p):
+            self._pass_down(p, phase.lowest, m)
+        if p == phase.lowest:
+            for borrower in range(p, len(self._partitions)):
+                self._free("tied", borrower, m)
+        seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
+        if not alone and not phase.keeps_graph(p):
+            seconds += self._away(part.entering, self._speeds.read, self._speeds.up)  # nothing goes on while it is read
+        return peak, read, 0, max(seconds, read / self._speeds.read)
+
+    def _computing(self, part: PartitionCost, rows: int, *, forward: int, backward: int) -> float:
+        keeps_heap = self._resources.keeps_heap
+        return self._speeds.computing(part, min(rows, part.rows), forward=forward, backward=backward, keeps_heap=keeps_heap)
+
+    def _hand_down(self, p: int, m: int) -> int:
+        """Bytes of gradients that p takes: of what it gave, and of what others took behind it too; the last one takes none."""
+        given, again = self._partitions[p].leaving, self._handing.taken_again(p)
+        return self._free_values(given, m) + sum(self._free("gradient", value.number, m) for value in (*given, *again))
+
+    def _pass_down(self, p: int, lowest: int, m: int) -> None:
+        """What partition p took is its gradient now, where others are to learn by it; both wait where others took it too."""
+        for value in self._partitions[p].entering:
+            wanted = self._handing.wants_gradient(value, lowest)
+            if not self._handing.is_first_user(p, value, lowest):
+                if wanted:
+                    self._hold("gradient", value.number, m, value.nbytes, value.number)
+            elif not wanted:
+                self._free("boundary", value.number, m)
+
+    def _one_boundary(self, part: PartitionCost, m: int) -> int:
+        return self._held_of(part.entering, m) // self._alike
+
+    def _held_of(self, values: Sequence[Value], m: int) -> int:
+        return sum(self._held.get(("boundary", value.number, m), 0) for value in values)
+
+    def _entered(self, phase: Phase, p: int, part: PartitionCost, m: int) -> int:
+        """Bytes held of what enters, counted in the step's own peak too. Of rows that wait for other pairs it has copies."""
+        return 0 if phase.keeps_rows(p) else self._one_boundary(part, m)
+
+    def _hold_values(self, values: Sequence[Value], m: int, rows: int | None = None) -> None:
+        for value in values:
+            nbytes = value.nbytes if rows is None else value.nbytes_at(rows)
+            self._hold("boundary", value.number, m, nbytes, value.number)
+
+    def _free_values(self, values: Sequence[Value], m: int) -> int:
+        return sum(self._free("boundary", value.number, m) for value in values)
+
+    def _hold(self, kind: str, p: int, m: int, nbytes: int, number: int) -> None:
+        """If what it belongs to, value `number`, waits on the device."""
+        if self._handing.tier_of(number, self._resources.tiers) == DEVICE:
+            self._keep(kind, p, m, nbytes)
+
+    def _rows(self, step: Step) -> int:
+        assert step.micro_batch is not None
+        span = self._phases[step.phase].span(step.micro_batch)
+        return span.stop - span.start
+
+
+def simulate(
+    phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources
+) -> tuple[list[Phase], list[PredictedStep], float]:
+    """(phases walked through, predicted steps, seconds of the whole run): the first updates of a pass, and its last.
+
+    Passes that differ in nothing but the epoch are walked through twice and counted.
+    """
+    short, more, stands_for = shortened(phases)
+    simulator = Simulator(short, partitions, speeds, resources, stands_for=stands_for)
+    predicted_steps = list(simulator.run(steps_of(short)))
+    ends: dict[int, list[float]] = {}
+    for predicted in predicted_steps:
+        phase = short[predicted.step.phase]
+        if predicted.step.verb is Verb.UPDATE or phase.kind is not PhaseKind.TRAIN:
+            ends.setdefault(predicted.step.phase, []).append(predicted.ends)
+    seconds = max(predicted.ends for predicted in predicted_steps)
+    for number, (updates, repeats) in more.items():
+        marks = ends[number]
+        per_update = len(marks) // short[number].updates
+        first, last = marks[per_update - 1], marks[-1]
+        if short[number].updates == 1:
+            first = ends[number - 1][-1] if number else 0.0
+        steady = (last - first) / max(1, short[number].updates - 1)
+        seconds += steady * (updates * (1 + repeats) - short[number].updates)
+    return short, predicted_steps, seconds

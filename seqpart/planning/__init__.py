@@ -1,1 +1,0 @@
-"""From checked inputs to a frozen plan."""

@@ -1,0 +1,411 @@
+"""What each block costs in bytes and operations, found without allocating any of it.
+
+A block runs forward and backward on fake tensors: shapes and types without memory. A dispatch mode watches storages
+be born and die, so every live byte between the operations is counted exactly; what a kernel takes inside one
+operation is not seen, and belongs to the plan's margin.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from seqpart.device.device import Device
+from seqpart.device.pages import round_up
+from seqpart.errors import DataError, ModelError
+from seqpart.model.blocks import Block, Chain
+from seqpart.model.inspection import cure_of_tokens, cure_of_types, frozen_in, in_other_words
+from seqpart.model.packs import ROWS, Value, has_gradients
+from seqpart.model.tensors import layout_of, run_fake, tensors_of, with_tensors
+from seqpart.profile.counting import LiveBytes
+from seqpart.profile.fake_mode import (
+    FakeMode,
+    SameTypes,
+    asks_for_values,
+    cast,
+    eval_edits,
+    quiet_log,
+    quiet_random,
+    real_module,
+)
+from seqpart.store.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCost:
+    """Bytes of one block for one micro-batch; every figure is a whole number of bytes."""
+
+    layout: Layout
+    trainable: tuple[str, ...]
+    gradient_layout: Layout
+    """Of its gradients, where they wait at home for their norm."""
+    gradients: int
+    held: int
+    """Of tensors in plain attributes (what old-style weight_norm computes): nobody but the module frees them."""
+    frozen: int = 0
+    """Numbers in its parameters that do not learn."""
+    buffers: int
+    """Bytes of what is not a parameter: an update keeps a copy, in case it has to be done again."""
+    changing: tuple[str, ...] = ()
+    """Their names. Whether a mask is one that stays the same cannot be known: it may be written at some updates alone."""
+    tests_change: bool = False
+    """Whether it changes some in evaluation too."""
+    writes_late: bool = False
+    """Whether a kernel writes into what autograd has saved by then: its graph stays on the device."""
+    forward_peak: int
+    """Most bytes alive while it runs forward with a graph, beyond those before it."""
+    saved: int
+    """Bytes alive when it has run: what autograd saved, and its output."""
+    saved_alone: int
+    """The same without the output, unless autograd saved that too."""
+    saved_sizes: tuple[int, ...]
+    """Each storage among `saved`. See [Note: the heap] in profile/partition.py."""
+    untouched: int = 0
+    untouched_peak: int = 0
+    """Bytes that are reserved and not held, beside `saved` (two thirds of an LSTM's workspace), and while it runs."""
+    backward_peak: int
+    """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
+    accumulate_peak: int
+    """The same when its gradients exist already and a second micro-batch is added to them."""
+    inference_peak: int
+    """Most bytes alive while it runs forward without a graph."""
+    takes: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    flops: int
+    """Floating point operations of one forward pass."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    """Of a real run with as many rows; 0 where there was none."""
+    kept_seconds: float = 0.0
+    """Of both, where memory that is free stays for what comes: see device/heap.py."""
+    borrows: "tuple[BlockCost, ...]" = ()
+    """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
+    tied: int = 0
+    """Bytes of those parameters."""
+    lent: int = 0
+    """Of its own that later blocks use too, once for each of them."""
+    writes: frozenset[int] = frozenset()
+    """Values that it takes and changes in place, as ReLU(inplace=True) does."""
+    passes: tuple[tuple[int, int], ...] = ()
+    """(value that it gives, value that it takes) in one memory, as a view is."""
+
+    @property
+    def weights(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def input(self) -> int:
+        return sum(value.nbytes for value in self.takes)
+
+    @property
+    def output(self) -> int:
+        return sum(value.nbytes for value in self.gives)
+
+    @property
+    def result(self) -> Value:
+        """What a loss behind it judges: the last of what it gives through which a gradient comes back."""
+        return next((value for value in reversed(self.gives) if value.learns), self.gives[-1])
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Of one row of its result."""
+        return self.result.shape[1:]
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        return self.result.dtype
+
+
+def measure_chain(
+    chain: Chain | Sequence[Block], input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
+    dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None,
+) -> tuple[BlockCost, ...]:  # fmt: skip
+    """Costs of every block for micro-batches of `batch` rows of `input_shape` and `dtype`, each run under `autocast`.
+
+    Raises DataError where the rows do not suit the first block, ModelError where one block's output does not suit
+    the next; the message names the block and the shapes.
+    """
+    costs: list[BlockCost] = []
+    uses, differentiable = _uses(chain), getattr(chain, "differentiable", None)
+
+    def value(number: int, giver: int, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
+        learns = has_gradients(dtype) and (differentiable is None or number in differentiable)
+        nbytes = round_up(torch.Size(shape).numel() * dtype.itemsize, granule)
+        return Value(number, shape, dtype, nbytes, batch, learns, giver, uses.get(number, ()))
+
+    entering = [ROWS, *(chain[first].takes[0] for first in _begins(chain)[1:])]
+    values = {number: value(number, -1, (batch, *input_shape), dtype) for number in entering}
+    known: dict[tuple[object, ...], BlockCost] = {}  # one factory builds the same structure every time
+    for block in chain:
+        taken = [values[number] for number in block.takes]
+        key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
+        if key not in known:
+            logging.getLogger("seqpart.planning").debug("block %d of %d is measured", block.number + 1, len(chain))
+            known[key] = _measure_block(block, taken, granule, autocast)
+        cost = known[key]
+        numbers = dict(zip((one.number for one in cost.takes), block.takes, strict=True))
+        numbers.update(zip((one.number for one in cost.gives), block.gives, strict=True))
+        given = [value(n, block.number, one.shape, one.dtype) for n, one in zip(block.gives, cost.gives, strict=True)]
+        values.update({one.number: one for one in given})
+        costs.append(replace(
+            cost, takes=tuple(taken), gives=tuple(given), writes=frozenset(numbers[number] for number in cost.writes),
+            passes=tuple((numbers[ours], numbers[theirs]) for ours, theirs in cost.passes),
+        ))  # fmt: skip
+    return tuple(_lending(chain, costs))
+
+
+def _lending(chain: Chain | Sequence[Block], costs: Sequence[BlockCost]) -> list[BlockCost]:
+    """The same, with what blocks lend each other. Each is a value of its own, told from others by identity."""
+    lent = [0] * len(costs)
+    for block, cost in zip(chain, costs, strict=True):
+        for owner in {tie.owner.number for tie in block.tied}:
+            lent[owner] += cost.tied
+    found: list[BlockCost] = []
+    for block, cost in zip(chain, costs, strict=True):
+        owners = dict.fromkeys(tie.owner.number for tie in block.tied)
+        found.append(replace(cost, lent=lent[block.number], borrows=tuple(found[owner] for owner in owners)))
+    return found
+
+
+def _begins(chain: Chain | Sequence[Block]) -> tuple[int, ...]:
+    return getattr(chain, "begins", (0,))
+
+
+def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
+    """Blocks that take each value; those of the last block, and of each part's, are the model's output."""
+    uses: dict[int, tuple[int, ...]] = {}
+    for block in chain:
+        for number in block.takes:
+            uses[number] = (*uses.get(number, ()), block.number)
+    lasts = (chain[end - 1] for end in (*_begins(chain)[1:], len(chain)))
+    return uses | {number: (len(chain),) for last in lasts for number in last.gives}
+
+
+def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
+    mode = FakeMode()
+    module, tensors = block.fake(mode)
+    with block.left_as_it_is():
+        try:
+            return _measure_module(block, module, mode, tensors, taken, granule, autocast)
+        except Exception as error:
+            if not asks_for_values(error):
+                raise
+            return _measure_values(block, taken, granule, autocast)
+
+
+_SAMPLE = 512
+"""Rows, or positions of rows, with which a block is run for real whose shapes depend on values."""
+_sampled: "WeakKeyDictionary[Block, dict[object, tuple[BlockCost, BlockCost]]]" = WeakKeyDictionary()
+
+
+def _measure_values(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
+    """Of a block whose shapes depend on values, as experts' do: with real random ones, of few rows. More rows are on the line
+    through two such runs, and the trial of the plan's micro-batch adds what it takes beyond that."""
+    rows, positions = taken[0].rows, max(prod(value.shape[1:-1]) for value in taken)
+    few = max(2, _SAMPLE // positions)
+
+    def measured(count: int) -> BlockCost:
+        with quiet_random():
+            module, tensors = real_module(block, Device().torch)
+        own = [value.with_rows(count) for value in taken]
+        return _measure_module(block, module, nullcontext(), tensors, own, granule, autocast)
+
+    if rows <= few:
+        return measured(rows)
+    known = _sampled.setdefault(block, {})
+    key = (granule, autocast, *((value.with_rows(few).shape, value.dtype, value.learns) for value in taken))
+    if key not in known:
+        known[key] = measured(few // 2), measured(few)
+    return _on_line(*known[key], rows)
+
+
+def _on_line(one: BlockCost, other: BlockCost, rows: int) -> BlockCost:
+    """The cost of `rows` rows from those of fewer."""
+    few, more = one.takes[0].rows, other.takes[0].rows
+
+    def at(name: str) -> int:
+        first, second = int(getattr(one, name)), int(getattr(other, name))
+        return max(second, second + (second - first) * (rows - more) // (more - few))
+
+    names = ("forward_peak", "saved", "saved_alone", "backward_peak", "accumulate_peak", "inference_peak", "flops")
+    sizes = tuple(-(-size * rows // more) for size in other.saved_sizes)
+    gives = tuple(value.with_rows(rows) for value in other.gives)
+    return replace(other, **{name: at(name) for name in names}, saved_sizes=sizes, gives=gives)  # type: ignore[arg-type]
+
+
+def _measure_module(
+    block: Block, module: nn.Module, mode: AbstractContextManager[object], tensors: dict[str, torch.Tensor],
+    taken: Sequence[Value], granule: int, autocast: torch.dtype | None,
+) -> BlockCost:  # fmt: skip
+    module.train()
+    shape, dtype = taken[0].shape, taken[0].dtype
+    trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
+    try:
+        with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
+            with SameTypes():  # type: ignore[no-untyped-call]
+                inference, flops = _watch_inference(module, tensors, taken, granule, autocast)
+            found = _watch_training(block, module, tensors, taken, granule, autocast)
+            changing = tuple(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
+            tests = bool(changing) and eval_edits(block, module, tensors, [_rows_of(value).detach() for value in taken])
+    except ModelError as error:
+        raise ModelError(f"{block}: {error.with_flags}") from None
+    except Exception as error:
+        if Device().is_out_of_memory(error) or asks_for_values(error):  # the block may well take these rows
+            raise
+        reason, known = in_other_words((str(error).splitlines() or [repr(error)])[0].rstrip("."))
+        kind = "" if dtype == torch.float32 else f" and type {dtype}"
+        packed = dtype == torch.uint8 and "float32" in reason  # of several inputs, whose floats are these
+        given = torch.float32 if packed else dtype
+        cure = known or cure_of_types(tensors.values(), given, autocast) or "Change the block, or the rows."
+        text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. {cure}"
+        if block.number or known:
+            raise ModelError(text) from error
+        if not given.is_floating_point:
+            text += " Whole numbers of 64 bits are tokens, for an embedding: give quantities as floats."
+        elif tokens := cure_of_tokens(reason, dtype):
+            text += f" {tokens}"
+        raise DataError(text) from error
+    layout = layout_of(own)
+    return replace(
+        found,
+        layout=layout,
+        gradient_layout=Layout.of(spec for spec in layout.specs if spec.name in trainable),
+        trainable=tuple(name for name in trainable if name in own),
+        tied=sum(tensors[tie.name].nbytes for tie in block.tied),
+        gradients=sum(round_up(tensors[name].nbytes, granule) for name in trainable),
+        frozen=frozen_in(module, own, trainable),
+        buffers=sum(tensors[name].nbytes for name in changing),
+        changing=changing,
+        tests_change=tests,
+        inference_peak=inference,
+        flops=flops,
+        held=_held(module, tensors),
+    )
+
+
+def _held(module: nn.Module, known: Collection[str]) -> int:
+    """Bytes of tensors in plain attributes, and of buffers that are not `known`."""
+    tensors = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    tensors += [tensor for name, tensor in tensors_of(module).items() if name not in known]
+    return sum({tensor.untyped_storage()._cdata: tensor.nbytes for tensor in tensors}.values())
+
+
+def _watch_training(
+    block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
+    autocast: torch.dtype | None = None,
+) -> BlockCost:  # fmt: skip
+    peaks, saved, saved_alone = [], 0, 0
+    saved_sizes: tuple[int, ...] = ()
+    forward_peak, rows = 0, taken[0].rows
+    gives: tuple[Value, ...] = ()
+    written: frozenset[int] = frozenset()
+    passes: tuple[tuple[int, int], ...] = ()
+    leaves = [[_rows_of(value) for value in taken] for _ in range(2)]
+    # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
+    inputs = [[leaf.clone() for leaf in own] for own in leaves]
+    with LiveBytes(granule) as live:
+        for own, xs in zip(leaves, inputs, strict=True):  # the second micro-batch adds to gradients that exist
+            live.ignore([*xs, *tensors.values()])
+            before, others = live.live, set(live.sizes)
+            versions = [x._version for x in xs]
+            with live.watch(), cast(autocast), _weights_stay(tensors):
+                ys = run_fake(module, tensors, *xs)
+            written = frozenset(v.number for v, x, old in zip(taken, xs, versions, strict=True) if x._version > old)
+            _refuse_bad_boundary(block, ys, rows)
+            passes = tuple(
+                (number, value.number)
+                for number, y in zip(block.gives, ys, strict=True)
+                for value, x in zip(taken, xs, strict=True)
+                if y.untyped_storage()._cdata == x.untyped_storage()._cdata
+            )
+            forward_peak, saved = live.peak - before, live.live - before
+            saved_sizes = tuple(size for key, size in live.sizes.items() if key not in others)
+            gives = tuple(
+                Value(number, tuple(y.shape), y.dtype, round_up(y.nbytes, granule), rows, y.requires_grad, block.number, ())
+                for number, y in zip(block.gives, ys, strict=True)
+            )
+            roots = [y for y in ys if y.requires_grad]
+            if not roots:  # nothing to train, and nothing to carry a gradient through
+                peaks.append(0)
+                continue
+            edges = [get_gradient_edge(y) for y in roots]
+            gradients = [torch.empty_like(y) for y in roots]
+            # In a chain the next block's backward has let go of this output by now.
+            del ys, roots
+            start = live.live
+            saved_alone = start - before - sum(value.nbytes for value in gives if value.learns)
+            with live.watch():
+                torch.autograd.backward(edges, grad_tensors=gradients)
+                peaks.append(live.peak - start)
+            del edges, gradients
+            for leaf in own:
+                leaf.grad = None
+    return BlockCost(
+        layout=Layout(()), trainable=(), gradient_layout=Layout(()), gradients=0, held=0, buffers=0, forward_peak=forward_peak,
+        saved=saved, saved_alone=saved_alone, saved_sizes=saved_sizes, backward_peak=peaks[0], accumulate_peak=peaks[1],
+        inference_peak=0, takes=tuple(taken), gives=gives, flops=0, writes=written, passes=passes,
+        writes_late=live.writes_late,
+    )  # fmt: skip
+
+
+def _rows_of(value: Value) -> torch.Tensor:
+    if not has_gradients(value.dtype):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.randn(value.shape, dtype=torch.float32).to(value.dtype).requires_grad_(value.learns)
+
+
+@contextmanager
+def _weights_stay(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Raises ModelError where the body changes a parameter: such a change is lost when the partition leaves."""
+    before = {name: tensor._version for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    yield
+    for name, version in before.items():
+        if tensors[name]._version > version:
+            raise ModelError(
+                f"its forward pass changes parameter {name} (as Embedding(max_norm=...) and peft's target_parameters do), "
+                "which only an optimizer may: a pass that is done again would do it twice. Make it a buffer, or leave that out."
+            )
+
+
+def _refuse_bad_boundary(block: Block, ys: Sequence[torch.Tensor], rows: int) -> None:
+    if len(ys) != len(block.gives):
+        raise ModelError("it returned a tuple; a boundary must be one tensor.")
+    if block.is_cut_out:
+        return
+    if ys[0].shape[:1] != (rows,):
+        raise ModelError(f"it turned {rows} rows into shape {tuple(ys[0].shape)}; dimension 0 must stay the batch.")
+    if not ys[0].dtype.is_floating_point:
+        raise ModelError(
+            f"it returns {ys[0].dtype}; a boundary is floats, which carry a gradient. Join it with the next block."
+        )
+
+
+def _watch_inference(
+    module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
+    autocast: torch.dtype | None = None,
+) -> tuple[int, int]:  # fmt: skip
+    xs = [_rows_of(value).detach() for value in taken]
+    with torch.no_grad(), LiveBytes(granule) as live, cast(autocast):
+        live.ignore([*xs, *tensors.values()])
+        run_fake(module, tensors, *xs)
+        return live.peak, live.flops
+
+
+def measure_loss(
+    loss: Callable[..., torch.Tensor], output_shape: tuple[int, ...], batch: int, granule: int = 1,
+    dtype: torch.dtype = torch.float32, labels: Sequence[torch.Tensor] = (),
+) -> int:  # fmt: skip
+    """Most bytes alive while `loss` judges outputs (batch, *output_shape), forward and backward, beyond them and `labels`."""
+    mode = FakeMode()
+    with mode:
+        given = [torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True), *map(mode.from_tensor, labels)]
+    with mode, SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
+        live.ignore(given)
+        loss(*given).backward()  # type: ignore[no-untyped-call]
+        return int(live.peak)

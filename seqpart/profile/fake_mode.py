@@ -1,0 +1,225 @@
+"""Fake tensors: shapes and types without memory, and without torch's compiler (see [Note: the compiler]). And real ones in
+their place, for a module whose shapes depend on values, as those of an expert depend on the tokens that are sent to it."""
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from seqpart.errors import ModelError
+from seqpart.interrupts import put_off
+from seqpart.launch.compiler import enter, leave, without_compiler
+from seqpart.model.blocks import Block
+from seqpart.model.inspection import beside, listed
+from seqpart.model.packs import has_gradients
+from seqpart.model.tensors import run_fake, tensors_of, with_tensors
+from seqpart.profile.counting import tensors_in
+
+_CPU = torch.device("cpu")
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm
+
+
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A FakeTensorMode that takes real tensors too. Signals wait for its end: see `put_off`."""
+
+    def __init__(self) -> None:
+        self._quiet = list[AbstractContextManager[None]]()
+        with without_compiler():
+            super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Its groups are as large as a tensor says; and torch's own stand-in for it refuses float32, which the kernel takes.
+        if func.overloadpacket is _GROUPED_PRODUCT and args[0].dtype is torch.float32:
+            raise DataDependentOutputException(func)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    def __enter__(self) -> "FakeMode":
+        self._quiet.append(put_off())
+        self._quiet[-1].__enter__()
+        enter()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            leave()
+            self._quiet.pop().__exit__(*error)
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """Whether fake tensors failed because they have none: a shape or a number was to be made of them."""
+    return isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
+
+
+def real_module(block: Block, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
+    if block.alive is not None:
+        module, fakes = block.fake(FakeMode())
+        return module, {name: _filled(fake, device) for name, fake in fakes.items()}
+    module = block.another()
+    return module, {name: _on(tensor, device) for name, tensor in tensors_of(module).items()}
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().to(device), tensor.requires_grad)
+    return tensor.to(device)
+
+
+def _filled(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of that shape: small numbers, since zeros would spare some kernels their work; whole numbers are indices."""
+    if not isinstance(fake, FakeTensor):  # a counter, which has its value
+        return fake.to(device, copy=True)
+    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device).zero_()
+    if isinstance(fake, nn.Parameter):
+        return nn.Parameter(tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor, fake.requires_grad)
+    return tensor.fill_(1.0) if tensor.is_floating_point() else tensor
+
+
+def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a module of fake tensors returns, as fake tensors like those that it returns with real ones: of memory for its
+    tensors and its work, while it runs. To be called inside the mode."""
+    taken = list[tuple[torch.Tensor, torch.Tensor, int]]()
+
+    def real(fake: torch.Tensor) -> torch.Tensor:
+        x = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
+        x = x.normal_().requires_grad_(fake.requires_grad) + 0 if has_gradients(x.dtype) else x
+        taken.append((fake, x, x._version))
+        return x
+
+    with unset_fake_temporarily(), quiet_random():
+        own = tensors_of(module)
+        tensors = {name: _filled(tensor, _CPU) for name, tensor in own.items()}
+        with with_tensors(module, tensors), listed(module, {id(own[name]): tensor for name, tensor in tensors.items()}):
+            found = module(*tree_map_only(FakeTensor, real, args), **tree_map_only(FakeTensor, real, kwargs))
+    for fake, x, version in taken:
+        if x._version > version:
+            fake.detach().zero_()  # as changed in place: its version says so
+    same = {id(x): fake for fake, x, _ in taken}
+
+    def fake_of(x: torch.Tensor) -> torch.Tensor:
+        if id(x) in same:
+            return same[id(x)]
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return fake.requires_grad_().clone() if x.requires_grad else fake
+
+    return tree_map_only(torch.Tensor, fake_of, found)
+
+
+class SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fake products take matrices of different types, which real ones refuse."""
+
+    _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in self._PRODUCTS and len(found := {str(tensor.dtype) for tensor in tensors_in(args)}) > 1:
+            raise TypeError(f"it multiplies {' and '.join(sorted(found))}, which must be of one type")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """torch logs the traceback of an operation that refuses its input; we say so in words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def quiet_random(cure: str = "") -> Iterator[None]:
+    """Measuring must not move the run's random state. Raises ModelError where a module moved that of Python or of numpy, with
+    the `cure` where one is known."""
+    before, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    moved = [name for name, same in (("Python's", random.getstate() == before), ("numpy's", _is_same(of_numpy))) if not same]
+    random.setstate(before)
+    np.random.set_state(of_numpy)
+    if moved:
+        raise ModelError(
+            f"it draws random numbers from {moved[0]} generator: a layer that is run again would draw others. "
+            + (cure or "Draw them from torch (torch.rand), whose state is kept for each layer and step.")
+        )
+
+
+def _is_same(before: Any) -> bool:
+    now: Any = np.random.get_state()
+    return before[2] == now[2] and bool((before[1] == now[1]).all())
+
+
+@contextmanager
+def cast(autocast: torch.dtype | None) -> Iterator[None]:
+    """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
+    those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
+    with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+        yield
+
+
+class Writes(TorchDispatchMode):
+    """Storages that operations write into, whatever their tensors' versions say: those of `.data` and of lists say nothing, and
+    native_batch_norm does not say that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = [given.get(one.name) for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+        if "batch_norm" in func.overloadpacket.__name__ and given.get("training", given.get("train")):
+            written += [given.get("running_mean"), given.get("running_var")]
+        self.storages |= {tensor.untyped_storage()._cdata for tensor in tensors_in(written)}
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_changes_of(
+    names: Sequence[str], module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
+) -> None:  # fmt: skip
+    """Raises ModelError where a forward pass in training writes into buffers that the module holds in two ways."""
+    changed = set[str]()
+    module.train()
+    with torch.no_grad(), Writes() as seen:
+        run_fake(module, tensors, *xs, changed=changed)
+    ways = [*beside(module), *(tensors[name] for name in names)]
+    if changed.intersection(names) or any(tensor.untyped_storage()._cdata in seen.storages for tensor in ways):
+        raise ModelError(
+            f"it changes its buffer {names[0]}, which it holds in an attribute or a list too, where it would stay as it was. "
+            "Let it be reached by one name."
+        )
+
+
+def eval_edits(block: Block, module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> bool:
+    """Whether a forward pass in evaluation changes buffers; taken for granted where values decide, as in torch's fake
+    quantization. Of one that fails nothing is known. Raises ModelError where one that changes is held in two ways."""
+    if block.held_twice:
+        _refuse_changes_of(block.held_twice, module, tensors, xs)
+    buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    if not all(isinstance(tensor, FakeTensor) or not tensor.ndim for tensor in buffers.values()):
+        return True
+    changed = set[str]()
+    module.eval()
+    try:
+        with torch.no_grad(), Writes() as seen:
+            run_fake(module, tensors, *xs, changed=changed)
+    except Exception:
+        return False
+    return any(name in changed or t.untyped_storage()._cdata in seen.storages for name, t in buffers.items())

@@ -1,0 +1,146 @@
+"""What this machine does per second, measured at start: a matrix product, an optimizer step, the disk."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from seqpart.device.card import Hardware
+from seqpart.device.device import DOWN, UP, Device
+from seqpart.launch.compiler import take_step
+from seqpart.model.optimizers import Optimizer
+from seqpart.profile.partition import PartitionCost
+from seqpart.store.direct import probe_disk
+
+_LOGGER = logging.getLogger("seqpart.planning")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """What this machine does per second, measured at start."""
+
+    flops: float
+    optimizer: float
+    """Parameters updated."""
+    read: float
+    write: float
+    """Bytes, of the disk."""
+    up: float = math.inf
+    down: float = math.inf
+    """Bytes, from pinned memory to the device and home. On the CPU host memory is no further than the device's."""
+    copy: float = math.inf
+    """Bytes, from one place of the device's memory to another."""
+    half_rate_rows: int = 12
+    """Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
+
+    def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int, keeps_heap: bool = False) -> float:
+        """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows.
+
+        keeps_heap: memory stays for the tensors to come; `forward_seconds` and `backward_seconds` are of where it was returned.
+        """
+        timed = forward * cost.forward_seconds + backward * cost.backward_seconds
+        counted = (forward + 2 * backward) * cost.row_flops / self.flops
+        timed *= (rows + self.half_rate_rows) / (cost.rows + self.half_rate_rows)
+        return (cost.kept_share if keeps_heap else 1.0) * (timed + counted * (rows + self.half_rate_rows))
+
+
+def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Speeds:
+    """For micro-batches of `rows` rows and homes under `folder`, where a `dry` run leaves no trace, not for a moment.
+
+    Raises StoreError where it cannot be written.
+    """
+    if device.hardware is not None:
+        return speeds_of(device.hardware)
+    _LOGGER.debug("the speed of the disk and of matrix products is measured")
+    read, write = probe_disk(existing(folder), hidden=dry)  # first: its buffer is gone when the others come
+    copy = _copies(device)
+    weight = torch.ones(1024, 1024, dtype=torch.float32, device=device.torch)
+    x = torch.ones(rows, 1024, dtype=torch.float32, device=device.torch)
+
+    def matmul() -> None:
+        for _ in range(4):
+            x @ weight
+        device.wait(device.mark())
+
+    matmul()
+    parameter = torch.nn.Parameter(weight[:256])
+    parameter.grad = torch.ones_like(parameter)
+    steps = optimizer.build([parameter])
+
+    def update() -> None:
+        take_step(steps)
+        device.wait(device.mark())
+
+    update()
+    up, down = (math.inf, math.inf) if device.shares_memory else (_link(device, UP), _link(device, DOWN))
+    return Speeds(
+        flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
+        optimizer=parameter.numel() / seconds_of(update),
+        read=read,
+        write=write,
+        up=up,
+        down=down,
+        copy=copy,
+    )
+
+
+_PROBE = 64 << 20
+"""Bytes of a copy that a link is measured with."""
+_PROBE_INSIDE = 4 << 20
+"""Of one within the device's memory."""
+
+
+def _copies(device: Device) -> float:
+    """Bytes a second of copies within the device's memory."""
+    source = torch.ones(_PROBE_INSIDE, dtype=torch.uint8, device=device.torch)
+    target = torch.ones_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        device.wait(device.mark())
+
+    return _PROBE_INSIDE / seconds_of(copy)
+
+
+def _link(device: Device, way: str) -> float:
+    """Bytes a second of copies from pinned memory, or into it."""
+    host, there = device.host(_PROBE), device.empty(_PROBE)
+    source, target = (host, there) if way == UP else (there, host)
+
+    def copy() -> None:
+        with device.copying(way):
+            device.copy(source, target)
+            device.wait(device.mark())
+
+    device.wait(device.mark())
+    copy()
+    return _PROBE / seconds_of(copy)
+
+
+def speeds_of(hardware: Hardware) -> Speeds:
+    """As a table says, whose rate is that of large products: a row of tokens or pixels is one, and a simulated kernel too."""
+    return Speeds(
+        flops=hardware.flops["float32"], optimizer=hardware.optimizer, read=hardware.disk_read, write=hardware.disk_write,
+        up=hardware.h2d, down=hardware.d2h, copy=hardware.memory_bandwidth / 2, half_rate_rows=0,
+    )  # fmt: skip
+
+
+def existing(folder: Path) -> Path:
+    """The nearest directory that is there already."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def seconds_of(work: Callable[[], object], repeats: int = 3) -> float:
+    """Shortest of `repeats` timings of `work`, in seconds."""
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,298 @@
+"""What a partition costs: its slot, and the bytes of its work, from the costs of its blocks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from seqpart.device.heap import COMPUTING_SHARE
+from seqpart.device.pages import round_up
+from seqpart.model.blocks import Block
+from seqpart.model.optimizers import Optimizer
+from seqpart.model.packs import Value
+from seqpart.profile.blocks import BlockCost
+from seqpart.store.layout import LINE, Layout
+
+LossCost = Callable[[BlockCost], tuple[int, int]]
+"""(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionCost:
+    """Bytes and operations of one partition for one micro-batch. The peaks are beyond the slot."""
+
+    weights: int
+    rewritten: int
+    """Those of blocks that learn or have buffers, which an update changes."""
+    borrowed: int
+    """Weights of blocks in other partitions that come along, because a parameter of theirs is used here too."""
+    tied: int
+    """Bytes of those parameters, whose gradients go to the partition that owns them."""
+    lent: int
+    """The same of its own that later partitions use: their gradients come, and are added up with its own in new memory."""
+    state: int
+    slot: int
+    """Weights and optimizer state as they lie in the slot, page by page."""
+    state_slot: int = 0
+    """Of these, optimizer state."""
+    waiting: int
+    """Gradients as they lie in the slot, while they wait for their norm."""
+    gradients: int
+    saved: int
+    """What autograd keeps between forward and backward, the output included."""
+    kept: int
+    """What a kept graph holds beyond the boundaries on its two sides."""
+    graph: int
+    """All that a graph holds, the boundaries on its two sides too, each storage from a cache line on."""
+    forward_peak: int
+    """Most bytes of a forward pass with a graph."""
+    train_peak: int
+    """Most bytes of one forward and backward, gradients among them."""
+    accumulate_peak: int
+    """The same when gradients of an earlier micro-batch are there already."""
+    inference_peak: int
+    update_peak: int
+    """Most bytes during the optimizer step, gradients among them."""
+    buffers: int
+    entering: tuple[Value, ...]
+    leaving: tuple[Value, ...]
+    """What comes from other partitions, and what others take."""
+    row_flops: int
+    """Of one row's forward pass, of the blocks that were not timed."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    """Of the blocks that were run for real, with `rows` rows."""
+    kept_share: float = COMPUTING_SHARE
+    """Of these seconds, those that are left where memory that is free stays for what comes."""
+    rows: int = 1
+    """Of the micro-batch that all this is for."""
+    parameters: int
+    """Trainable ones, counted."""
+    writes_late: bool = False
+    """Whether its graph has to stay on the device where it is kept."""
+    frozen: int = 0
+    """The others."""
+    trainable: bool
+
+    @property
+    def input(self) -> int:
+        """Bytes of what enters, of one micro-batch."""
+        return sum(value.nbytes for value in self.entering)
+
+    @property
+    def output(self) -> int:
+        """Bytes of what leaves, of one micro-batch."""
+        return sum(value.nbytes for value in self.leaving)
+
+    @property
+    def input_row(self) -> int:
+        return sum(value.row for value in self.entering)
+
+    @property
+    def output_row(self) -> int:
+        return sum(value.row for value in self.leaving)
+
+    @property
+    def weights_slot(self) -> int:
+        """Bytes of weights that stay while their optimizer state comes and goes, page by page."""
+        return self.slot - self.state_slot
+
+    def slot_bytes(self, gradients: bool, weights_stay: bool = False) -> int:
+        """Bytes of its slot, with or without `gradients` that wait, and weights that stay elsewhere."""
+        return self.slot + (self.waiting if gradients else 0) - (self.weights_slot if weights_stay else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """What it takes to cut homes, and to put them back: `buffers` bytes of memory, and of each partition of the whole network
+    the bytes of its homes and of those of its parts."""
+
+    buffers: int
+    homes: tuple[tuple[int, int], ...]
+
+
+# [Note: the heap] A large tensor is a mapping of its own and leaves the process when it dies. A small one (`heap_below`
+# bytes: what the C library does not map) lies on the heap, and when backward frees it a gradient that was allocated
+# behind it keeps the heap from shrinking. So what autograd saved in small tensors counts until the partition is
+# dropped. Whether a tensor is small depends on the rows: the last micro-batch of an epoch may have fewer, hence `shares`.
+
+
+def growing(
+    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True, heap_below: int = 0,
+    shares: Sequence[float] = (1.0,),
+) -> Iterator[PartitionCost]:  # fmt: skip
+    """Costs of the partitions blocks[:1], blocks[:2], ...: one block more each time, in constant time.
+
+    `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
+    """
+    heaps = [0] * len(shares)
+    frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
+    alive = forward = backward = again = inference = largest = graph = 0
+    trainable, late, seconds, with_heap = False, False, (0.0, 0.0), 0.0
+    seen: list[BlockCost] = []
+    borrowed: list[BlockCost] = []
+    tied = lent = adding = adding_again = 0
+    flow, loose, held = Flow(), dict[int, int](), set[int]()
+    for block, layout in zip(blocks, states, strict=True):
+        weights, state = weights + block.weights, state + layout.nbytes
+        slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
+        state_slot += layout.padded_nbytes
+        frozen += block.frozen
+        rewritten += block.weights if block.trainable or block.buffers else 0
+        seen.append(block)
+        for owner in block.borrows:
+            if any(owner is other for other in seen):
+                lent -= block.tied
+                adding, adding_again = (adding, adding_again) if lent else (0, 0)
+            elif not any(owner is other for other in borrowed):
+                borrowed.append(owner)
+                slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
+        new, over, given_inside = flow.take(block)
+        # What a block gives that carries no gradient dies behind its last use, but where one that learns saves it for backward.
+        if any(value.learns for value in block.gives):
+            saved = {value.number: loose.pop(value.number) for value in block.takes if value.number in loose}
+            held |= saved.keys() | {value.number for value in block.gives}
+            alive, graph = alive + sum(saved.values()), graph + sum(round_up(size, LINE) for size in saved.values())
+        else:
+            loose |= {value.number: value.nbytes for value in block.gives}
+        forward = max(forward, alive + block.forward_peak)
+        # The gradient that the successor hands over is as large as the output. Everything behind this block has
+        # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`; and those of
+        # values that pass over a block wait meanwhile, `over`, also of such as are taken here for the first time, `new`.
+        start = alive + block.saved_alone + block.output + over
+        backward = max(backward + block.gradients + new, start + block.backward_peak)
+        again = max(again + new, start + block.accumulate_peak)
+        lent += block.lent
+        adding = max(adding + block.gradients + new, start + block.backward_peak + block.lent) if lent else 0
+        adding_again = max(adding_again + new, start + block.accumulate_peak + block.lent) if lent else 0
+        kept = alive + block.saved_alone
+        alive += block.saved
+        graph += sum(round_up(size, LINE) for size in block.saved_sizes)
+        for index, share in enumerate(shares):
+            sizes = (int(size * share) for size in block.saved_sizes)
+            heaps[index] += sum(size for size in sizes if size < heap_below)
+        heap = max(heaps)
+        gradients += block.gradients
+        buffers += block.buffers
+        inference = max(inference, block.inference_peak + given_inside)
+        flops += 0 if block.forward_seconds else block.flops
+        seconds = seconds[0] + block.forward_seconds, seconds[1] + block.backward_seconds
+        with_heap += block.kept_seconds or COMPUTING_SHARE * (block.forward_seconds + block.backward_seconds)
+        trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
+        parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
+        largest = max([largest, *(spec.nbytes for spec in trained)])
+        late = late or block.writes_late
+        trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
+        loss_peak, targets = loss_of(block)
+        came, leaving = flow.came, flow.leaving
+        copied, output = sum(value.nbytes for value in flow.written), sum(value.nbytes for value in leaving)
+        own = sum(value.nbytes for value in came) + copied + targets
+        earlier = sum(value.nbytes for value in leaving if value.number in held and value.giver != block.gives[-1].giver)
+        rows = came[0].rows
+        yield PartitionCost(
+            weights=weights, rewritten=rewritten,
+            borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
+            slot=slot, state_slot=state_slot, waiting=waiting, gradients=gradients,
+            saved=alive + copied, kept=kept + copied + buffers - earlier,
+            graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
+            forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,
+            train_peak=own + buffers + max(forward, alive + loss_peak, max(backward, adding) + heap),
+            accumulate_peak=own + buffers + gradients + max(
+                forward, alive + loss_peak, max(again, adding_again) + heap
+            ),
+            inference_peak=own + heap + max(inference, output + loss_peak),
+            update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
+            row_flops=flops // rows,
+            parameters=parameters, frozen=frozen, trainable=trainable, writes_late=late,
+            forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
+            kept_share=with_heap / sum(seconds) if with_heap else COMPUTING_SHARE,
+        )  # fmt: skip
+
+
+class Flow:
+    """Of blocks one after the other, as a partition that has one more each time: the values that come, pass and leave."""
+
+    def __init__(self, blocks: Sequence[BlockCost] = ()) -> None:
+        self._came: dict[int, Value] = {}
+        self._inside: dict[int, Value] = {}
+        """Given here, and taken by a later block than the last."""
+        self._given: set[int] = set()
+        self._where: dict[int, int] = {}
+        """In whose memory a value lies, of those that came."""
+        self._written: dict[int, Value] = {}
+        for block in blocks:
+            self.take(block)
+
+    @property
+    def came(self) -> tuple[Value, ...]:
+        """What blocks take and none of them gave, in order."""
+        return tuple(self._came.values())
+
+    @property
+    def leaving(self) -> tuple[Value, ...]:
+        """What was given and is taken by others, in order."""
+        return tuple(self._inside.values())
+
+    @property
+    def written(self) -> tuple[Value, ...]:
+        """What came and is changed in place: the partition needs copies of these."""
+        return tuple(self._written.values())
+
+    def used_up(self, blocks: Sequence[BlockCost]) -> list[list[int]]:
+        """Of each of the blocks, what no block behind it takes and what does not leave: its memory goes with it."""
+        last = {value.number: place for place, block in enumerate(blocks) for value in (*block.gives, *block.takes)}
+        return [[n for n, where in last.items() if where == place and n not in self._inside] for place in range(len(blocks))]
+
+    def take(self, block: BlockCost) -> tuple[int, int, int]:
+        """One more block. Bytes of: gradients of what it is the first here to take, where others took something before;
+        gradients of what passes over it; what was given inside and is there while it runs."""
+        number, is_first = block.gives[-1].giver, not self._came
+        given_inside = sum(value.nbytes for value in self._inside.values())
+        fresh = [v for v in block.takes if v.number not in self._given and v.number not in self._came]
+        self._came.update({value.number: value for value in fresh})
+        passing = (v for v in (*self._came.values(), *self._inside.values()) if v.learns and v.uses[-1] > number)
+        over = sum(value.nbytes for value in passing)
+        self._inside = {n: value for n, value in self._inside.items() if value.uses[-1] > number}
+        self._inside.update({value.number: value for value in block.gives})
+        self._given.update(value.number for value in block.gives)
+        self._note_writes(block, fresh)
+        return 0 if is_first else sum(value.nbytes for value in fresh if value.learns), over, given_inside
+
+    def _note_writes(self, block: BlockCost, fresh: Sequence[Value]) -> None:
+        where = self._where
+        where.update({value.number: value.number for value in fresh})
+        self._written.update({where[n]: self._came[where[n]] for n in block.writes if n in where})
+        where.update({ours: where[theirs] for ours, theirs in block.passes if theirs in where})
+
+
+def passing(blocks: Sequence[BlockCost], last: int) -> tuple[Value, ...]:
+    """What is there behind block `last`, for later ones: in a chain one value."""
+    given = {value.number: value for block in blocks[: last + 1] for value in (*block.takes, *block.gives)}
+    return tuple(value for value in given.values() if value.uses[-1:] > (last,))
+
+
+def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
+    """Layout of every block's optimizer state; empty ones without an optimizer."""
+    if optimizer is None:
+        return [Layout(()) for _ in costs]
+    return [
+        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}) for cost in costs
+    ]
+
+
+def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
+    """Layout of every block's gradients, for those that wait at home for their norm."""
+    return [cost.gradient_layout for cost in costs]
+
+
+def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
+    """Bytes of the slot for a partition of these blocks."""
+    layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
+    return sum(layout.padded_nbytes for layout in layouts + (gradient_layouts(costs) if gradients else []))
+
+
+def borrowed_costs(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
+    """Blocks of other partitions whose homes these need."""
+    found = {}
+    for block, cost in zip(blocks, costs, strict=True):
+        owners = dict.fromkeys(tie.owner for tie in block.tied)
+        found.update({owner: borrowed for owner, borrowed in zip(owners, cost.borrows, strict=True) if owner not in blocks})
+    return found

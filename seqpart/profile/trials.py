@@ -1,0 +1,374 @@
+"""Every kind of block run once for real, under a meter: what fake tensors do not show.
+
+A kernel takes memory inside one operation (an LSTM's gates, a convolution's reordered weights, the powers of a matrix), and
+some operations are others on fake tensors. What the system says of a real run, beyond what was counted, joins the block's cost.
+
+In this process and not in a child: a child would hold the imported libraries, 300 MB, a second time, and it would count.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from seqpart.device.device import Device
+from seqpart.device.heap import page_faults, seconds_per_fault
+from seqpart.device.limit import Grant
+from seqpart.device.pages import round_up
+from seqpart.device.usage import HighWater, Reservations
+from seqpart.errors import ModelError
+from seqpart.interrupts import put_off
+from seqpart.launch.compiler import back_propagate, without_symbols
+from seqpart.model.asking import generators_left_alone
+from seqpart.model.blocks import Block
+from seqpart.model.inspection import Kind, remembered, structure_of
+from seqpart.model.packs import has_gradients
+from seqpart.model.tensors import run_fake, with_tensors
+from seqpart.profile.blocks import BlockCost
+from seqpart.profile.fake_mode import FakeMode, real_module
+from seqpart.store.layout import LINE
+
+_LOGGER = logging.getLogger("seqpart.planning")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Excess:
+    """Bytes by which a block's real run passed what was counted for it, and the seconds that it took."""
+
+    forward: int = 0
+    saved: int = 0
+    hidden: int = 0
+    """Of storages that autograd saved, beyond those that fake tensors show."""
+    untouched: int = 0
+    untouched_peak: int = 0
+    """Reserved and not held: of them, and while the block runs."""
+    backward: int = 0
+    inference: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    kept_seconds: float = 0.0
+
+    def on(self, cost: BlockCost, share: float) -> BlockCost:
+        """share: of the rows that were run, those that `cost` is for."""
+        return replace(
+            cost, saved_sizes=(*cost.saved_sizes, int(self.hidden * share)) if self.hidden else cost.saved_sizes,
+            forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
+            saved_alone=cost.saved_alone + self.saved,
+            untouched=int(self.untouched * share), untouched_peak=int(self.untouched_peak * share),
+            backward_peak=cost.backward_peak + self.backward, accumulate_peak=cost.accumulate_peak + self.backward,
+            inference_peak=cost.inference_peak + self.inference, forward_seconds=self.forward_seconds * share,
+            backward_seconds=self.backward_seconds * share, kept_seconds=self.kept_seconds * share,
+        )  # fmt: skip
+
+    def times(self, factor: int) -> "Excess":
+        return Excess(
+            forward=factor * self.forward, saved=factor * self.saved, hidden=factor * self.hidden,
+            untouched=factor * self.untouched, untouched_peak=factor * self.untouched_peak, backward=factor * self.backward,
+            inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
+            backward_seconds=factor * self.backward_seconds, kept_seconds=factor * self.kept_seconds,
+        )  # fmt: skip
+
+
+_SHORT = 0.05
+"""Seconds of a run that is timed twice."""
+_NO_KERNEL = "could not create a primitive descriptor"
+"""oneDNN's words for what it cannot do at all, as an LSTM of bfloat16 on a processor without instructions for that."""
+_NARROW = (torch.bfloat16, torch.float16)
+_KERNELS = 2 << 20
+"""Bytes that oneDNN keeps of a kind of block for each number of rows in narrow floats."""
+_UNMEASURED = 32 << 20
+"""An LSTM's library took 10 MB more than was counted, and a convolution's 24."""
+_FEW = 2
+"""Rows of a trial that tells how many more there may be: one would be too few for BatchNorm."""
+_LEAST_SHARE = 0.2
+"""Of the seconds of a run, where nearly all of it seems to be page faults: both are measured, and vary."""
+CostsAt = Callable[[int], Sequence[BlockCost]]
+"""Costs as they are counted on fake tensors, at a number of rows."""
+
+
+class Trials:
+    """What real runs have shown so far: by kind of block and number of rows, each run once."""
+
+    def __init__(self, chain: Sequence[Block], costs_at: CostsAt, device: Device, autocast: torch.dtype | None) -> None:
+        self._chain, self._costs_at, self._device, self._autocast = chain, costs_at, device, autocast
+        self._meter, self._reservations = HighWater(device), Reservations()
+        self._found: dict[Kind, dict[int, Excess]] = {}
+        self._structures: dict[object, Kind] = {}
+        self.first = 0
+        """The first block that is run: those before it are never trained, and may be larger than the limit."""
+        self.peak = 0
+        """Most bytes that were held during any trial: too short, perhaps, for a sampler."""
+        self.beyond = self._begun = 0
+        """The same beyond what was held before that trial: a block that is tried adds up gradients, and training need not."""
+        self.grant: Grant = lambda *, at_rest=False: False
+        """Called behind each trial: what it left behind in generated code is reserved and not held."""
+        self.untold: list[str] = []
+        """Blocks that could not be run alone, in words: what was counted stands."""
+
+    def refined(self, rows: int) -> tuple[BlockCost, ...]:
+        """The costs of micro-batches of `rows` rows with what real runs add: of so many, or of the next larger number."""
+        found: list[BlockCost] = []
+        now: dict[int, BlockCost] = {}
+        for number, cost in enumerate(self._costs_at(rows)):
+            known = self._found.get(self._kind(number, cost), {}) if self._found else {}
+            nearest = min((count for count in known if count >= rows), default=None)
+            excess = Excess() if nearest is None else known[nearest]
+            share = 1.0 if nearest is None else rows / nearest
+            now[id(cost)] = excess.on(replace(cost, borrows=tuple(now[id(owner)] for owner in cost.borrows)), share)
+            found.append(now[id(cost)])
+        return tuple(found)
+
+    def has_run(self, rows: int) -> bool:
+        """Whether every kind of block that is run has been, with so many rows or more."""
+        kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)) if number >= self.first)
+        return all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds)
+
+    def unmeasured(self, rows: int) -> int:
+        """Bytes by which a limit is named larger, for who runs blocks under it: what is not counted of those that have not
+        been run with so many rows, and kernels of narrow floats for two more numbers of rows, which stay."""
+        costs = self._costs_at(rows)
+        kinds = {self._kind(number, cost) for number, cost in enumerate(costs) if number >= self.first}
+        types = {self._autocast, *(spec.dtype for cost in costs for spec in cost.layout.specs)}
+        kernels = 2 * _KERNELS * len(kinds) if self._device.shares_memory and types.intersection(_NARROW) else 0
+        return kernels + (0 if self.has_run(rows) else _UNMEASURED)
+
+    def held(self) -> int:
+        """Bytes that are held now, and were not given back to the system."""
+        self._device.release_cached()
+        return self._meter.now()
+
+    def run(self, rows: int, first: int, last: int, available: int) -> bool:
+        """Run the kinds among blocks first..last (last not included) that have not been run with so many rows.
+
+        Those that take more than `available` bytes alone are left out: what was counted stands. Returns whether any was run.
+        """
+        fresh, costs = False, self._costs_at(rows)
+        for number in range(max(first, self.first), last) if self._meter.works else ():
+            known = self._found.setdefault(self._kind(number, costs[number]), {})
+            if rows not in known and _alone(costs[number]) <= available:
+                known[rows], fresh = self._measured(number, rows, available), True
+                self.grant()
+        return fresh
+
+    def last_rows(self, micro_batches: Collection[int], batches: Collection[int]) -> set[int]:
+        """Rows that are left over when `batches` are cut into `micro_batches`, where they are to be run too.
+
+        oneDNN makes kernels of bfloat16 weights for each number of rows: 5 MB a layer, for good, which the plan has to know.
+        Where there was no memory for one, it makes no other in that process.
+        """
+        layouts = (cost.layout for cost in self._costs_at(max(micro_batches)))
+        if not self._device.shares_memory or not any(spec.dtype in _NARROW for layout in layouts for spec in layout.specs):
+            return set()
+        return {rows % size for rows in batches for size in micro_batches} - {0}
+
+    def _kind(self, number: int, cost: BlockCost) -> Kind:
+        """Equal for blocks whose real runs are alike: the same modules and settings, tensors and rows."""
+        block = self._chain[number]
+        if block.same_as not in self._structures:
+            self._structures[block.same_as] = _structure(block)
+        return self._structures[block.same_as], *((value.shape[1:], value.dtype) for value in cost.takes)
+
+    def _measured(self, number: int, rows: int, available: int) -> Excess:
+        """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
+        block, fewer = self._chain[number], rows
+        if rows > _FEW and _has(block.fake(FakeMode())[0], nn.LSTM):
+            fewer = self._rows_within(number, rows, available)
+        _LOGGER.debug("block %d of %d is run, %d rows", number + 1, len(self._chain), rows)
+        while True:
+            try:
+                with put_off(), _left_alone(block, self._device):
+                    found, changed = self._once(number, fewer)
+                remembers = bool(changed) and not self._does_the_same(number, fewer)
+            except Exception as error:
+                if self._device.is_out_of_memory(error) and fewer > 1:
+                    fewer = -(-fewer // 2)
+                    continue
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                if _NO_KERNEL in reason:
+                    cure = f" under autocast of {self._autocast}: give --dtype fp32" if self._autocast else ""
+                    raise ModelError(f"{block} cannot be run on this processor{cure}. torch says: {reason}") from error
+                self.untold.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
+                return Excess()
+            if remembers:
+                raise ModelError(
+                    f"{block} gives other outputs for the same rows when it is called again: it remembers something in an "
+                    f"attribute ({', '.join(sorted(changed))}), which is in no checkpoint, and goes on where the block is run "
+                    "again. Let it be a buffer (register_buffer), made in __init__."
+                )
+            return found.times(-(-rows // fewer))
+
+    def _does_the_same(self, number: int, rows: int) -> bool:
+        """Whether a block's outputs are made of its weights, buffers, rows and random numbers alone: the same when it is called
+        again, and whatever its first rows and random numbers were."""
+        with _left_alone(self._chain[number], self._device):
+            xs, others = self._rows(number, rows), self._rows(number, rows)
+        tensors, buffers, found = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[tuple[torch.Tensor, ...]]()
+        for first, seed in ((others, 1), (xs, 2)):
+            with _left_alone(self._chain[number], self._device):
+                module, own = real_module(self._chain[number], self._device.torch)
+                tensors = tensors or own
+                buffers = buffers or {name: t.clone() for name, t in own.items() if not isinstance(t, nn.Parameter)}
+                module.train()
+                for taken, draws in ((first, seed), (xs, 0), (xs, 0)):
+                    for name, buffer in buffers.items():
+                        tensors[name].copy_(buffer)
+                    torch.manual_seed(draws)
+                    with with_tensors(module, tensors), torch.no_grad():
+                        found.append(self._forward(module, tensors, [x.clone() for x in taken]))
+                del found[-3]
+        return all(_alike(one, found[0]) for one in found)
+
+    def _rows_within(self, number: int, rows: int, available: int) -> int:
+        """`rows`, halved until they fit as a run with a few says.
+
+        oneDNN makes no kernel any more in a thread in which memory for one was refused, so that is not to happen in a trial.
+        """
+        few = self._measured(number, _FEW, available)
+        alone, least = (_alone(self._costs_at(count)[number]) for count in (rows, _FEW))
+        hidden = few.saved + few.untouched + max(few.forward, few.backward)
+        fewer = rows
+        while fewer > _FEW and least + (alone - least) * fewer // rows + hidden * fewer // _FEW > available:
+            fewer = -(-fewer // 2)
+        return fewer
+
+    def _once(self, number: int, rows: int) -> tuple[Excess, set[str]]:
+        """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
+        Then one without a graph. Also names of what it has remembered."""
+        self._begun = self._meter.now()
+        module, tensors = real_module(self._chain[number], self._device.torch)
+        cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
+        with with_tensors(module, tensors):
+            module.train()
+            before = remembered(module.modules())
+            self._train(module, tensors, xs)
+            kept = self._kept(module, tensors, xs) if _has(module, nn.RNNBase) else 0
+            faults = page_faults()
+            seen = self._train(module, tensors, xs)
+            faults = page_faults() - faults
+            seconds = seen.forward_seconds, seen.backward_seconds
+            if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
+                again = self._train(module, tensors, xs)
+                seconds = min(seconds[0], again.forward_seconds), min(seconds[1], again.backward_seconds)
+            now = remembered(module.modules())
+            module.eval()
+            with torch.no_grad():
+                held = self._meter.restart()
+                self._forward(module, tensors, xs)
+                inference = self._most() - held
+        kept_seconds = 0.0
+        if self._device.keeps_heap:
+            kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
+        # oneDNN's workspace of an LSTM is 16 times what fake tensors show of it, and two thirds of that are never touched.
+        reserves = _has(module, nn.LSTM)
+        found = Excess(
+            forward=max(0, seen.forward - cost.forward_peak), saved=max(0, seen.saved - cost.saved),
+            hidden=max(0, kept - sum(round_up(size, LINE) for size in cost.saved_sizes)),
+            untouched=max(0, kept - max(seen.saved, cost.saved)) if reserves else 0,
+            untouched_peak=seen.untouched_peak if reserves else 0,
+            backward=max(0, seen.backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
+            forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
+        )  # fmt: skip
+        return found, {name for (part, name), value in now.items() if before.get((part, name)) != value}
+
+    def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> int:
+        """Bytes of the storages that autograd saves, with their place in a range (runtime/graph_offload.py)."""
+        found: dict[int, int] = {}
+
+        def noted(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = round_up(storage.nbytes(), LINE)
+            return tensor.detach()  # itself it would hold its own graph, in a cycle
+
+        with saved_tensors_hooks(noted, lambda tensor: tensor):
+            graph = self._forward(module, tensors, xs)
+        for tensor in (*xs, *tensors.values()):
+            found.pop(tensor.untyped_storage().data_ptr(), None)
+        del graph
+        return sum(found.values())
+
+    def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
+        """Random ones; tokens are zeros, which every vocabulary has."""
+        device, found = self._device.torch, []
+        for value in self._costs_at(rows)[number].takes:
+            if has_gradients(value.dtype):
+                x = torch.randn(value.shape, dtype=torch.float32, device=device).to(value.dtype).requires_grad_(value.learns)
+            else:
+                x = torch.zeros(value.shape, dtype=value.dtype, device=device)
+            found.append(x)
+        return found
+
+    def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> Excess:
+        """What it took in all, as profile/blocks.py watches it, and the seconds."""
+        entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
+        self._reservations.restart()
+        held, began = self._meter.restart(), self._now()
+        ys = self._forward(module, tensors, entering)
+        forward_seconds = self._now() - began
+        forward, saved = self._most() - held, self._meter.now() - held
+        roots = [y for y in ys if y.requires_grad]
+        if not roots:
+            return Excess(forward=forward, saved=saved, forward_seconds=forward_seconds)
+        edges, gradients = [get_gradient_edge(y) for y in roots], [torch.ones_like(y) for y in roots]
+        del ys, roots
+        held, began = self._meter.restart(), self._now()
+        back_propagate(edges, gradients)
+        backward_seconds = self._now() - began
+        backward = self._most() - held
+        for x in xs:
+            x.grad = None
+        untouched = max(0, self._reservations.most() - max(forward, saved + backward))
+        self._reservations.end()
+        return Excess(
+            forward=forward, saved=saved, untouched_peak=untouched, backward=backward,
+            forward_seconds=forward_seconds, backward_seconds=backward_seconds,
+        )  # fmt: skip
+
+    def _now(self) -> float:
+        self._device.wait(self._device.mark())
+        return time.perf_counter()
+
+    def _most(self) -> int:
+        most = self._meter.peak()
+        self.peak, self.beyond = max(self.peak, most), max(self.beyond, most - self._begun)
+        return most
+
+    def _forward(
+        self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        with without_symbols(), self._device.autocast(self._autocast):
+            return run_fake(module, tensors, *xs)
+
+
+def _alike(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """But for the order in which a GPU adds up."""
+    return all(
+        torch.equal(one, other) or (has_gradients(one.dtype) and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True))
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _alone(cost: BlockCost) -> int:
+    """Bytes of a trial, as far as they are counted."""
+    working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.accumulate_peak))
+    return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
+
+
+def _has(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return any(isinstance(one, kind) for one in module.modules())
+
+
+def _structure(block: Block) -> Kind:
+    module, tensors = block.fake(FakeMode())
+    return structure_of(module, tensors)
+
+
+@contextmanager
+def _left_alone(block: Block, device: Device) -> Iterator[None]:
+    """Neither random state, nor what the user's module remembers, nor its modes are changed by a trial."""
+    with generators_left_alone(), device.own_random_state(), block.left_as_it_is():
+        yield

@@ -1,1 +1,0 @@
-"""What a run leaves of itself as it goes."""

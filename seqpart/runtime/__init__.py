@@ -1,0 +1,1 @@
+"""A run from start to proof: the one loop, partitions on the device, what they hand to each other."""

@@ -1,0 +1,412 @@
+"""FORWARD and BACKWARD of one partition on one micro-batch, and the rows, labels and gradients that they need.
+
+What a partition reads and leaves depends on its place in the phase alone: the first one reads rows, the last one owns
+the loss, and between them the boundary exchange hands activations up and gradients down.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.data.reader import Batch, BatchReader, ReaderThread, open_reader
+from seqpart.data.row_packs import PackReader, PackWriter, RowPack
+from seqpart.device.device import Device
+from seqpart.errors import ModelError, OptionError
+from seqpart.launch.compiler import back_propagate
+from seqpart.methods.ist.statistics import as_it_is, observed
+from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
+from seqpart.model.metrics import Heard, Metrics
+from seqpart.model.packs import Pack
+from seqpart.model.reductions import Kind, Verdict
+from seqpart.runtime.elements import Elements
+from seqpart.runtime.exchange import BoundaryExchange
+from seqpart.runtime.graph_offload import GraphOffload
+from seqpart.runtime.handover import Handover, falsified
+from seqpart.runtime.partition import Partition
+from seqpart.runtime.saved_tensors import Arrival, Graph, apart_from, entering
+from seqpart.schedule.events import PhaseBegun, PhaseDone
+from seqpart.schedule.phase import Phase, PhaseKind, Span
+from seqpart.schedule.steps import Position, Step
+
+
+class Compute:
+    """`loaded` are the partitions on the device, by number: the executor brings and drops them."""
+
+    def __init__(
+        self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
+        losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, row_packs: Sequence[RowPack],
+        exchange: BoundaryExchange, graphs: GraphOffload | None, device: Device, reader_thread: ReaderThread, seed: int,
+        start: Position, metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None], heard: Heard,
+    ) -> None:  # fmt: skip
+        self.loaded: dict[int, Partition] = {}
+        self.metrics, self.rested = Metrics(), metrics or Metrics()
+        """Sums over the pass so far; the same at the end of the last update."""
+        self.judged = 0
+        """Losses that were computed."""
+        self._phases, self._partitions, self._losses = phases, partitions, losses
+        self._handover = Handover(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
+        self._boundaries, self._row_packs, self._graphs = boundaries, row_packs, graphs
+        self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
+        self._start, self._resumes, self._heard = start, start.updates > 0, heard
+        self._own_loss: dict[int, PartitionLoss | None] = {}
+        self._labels: dict[int, torch.Tensor] = {}
+        self._reader: BatchReader | None = None
+        self._unpacked: PackReader | None = None
+        """Of what the reader reads."""
+        self._sink: PackWriter | None = None
+        self._began, self._earlier = 0.0, 0
+        self._ties = [*dict.fromkeys((partition.number, tie) for partition in partitions for _, tie in partition.tied)]
+        """(partition, weight that it uses and another owns), in the model's order."""
+        self._counted: float | None = None
+        """Of the unfinished update, what its loss counted so far; None where micro-batches count by their rows."""
+        self._elements = Elements(
+            loaded=self.loaded, read=self._read, done=self._done_with, run=partial(self._output, training=True),
+            tell=lambda total, rows: self.metrics.add(total, rows, None, weight=rows),
+        )  # fmt: skip
+
+    def forward(self, step: Step) -> tuple[int, int]:
+        phase = self._phases[step.phase]
+        if phase.in_pairs:
+            return self._elements.forward(step, phase), 0
+        batch, taken, labels = self._input(step)
+        read, written = (batch.x.nbytes if batch else 0), 0
+        if phase.kind is PhaseKind.TRAIN:
+            self._forward_to_train(step, taken, labels)
+        else:
+            written = self._forward_to_test(step, batch, taken, labels)
+        if batch is not None:
+            self._done_with(batch)
+        return read, written
+
+    def _forward_to_test(self, step: Step, batch: Batch | None, taken: Pack, labels: torch.Tensor) -> int:
+        """Without a graph. Returns the bytes written."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        with torch.no_grad():
+            if phase.kind is PhaseKind.DRAW:
+                return self._write({self._row_packs[p].judged: cast(SyntheticLoss, self._loss_of(p)).ideal(labels)}, batch)
+            given = self._output(step, taken, training=False)
+            if phase.partition != phase.last:
+                self._handover.used_up(p, m)
+                if p < phase.last:
+                    self._handover.give_up(m, given)
+                    return 0
+                labels = self._labels.pop(m)
+            # Recovery looks at the end alone, and is planned so; where statistics are made nothing is judged.
+            if phase.kind is not PhaseKind.STATISTICS and (not phase.stage or p == len(self._partitions) - 1):
+                self._judge(step, self._judged(p, given), labels)
+            return self._write(given, batch)
+
+    def _judged(self, p: int, given: Pack) -> torch.Tensor:
+        return given[self._row_packs[p].judged]
+
+    def _write(self, given: Pack, batch: Batch | None) -> int:
+        if self._sink is None:
+            return 0
+        assert batch is not None, "rows of a boundary are made by one partition alone"
+        assert self._unpacked is not None
+        return self._sink.append(given, partial(self._unpacked.value, rows=batch.x))
+
+    def _forward_to_train(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
+        """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        partition = self.loaded[p]
+        stays = p not in phase.streams
+        if stays and self._starts_update(step):
+            partition.buffers.begin_update()
+        if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else the pass is not done again
+            partition.buffers.remember()
+        taken, arrivals = self._entering(step, taken)
+        offload = self._graphs if phase.offloads_graph(p) else None
+        if offload is not None:
+            offload.begin((p, m))
+        with partition.packing(offload) if phase.keeps_graph(p) else nullcontext():
+            given = self._output(step, taken, training=True)
+        graph = self._graph(p, taken, arrivals, given)
+        if offload is not None:
+            offload.finish()
+            graph.let_go()
+        if phase.keeps_graph(p):
+            partition.keep_graph(m, graph)
+        if p < phase.last:
+            self._handover.give_up(m, given)
+            if p < phase.lowest:
+                self._handover.used_up(p, m)
+        else:
+            self._judge(step, self._judged(p, given), labels if p == phase.partition else self._labels.pop(m))
+
+    def backward(self, step: Step) -> tuple[int, int]:
+        phase, partition = self._phases[step.phase], self.loaded[step.partition]
+        if phase.in_pairs:
+            self._elements.backward(step, phase, self.span(step).update_rows)
+            self.judged += 1  # an update has rows, so one of its pairs has a loss
+            return 0, 0
+        if phase.partition == phase.last:
+            batch, taken, labels = self._input(step)
+            assert batch is not None
+            if self._starts_update(step):
+                partition.buffers.begin_update()
+            self._back_propagate_loss(step, self._entering(step, taken)[0], labels)
+            partition.part_gradients()
+            self._done_with(batch)
+            return batch.x.nbytes, 0
+        if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
+            partition.buffers.begin_update()  # it runs forward here only
+        partition.buffers.restore()
+        with self._offloaded_graph(step) as others:
+            with partition.apart() as tied:
+                arrived = apart_from(others, self._back_propagate(step).gradients)
+            partition.part_gradients(arrived.values(), others)
+            for tie, gradient in tied.items():
+                if gradient is not None:
+                    (gradient,) = apart_from(others, {0: gradient}).values()
+                    self._handover.give_shared(self._ties.index((step.partition, tie)), self._part(step), gradient)
+        self._pass_down(step, arrived)
+        return 0, 0
+
+    def _offloaded_graph(self, step: Step) -> AbstractContextManager[frozenset[int]]:
+        """Inside, tensors of its graph that waited elsewhere are on the device: the addresses of their memory."""
+        if self._graphs is None:
+            return nullcontext(frozenset())
+        away = self._phases[step.phase].offloads_graph(step.partition)
+        return self._graphs.on_device((step.partition, self._part(step)) if away else None)
+
+    def _back_propagate(self, step: Step) -> Graph:
+        """Of several partitions one: its own loss at the end, else the gradient that the next one left."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        if phase.keeps_graph(p):
+            graph = self.loaded[p].kept_graph(m)
+            self._propagate(step, graph.edges)
+            return graph
+        taken = self._handover.take_up(p, m)
+        if p < phase.last or p == phase.lowest:  # the last runs forward here only: a wrong loss proves little of gradients
+            taken = self._falsified(taken)
+        taken, arrivals = self._entering(step, taken)
+        if p == phase.last:
+            self._back_propagate_loss(step, taken, self._labels.pop(m))
+            return Graph(arrivals, {})
+        graph = self._graph(p, taken, arrivals, self._output(step, taken, training=True))
+        del taken
+        self._propagate(step, graph.edges)
+        return graph
+
+    def _graph(self, p: int, taken: Pack, arrivals: dict[int, Arrival], given: Pack) -> Graph:
+        again = self._handover.taken_again(p)
+        return Graph.of(arrivals, [*given.items(), *((number, taken[number]) for number in again)])
+
+    def _propagate(self, step: Step, edges: Mapping[int, Any]) -> None:
+        """From the gradients that later partitions left, and from those of weights that they share.
+
+        Both in one go: then a shared weight's gradients of one micro-batch are added up before they join those of others,
+        as they are where nothing is cut.
+        """
+        p, m = step.partition, self._part(step)
+        found = self._falsified(self._handover.take_gradients(p, m, edges.keys()))
+        roots: list[Any] = [edges[number] for number in found]
+        gradients = list(found.values())
+        # The last partition's first, as they come where nothing is cut.
+        for number, (_, tie) in reversed([*enumerate(self._ties)]):
+            for gradient in self._handover.take_shared(number, m) if tie.owner in self._partitions[p].blocks else ():
+                roots.append(tie.owner.module.get_parameter(tie.owner_name))
+                gradients.append(gradient)
+        if roots:
+            back_propagate(roots, gradients)
+
+    def _falsified(self, handed: Pack) -> Pack:
+        """What BACKWARD takes from others; for `verify`'s control slightly wrong, as no normalization takes back."""
+        return {number: falsified(tensor) for number, tensor in handed.items()} if self._falsify else handed
+
+    def _pass_down(self, step: Step, gradients: Pack) -> None:
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        self._handover.give_down(p, m, gradients, phase.lowest)
+        if p > phase.lowest and self._handover.wanted(p, phase.lowest) and not self._handover.gradients_wait(m):
+            raise ModelError(
+                f"no gradient came through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are to "
+                "learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
+            )
+
+    def _back_propagate_loss(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
+        """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
+        output = self._judged(step.partition, self._output(step, taken, training=True))
+        self._hold_parts(step, output, labels)
+        verdict = self._judge(step, output, labels)
+        del output  # the graph alone holds it, until the loss has its gradient
+        assert verdict is not None
+        part, counted = share_of_update(verdict, self.span(step))
+        if counted:  # what all of them count is known with the last one: see `scale`
+            self._counted = (self._counted or 0.0) + counted
+        if verdict.loss.requires_grad:
+            (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
+
+    def _hold_parts(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> None:
+        """Of a batch that is divided the outputs, in the first updates, and ever more rarely behind them."""
+        phase, loss = self._phases[step.phase], self._loss_of(step.partition)
+        update = phase.share_of(_micro_batch(step) // phase.micro_batches_per_update)[0]
+        if isinstance(loss, TrueLoss) and len(output) < self.span(step).update_rows and not update & (update - 1):
+            loss.hold(output, labels, self.span(step), phase.micro_batches_per_update)
+
+    def scale(self, step: Step) -> float | None:
+        """What gradients are yet to be multiplied by behind an update's last micro-batch; None: nothing."""
+        if not self._counted:
+            return None
+        share = self.span(step)
+        return share.update_rows / self._counted if share.ends_update else None
+
+    def _entering(self, step: Step, taken: Pack) -> tuple[Pack, dict[int, Arrival]]:
+        """What enters a partition as the beginning of its graph; with gradients where a partition below is to learn."""
+        wanted = self._handover.wanted(step.partition, self._phases[step.phase].lowest)
+        found = {number: entering(x, wants_gradient=number in wanted) for number, x in taken.items()}
+        return {number: x for number, (x, _) in found.items()}, {number: arrival for number, (_, arrival) in found.items()}
+
+    def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> Verdict | None:
+        judge = self._loss_of(step.partition)
+        if judge is None:
+            return None
+        with self.loaded[step.partition].autocast():
+            found = judge(output, labels)
+        verdict = found if isinstance(found, Verdict) else Verdict(found, len(output))
+        with torch.no_grad():
+            self.metrics.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
+            self._heard.judged(self._phases[step.phase], output, labels)
+        self.judged += 1
+        return verdict
+
+    def _loss_of(self, p: int) -> PartitionLoss | None:
+        if p not in self._own_loss:
+            self._own_loss[p] = self._losses(p)
+        return self._own_loss[p]
+
+    def _output(self, step: Step, taken: Pack, *, training: bool) -> Pack:
+        phase = self._phases[step.phase]
+        update, part = divmod(_micro_batch(step), phase.micro_batches_per_update)
+        observes = phase.kind is PhaseKind.STATISTICS
+        around = partial(observed, anew=self.span(step).start == 0) if observes else as_it_is
+        key = phase.epoch, phase.done + update, part
+        return self.loaded[step.partition].forward(taken, training=training, key=key, around=around)
+
+    def _part(self, step: Step) -> int:
+        """The micro-batch's number within its update: what it leaves has a place that every update uses again."""
+        return _micro_batch(step) % self._phases[step.phase].micro_batches_per_update
+
+    def span(self, step: Step) -> Span:
+        return self._phases[step.phase].span(_micro_batch(step))
+
+    def _starts_update(self, step: Step) -> bool:
+        return self._part(step) == 0
+
+    def _input(self, step: Step) -> tuple[Batch | None, Pack, torch.Tensor]:
+        """(batch, values, labels): of the phase's first partition from the reader, of the others from those before."""
+        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        if p != phase.partition:
+            keeps = phase.kind is PhaseKind.TRAIN and phase.keeps_graph(p)
+            return None, self._handover.take_up(p, m, to_keep=keeps), torch.empty(0)
+        batch, taken, labels = self._read(step)
+        if phase.partition != phase.last:
+            for number, x in taken.items():
+                if x.data_ptr() == batch.x.data_ptr():  # the reader's memory is about to be filled again
+                    taken[number] = x.clone()
+            self._labels[m] = labels
+            self._handover.give_up(m, taken)
+        return batch, taken, labels
+
+    def _read(self, step: Step) -> tuple[Batch, Pack, torch.Tensor]:
+        batch = self._next_batch(step)
+        assert self._unpacked is not None
+        labels = self._device.upload(batch.labels)
+        return batch, self._unpacked.take(batch.x), labels.to(self._boundaries.label_types[self._phases[step.phase].reads[0]])
+
+    def _next_batch(self, step: Step) -> Batch:
+        if self._reader is None:
+            self._enter(step.phase)
+        assert self._reader is not None
+        batch = self._reader.take()
+        assert batch.micro_batch == step.micro_batch, f"{step}: the reader is at micro-batch {batch.micro_batch}"
+        return batch
+
+    def _enter(self, number: int) -> None:
+        """Open a phase: its reader, and the rows that it writes."""
+        phase = self._phases[number]
+        split, source = phase.reads
+        first_update = self._start.updates if self._resumes else 0
+        self.metrics = replace(self.rested) if self._resumes else Metrics()
+        self._heard.begin(phase, self.metrics, self._device.torch)
+        self._resumes, self._began = False, time.perf_counter()
+        if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
+            pack, p = self._row_packs[phase.last], phase.last + 1
+            self._sink = PackWriter(pack, self._boundaries, phase.leaves, p, phase.rows, self._device)
+        rows, entering = self._boundaries.entering(phase.enters, source), self._partitions[phase.partition].entering
+        pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
+        self._unpacked = PackReader(pack, self._boundaries, phase.enters, source, entering, self._device)
+        self._reader = open_reader(
+            rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
+        )
+        self._earlier = phase.rows_before(first_update)
+        self._listen(PhaseBegun(phase=phase, number=number, earlier=self._earlier))
+
+    def _done_with(self, batch: Batch) -> None:
+        assert self._reader is not None
+        self._reader.done(batch)
+
+    def rest(self) -> None:
+        """An update is finished: what was summed up so far is what a later run goes on with."""
+        self._counted = None
+        self._elements.rest()
+        self.rested = replace(self.metrics)
+
+    def refuse_divergence(self, number: int, update: int | None = None) -> None:
+        """Raises Diverged where a loss of phase `number` so far, up to `update` (from 1), is not finite. CUDA has to wait."""
+        self.metrics.refuse_divergence(f"{'' if update is None else f'update {update} of '}{self._phases[number]}")
+
+    def end_phase(self, number: int) -> None:
+        """The last row of phase `number` is through. Raises Diverged if the loss is not finite."""
+        if self._sink is not None:
+            self._sink.finish()
+            self._sink = None
+        self.close_reader()
+        metrics, phase, seconds = self.metrics, self._phases[number], time.perf_counter() - self._began
+        self.refuse_divergence(number)
+        self.rested = Metrics()
+        self._listen(metrics.done(phase, self._earlier, seconds, self._heard.found(phase)))
+
+    def forget_loss(self, p: int) -> None:
+        """Partition p leaves: free the fixed targets of its loss."""
+        self._own_loss.pop(p, None)
+
+    def close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def abandon(self) -> None:
+        """Forget the unfinished pass."""
+        self.close_reader()
+        self._sink = None
+        self._labels.clear()
+        self._heard.forget()
+        self._handover.abandon()
+        self._counted = None
+        self._elements.rest()
+        self._own_loss.clear()  # the executor that goes on has fixed targets of its own
+
+
+def share_of_update(verdict: Verdict, span: Span) -> tuple[float, float]:
+    """(what a micro-batch's loss is multiplied by in its update, what it counted where that is to be divided by at the end)."""
+    part = (span.stop - span.start) / span.update_rows
+    if part < 1.0 and verdict.kind is Kind.COUNTED:
+        return verdict.weight / span.update_rows, verdict.weight
+    if part < 1.0 and verdict.kind is Kind.WHOLE:
+        raise OptionError(
+            "memory ran out for a whole batch, and this loss is not the sum of its parts': give a larger --mem-limit, or a "
+            "smaller --batch-size with the same --micro-batch-size."
+        )
+    return 1.0 if verdict.kind is Kind.SUM else part, 0.0
+
+
+def _micro_batch(step: Step) -> int:
+    assert step.micro_batch is not None
+    return step.micro_batch

@@ -1,0 +1,37 @@
+"""An evaluation: a run whose phases are passes over the test rows, which leaves no files."""
+
+from pathlib import Path
+
+from seqpart.device.sampler import Proof
+from seqpart.kinds import values_of
+from seqpart.runtime.result import Evaluation
+from seqpart.runtime.session import Session
+from seqpart.settings import Settings
+
+
+def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: str | Path | None = None) -> Settings:
+    """Those of `settings` that an evaluation of so many rows takes, with all files in `folder`. weights: in the place of the
+    model's own.
+
+    A plan has room for training. So it is made for the exact method and the optimizer that need least, and an update's rows.
+    """
+    batch = min(max(values_of(settings.batch_size)), rows)
+    micro_batch = settings.micro_batch_size
+    return Settings(
+        mem_limit=settings.mem_limit, method="streamed", device=settings.device, ram_limit=settings.ram_limit,
+        output_dir=folder / "run", batch_size=batch, micro_batch_size=None if micro_batch is None else min(micro_batch, batch),
+        loss=settings.loss_name, optimizer="sgd", dtype=settings.dtype, seed=settings.seed, save_every="never", epochs=1,
+        weights=settings.weights if weights is None else Path(weights), cache=settings.cache, workers=settings.workers,
+        weights_partial=settings.weights_partial and weights is None,
+    )  # fmt: skip
+
+
+def evaluated(session: Session, before: Proof | None = None) -> Evaluation:
+    """What `session` finds: a run without results, after which modules are as they came. before: of a run that it is a part
+    of, whose proof then is of both."""
+    with session.limited(), session.interrupts:
+        session.run_stages()
+    assert session.test is not None
+    (loss, accuracy), proof = session.test, session.proof()
+    proof = proof if before is None else before.and_then(proof)
+    return Evaluation(loss=loss, accuracy=accuracy, proof=proof, metrics=session.watch.metrics)

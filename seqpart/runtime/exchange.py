@@ -1,0 +1,338 @@
+"""What partitions hand to each other within one update: activations on the way up, their gradients on the way down.
+
+    device   the tensors simply stay where they are
+    host     they wait in host memory that the plan granted
+    disk     they wait in one file; a few buffers are written and read behind the computation
+
+Each boundary has the place that the plan says: an exchange for each place, and one that knows which is whose.
+
+Of one boundary and micro-batch there is first the activation, which is needed until the partition above it has run
+backward, and then its gradient: both have the same place.
+
+What comes out has the strides of what went in, and lies as far off a cache line, because kernels round differently where
+memory lies differently: the elements are kept as they lie. Only of a part of a larger tensor the gaps are left out, and
+made again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, Self
+
+import torch
+
+from seqpart.device.device import DOWN, Device, Event
+from seqpart.device.pages import round_up
+from seqpart.model.packs import DEVICE, Tiers
+from seqpart.plan.problem import BUFFERS, boundary_bytes, handing_of, largest_boundary
+from seqpart.profile.partition import PartitionCost
+from seqpart.store.buffered_file import BufferedFile
+from seqpart.store.layout import LINE
+
+Key = tuple[int, int]
+"""(number of a value, micro-batch); -1 - n: the gradient of the n-th shared weight."""
+
+
+class BoundaryExchange(Protocol):
+    """`put` what partition p will need for micro-batch m, `get` it in any later step; `take` or `forget` what is used up."""
+
+    def lends(self, key: Key) -> bool:
+        """Whether what `get` gives may lie in memory that is used again, and a graph that is kept must not refer to it."""
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None: ...
+
+    def get(self, key: Key) -> torch.Tensor: ...
+
+    def take(self, key: Key) -> torch.Tensor:
+        """The same for the last time, in memory that is the caller's to keep: gradients may become those of weights."""
+
+    def forget(self, key: Key) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a tensor lies in memory, and in how many bytes it is kept."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    span: int
+    """Elements from the first to the last."""
+    numbers: int
+    """Different places of elements: one for those that are repeated."""
+    lead: int
+    """Elements from a cache line to the first: a part of a larger tensor may begin anywhere, new memory begins on one."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        lead = tensor.data_ptr() % LINE // tensor.dtype.itemsize
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, span, _once(tensor).numel(), lead)
+
+    @property
+    def gaps(self) -> bool:
+        return self.span > self.numbers
+
+    @property
+    def nbytes(self) -> int:
+        return (self.numbers if self.gaps else self.span) * self.dtype.itemsize
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in a row, as they lie; without gaps."""
+        tensor = tensor.detach()
+        return _once(tensor).flatten() if self.gaps else tensor.as_strided((self.span,), (1,))
+
+    def again(self, kept: torch.Tensor) -> torch.Tensor:
+        """The tensor: a view of what was kept, or a copy where there were gaps or it began off a cache line."""
+        if not self.gaps and not self.lead:
+            return kept.as_strided(self.shape, self.stride)
+        wide = self.empty(kept.device)
+        once = _once(wide)
+        once.copy_(kept.view(once.shape) if self.gaps else _once(kept.as_strided(self.shape, self.stride)))
+        return wide
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """New memory in which a tensor lies like this."""
+        return torch.empty(self.lead + self.span, dtype=self.dtype, device=device).as_strided(
+            self.shape, self.stride, self.lead
+        )
+
+
+def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone that lies in memory like `tensor`, gaps and all; gradients go through it. Nothing may lie in two places."""
+    clone: torch.Tensor = _Form.of(tensor).empty(tensor.device).data  # no view to autograd
+    return clone.copy_(tensor)
+
+
+def copied_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own that lies like `tensor`, which may repeat elements. No gradients go through it."""
+    form = _Form.of(tensor)
+    return form.again(form.kept(tensor).clone())
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions along dimensions of stride 0, as `expand` makes them."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+class OnDevice:
+    """Holds references; what the plan counted is the tensors' own memory. Of parts of larger tensors it holds copies."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, tuple[_Form, torch.Tensor]] = {}
+
+    def lends(self, key: Key) -> bool:
+        return False
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        form = _Form.of(tensor)
+        kept = form.kept(tensor)
+        if kept.untyped_storage().nbytes() > form.nbytes:
+            kept = kept.clone()
+        self._held[key] = form, kept
+
+    def get(self, key: Key) -> torch.Tensor:
+        form, kept = self._held[key]
+        return form.again(kept)
+
+    def take(self, key: Key) -> torch.Tensor:
+        form, kept = self._held.pop(key)
+        return form.again(kept)
+
+    def forget(self, key: Key) -> None:
+        self._held.pop(key, None)
+
+    def close(self) -> None:
+        self._held.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A range of `capacity` bytes, and how the tensor lies that is in it."""
+
+    offset: int
+    capacity: int
+    form: _Form
+
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        """The kept elements in `flat`, a buffer that begins where this range does."""
+        return flat[: self.form.nbytes].view(self.form.dtype)
+
+
+class _Places:
+    """One range for each boundary and micro-batch, made when it is first needed and used again in every update."""
+
+    def __init__(self, capacities: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._capacities = capacities
+        self._places: dict[Key, _Place] = {}
+        self._end = 0
+
+    def of(self, key: Key, tensor: torch.Tensor) -> _Place:
+        form, known = _Form.of(tensor), self._places.get(key)
+        if known is None or known.capacity < form.nbytes:
+            known = _Place(self._end, max(round_up(form.nbytes), self._capacities.get(key[0], 0)), form)
+            self._end += known.capacity
+        place = self._places[key] = replace(known, form=form)
+        return place
+
+    def __getitem__(self, key: Key) -> _Place:
+        return self._places[key]
+
+
+class InHost:
+    """Copies in `flat`, host memory that stays its owner's. They leave behind the computation, and come back in its order.
+
+    capacities: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
+    """
+
+    def __init__(self, flat: torch.Tensor, capacities: Mapping[int, int], device: Device) -> None:
+        self._flat, self._device = flat, device
+        self._places = _Places(capacities)
+        self._left: dict[Key, Event] = {}
+        """When what was put is all there."""
+
+    def lends(self, key: Key) -> bool:
+        return True
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        place, there = self._places.of(key, tensor), self._device.mark()
+        kept = place.form.kept(tensor)
+        with self._device.copying(DOWN):
+            self._device.after(there)  # and so behind whoever read what was in its place
+            self._device.copy(kept, place.on(self._flat[place.offset :]))
+            self._device.lend(kept)
+            self._left[key] = self._device.mark()
+
+    def get(self, key: Key) -> torch.Tensor:
+        return self._again(key, own=False)
+
+    def take(self, key: Key) -> torch.Tensor:
+        return self._again(key, own=True)
+
+    def _again(self, key: Key, *, own: bool) -> torch.Tensor:
+        place = self._places[key]
+        self._device.after(self._left[key])
+        kept = place.on(self._flat[place.offset :])
+        return place.form.again(self._device.own(kept) if own else self._device.upload(kept))
+
+    def forget(self, key: Key) -> None:
+        """Its range is used again in the next update."""
+
+    def close(self) -> None:
+        """The memory is its owner's."""
+
+
+class OnDisk:
+    """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch.
+
+    What is got is a copy, which the plan counts as what enters a partition: a step may need more values than there are buffers.
+    """
+
+    def __init__(self, path: Path, largest: int, device: Device) -> None:
+        self._device = device
+        self._places = _Places()
+        self._file = BufferedFile[Key](path, largest, BUFFERS, "seqpart-boundaries", device)
+
+    def lends(self, key: Key) -> bool:
+        return False
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        place = self._places.of(key, tensor)
+        number = self._file.number_of(key)
+        if number is None:
+            number = self._file.claim(key)
+        else:
+            self._file.settle(number)
+        self._device.copy(place.form.kept(tensor), place.on(self._file.buffers[number]))
+        self._device.wait(self._device.mark())
+        self._file.write(number, place.form.nbytes, place.offset)
+
+    def get(self, key: Key) -> torch.Tensor:
+        place = self._places[key]
+        kept = self._device.own(place.on(self._buffer_with(key)))
+        self._device.wait(self._device.mark())  # the buffer is used again
+        return place.form.again(kept)
+
+    def take(self, key: Key) -> torch.Tensor:
+        found = self.get(key)
+        self.forget(key)
+        return found
+
+    def _buffer_with(self, key: Key) -> torch.Tensor:
+        """While it is being written the bytes in the buffer are whole; what is in none is read."""
+        number = self._file.number_of(key)
+        if number is None:
+            number, place = self._file.claim(key), self._places[key]
+            self._file.read(number, place.form.nbytes, place.offset)
+            self._file.settle(number)
+        self._file.touch(number)
+        return self._file.buffers[number]
+
+    def forget(self, key: Key) -> None:
+        number = self._file.number_of(key)
+        if number is not None:
+            self._file.settle(number)
+            self._file.empty(number)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class InPlaces:
+    """Several exchanges, by the place that they keep things in; `place` says which is that of a value."""
+
+    def __init__(self, exchanges: Mapping[str, BoundaryExchange], place: Callable[[int], str]) -> None:
+        self._exchanges, self._place = exchanges, place
+
+    def _of(self, key: Key) -> BoundaryExchange:
+        return self._exchanges[self._place(key[0])]
+
+    def lends(self, key: Key) -> bool:
+        return self._of(key).lends(key)
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        self._of(key).put(key, tensor)
+
+    def get(self, key: Key) -> torch.Tensor:
+        return self._of(key).get(key)
+
+    def take(self, key: Key) -> torch.Tensor:
+        return self._of(key).take(key)
+
+    def forget(self, key: Key) -> None:
+        self._of(key).forget(key)
+
+    def close(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.close()
+
+
+def open_exchange(
+    tiers: Tiers,
+    parts: Sequence[PartitionCost],
+    batch: int,
+    micro_batch: int,
+    host: torch.Tensor | None,
+    path: Path,
+    device: Device,
+) -> BoundaryExchange:
+    """As planned. After a halved micro-batch `host` may be too small: then what was to be there is on the disk."""
+    if not tiers or len(parts) == 1:
+        return OnDevice()
+    if host is None or boundary_bytes(parts, batch, micro_batch, tiers, "host") > len(host):
+        tiers = tuple("disk" if tier == "host" else tier for tier in tiers)
+    handing, exchanges = handing_of(parts), dict[str, BoundaryExchange]()
+    for tier in sorted({*tiers, handing.tier_of(-1, tiers)}):
+        if tier == DEVICE:
+            exchanges[tier] = OnDevice()
+        elif tier == "host" and host is not None:
+            exchanges[tier] = InHost(host, handing.places(micro_batch), device)
+        else:
+            exchanges[tier] = OnDisk(path, largest_boundary(parts, micro_batch, tiers), device)
+    return InPlaces(exchanges, lambda number: handing.tier_of(number, tiers)) if len(exchanges) > 1 else exchanges.popitem()[1]

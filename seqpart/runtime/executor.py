@@ -1,0 +1,376 @@
+"""The only loop: takes the steps of a schedule and does them. It knows verbs and phases, never methods.
+
+It looks ahead for the next LOAD and starts it as soon as a slot is free, so that a partition comes, and the one before
+goes home, while another computes. Whatever ends the loop, nothing stays loaded, and the error names the step. An
+allocation that fails inside the limit ends it too, with everything at home as a finished update left it, and
+`position` telling where to go on with a smaller micro-batch.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.device.device import Device
+from seqpart.errors import Diverged, OutOfMemory
+from seqpart.methods.ist.parting import Parting
+from seqpart.model.clipping import GradientNorm, total_norm
+from seqpart.model.inspection import explained_step
+from seqpart.model.scheduler import Groups
+from seqpart.runtime.compute import Compute
+from seqpart.runtime.partition import Partition
+from seqpart.runtime.slots import Slots
+from seqpart.schedule.events import Event, StepDone
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import counted
+from seqpart.schedule.prefetch import Lookahead
+from seqpart.schedule.progress import Progress
+from seqpart.schedule.steps import AT_HOME, Position, Step, Verb
+from seqpart.store.store import Store
+from seqpart.store.transfer import Transfer
+
+_CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
+
+
+def out_of_memory(step: Step, text: str) -> OutOfMemory:
+    """Where memory ran out at a step that takes the same at every micro-batch."""
+    return OutOfMemory(f"memory ran out in {step}, where a smaller micro-batch cannot help: {text}.")
+
+
+class AllocationFailed(Exception):
+    """An allocation failed inside the limit, at `step`; everything is at home."""
+
+    def __init__(self, step: Step, text: str) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+@dataclass(kw_only=True, slots=True)
+class Hooks:
+    """What the executor calls: after every event, after every step, and whenever everything stands at a position.
+
+    `guard` and `at_rest` may raise, and the steps end there where `at_rest` returns False; `before_update` sees a partition
+    with its gradients before each of its updates; `failed` hears of an error in a forward or backward pass, of a block or of
+    the rows, when everything is at home as the last update left it.
+    """
+
+    listen: Callable[[Event], None]
+    guard: Callable[[], None]
+    at_rest: Callable[["Executor"], bool] = lambda _: True
+    before_update: Callable[[Partition, Step], None] = lambda _, __: None
+    failed: Callable[["Executor", Exception], None] = lambda _, __: None
+
+
+class Executor:
+    """Runs steps over `partitions`; `compute` does what needs rows, `slots` are the device's memory for partitions."""
+
+    def __init__(
+        self, *, phases: Sequence[Phase], partitions: Sequence[Partition], compute: Compute, boundaries: Boundaries,
+        slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float | Groups],
+        hooks: Hooks, start: Position, parting: Parting | None = None,
+    ) -> None:  # fmt: skip
+        """parting: for steps that cut homes and put them back."""
+        self.step, self.compute = Step(Verb.LOAD, 0), compute
+        self.progress = Progress(phases, start)
+        self._phases, self._partitions, self._boundaries, self._slots = phases, partitions, boundaries, slots
+        self._store, self._device, self._clip, self._rate, self._hooks = store, device, clip_grad_norm, rate, hooks
+        self._parting, self._doing = parting, False
+        self._loaded = compute.loaded
+        self._coming: dict[int, Partition] = {}
+        self._norms: dict[tuple[int, int], GradientNorm] = {}
+        self.learning_rate: float | None = None
+        self.gradient_norm: torch.Tensor | None = None
+        """Of the last optimizer step; of gradients as they were before they were clipped."""
+        self._marked = start, compute.rested
+        """Where the homes stood when all of them were last up to date, and the sums of the pass there."""
+        self.went_back = ""
+        """Where to, if an error took away updates that were done before the one in which it came."""
+        self._do = {
+            Verb.LOAD: self._load,
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+            Verb.UPDATE: self._update,
+            Verb.DROP: self._drop,
+            Verb.SPLIT: self._split,
+            Verb.MERGE: self._merge,
+        }
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands: an unfinished update is behind it."""
+        return self.progress.position
+
+    def running(self, steps: Iterable[Step]) -> Iterator[None]:
+        """Do `steps`, to their end or to where a hook stops them, with a pause wherever everything stands at a position, before
+        hooks are asked there.
+
+        Raises AllocationFailed when memory ran out inside the limit, and whatever a step raises.
+        """
+        failed = ""
+        ahead = Lookahead(steps)
+        try:
+            for step in ahead:
+                self.step = step
+                if self._one(step):
+                    yield
+                    if not self._hooks.at_rest(self):
+                        break
+                self._begin_next(ahead)
+            self.settle()
+        except Exception as error:
+            if not self._device.is_out_of_memory(error):
+                told = explained_step(error)
+                told.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
+                if self._doing and self.step.verb in _CAN_BE_UNDONE:
+                    self._bring_home(told)
+                if told is error:
+                    raise
+                raise told from error
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if self.step.verb not in _CAN_BE_UNDONE:
+                raise out_of_memory(self.step, text) from None
+            failed = text
+        finally:
+            self.compute.close_reader()
+            if not failed:
+                self._release_all()
+                self._slots.close()
+        if failed:  # outside the handler: its traceback kept the failed step's tensors alive
+            self._retreat(failed)
+            self._slots.close()
+            raise AllocationFailed(self.step, failed)
+
+    def _one(self, step: Step) -> bool:
+        """Whether everything stands at a position behind it."""
+        began = time.perf_counter()
+        self._doing = True
+        read, written = self._do[step.verb](step)
+        self._doing = False
+        if self.progress.finish(step):
+            self._rest(step)
+        took = time.perf_counter() - began
+        self._hooks.listen(StepDone(step=step, bytes_read=read, bytes_written=written, seconds=took))
+        self._hooks.guard()
+        resting = step.verb is Verb.UPDATE and not self.progress.updated
+        return resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD)
+
+    def _rest(self, step: Step) -> None:
+        """An update is over, or a pass."""
+        if step.verb is Verb.UPDATE:
+            self._norms.clear()
+            self.compute.rest()
+        if self.position.phase != step.phase and step.verb not in AT_HOME:
+            self.compute.end_phase(step.phase)
+
+    def refuse_divergence(self, *, weights: bool = False) -> None:
+        """Raises Diverged where the pass so far had a loss that is not finite, or with `weights` a partition that is loaded
+        and learns has such a weight. Only while at rest; a CUDA device has to wait for the numbers."""
+        phase, done = self._phases[self.step.phase], self.position.updates
+        if self.position.phase == self.step.phase:  # else its end has looked already
+            self.compute.refuse_divergence(self.step.phase, done if phase.kind is PhaseKind.TRAIN else None)
+        for partition in self._loaded.values() if weights else ():
+            if name := _spoilt_weight(partition):
+                where = f"update {done or phase.updates} of {phase}" if phase.kind is PhaseKind.TRAIN else str(phase)
+                raise Diverged(f"training diverged: {name} is not finite behind {where}.")
+
+    def settle(self) -> None:
+        """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
+        for partition in self._loaded.values():
+            partition.save(keep_state=True, again=True)
+        weights = self._save_weights()
+        self._wait_for_homes()
+        for transfer in weights:
+            transfer.wait()
+
+    def _save_weights(self) -> list[Transfer]:
+        """Start to send home those that stay, of partitions that are not loaded."""
+        others = (partition for p, partition in enumerate(self._partitions) if p not in self._loaded)
+        return [partition.save_weights() for partition in others if partition.unsaved]
+
+    def _wait_for_homes(self) -> None:
+        for p, partition in enumerate(self._partitions):
+            if p not in self._coming:
+                partition.transfer.wait()
+
+    # --- coming and going -----------------------------------------------------------------------------------------
+
+    def _begin_next(self, ahead: Lookahead) -> None:
+        while self._slots.count > 1 and self._slots.any_free:
+            step = ahead.next_load(set(self._coming))
+            if step is None or step.partition in self._loaded or step.partition in self._coming:
+                return
+            if self._takes_slot(step) and not self._slots.has_free(step.partition, self._needs(step)):
+                return
+            here = {*self._loaded, *self._coming}
+            if any(lender.number in here for lender in self._partitions[step.partition].lenders):
+                return  # what it would borrow is yet to be saved
+            try:
+                self._begin(step)
+            except Exception as error:
+                if not self._device.is_out_of_memory(error):
+                    raise
+                return  # its own step will say so, at a place from where one can go back
+
+    def _begin(self, step: Step) -> None:
+        partition = self._partitions[step.partition]
+        partition.make_room()
+        slot = self._slots.take(step.partition, self._needs(step)) if self._takes_slot(step) else None
+        partition.begin_load(slot, to_update=step.more)
+        self._coming[step.partition] = partition
+
+    def _takes_slot(self, step: Step) -> bool:
+        return not self._partitions[step.partition].weights_stay or self._needs(step) > 0
+
+    def _needs(self, step: Step) -> int:
+        phase, p = self._phases[step.phase], step.partition
+        return self._partitions[p].needs(to_update=step.more, gradients=phase.clips and p in phase.streams)
+
+    def _load(self, step: Step) -> tuple[int, int]:
+        if step.partition not in self._coming:
+            self._begin(step)
+        partition = self._coming[step.partition]
+        read = partition.finish_load(learns=self._phases[step.phase].trains(step.partition))
+        self._loaded[step.partition] = self._coming.pop(step.partition)
+        return read, 0
+
+    def _drop(self, step: Step) -> tuple[int, int]:
+        p = step.partition
+        again = self.progress.needs_state(p, self._phases[step.phase].stage)
+        streams = again and p in self._phases[step.phase].streams
+        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams, stay=again)
+        if slot is not None:
+            self._slots.give(slot, free)
+        del self._loaded[p]
+        self.compute.forget_loss(p)
+        self._device.release_cached()
+        needed = {phase.reads for phase, _ in counted(self._phases[self.position.phase :])}
+        for split in ("train", "test"):
+            if (split, p) not in needed:
+                self._boundaries.discard(split, p)
+        return 0, written
+
+    def _split(self, step: Step) -> tuple[int, int]:
+        assert self._parting is not None
+        return self._moved(step, self._parting.split)
+
+    def _merge(self, step: Step) -> tuple[int, int]:
+        assert self._parting is not None
+        return self._moved(step, self._parting.merge)
+
+    def _moved(self, step: Step, move: Callable[[int, int], None]) -> tuple[int, int]:
+        """Homes into homes, when all of them are there."""
+        self._wait_for_homes()
+        self._slots.close()  # what comes next may need others
+        before = replace(self._store.traffic)
+        move(step.partition, self._phases[step.phase].epoch)
+        now = self._store.traffic
+        return now.bytes_read - before.bytes_read, now.bytes_written - before.bytes_written
+
+    # --- work -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, step: Step) -> tuple[int, int]:
+        done = self.compute.forward(step)
+        if self._phases[step.phase].kind is PhaseKind.TEST:
+            self._loaded[step.partition].tested()
+        return done
+
+    def _backward(self, step: Step) -> tuple[int, int]:
+        traffic = self.compute.backward(step)
+        if (scale := self.compute.scale(step)) is not None:
+            self._loaded[step.partition].scale_gradients(scale)
+        if self._clip is not None and self.compute.span(step).ends_update:
+            self._norms.update(self._loaded[step.partition].gradient_norms())
+        return traffic
+
+    def _update(self, step: Step) -> tuple[int, int]:
+        phase, partition = self._phases[step.phase], self._loaded[step.partition]
+        partition.finish_state()
+        if self._device.shares_memory:  # nothing has to wait for the number there
+            self.compute.refuse_divergence(step.phase, self.position.updates + 1)
+        if not self.progress.updated and phase.breadth_first:
+            self._mark_homes()
+        if phase.kind is PhaseKind.TRAIN:
+            self._hooks.before_update(partition, step)
+        clip = None
+        if self._clip is not None and phase.trains(step.partition):
+            total = total_norm([self._norms[place] for place in sorted(self._norms)])
+            clip = (self._clip, total) if total is not None else None
+        partition.update(self._rate(phase, self.position.updates), clip)
+        if partition.optimizer is not None and phase.trains(step.partition):
+            self.learning_rate = partition.optimizer.param_groups[0].get("lr")
+            self.gradient_norm = clip[1] if clip is not None else None
+        return 0, 0
+
+    def _mark_homes(self) -> None:
+        """If all that the last update left is at home, or on its way: one that fails can go back to here."""
+        if not any(partition.changed or partition.unsaved for partition in self._partitions):
+            self._wait_for_homes()
+            self._store.mark()
+            self._marked = self.position, self.compute.rested
+
+    # --- endings --------------------------------------------------------------------------------------------------
+
+    def _retreat(self, text: str) -> None:
+        """After a failed allocation, or another error: the unfinished update never was; what the last one left goes home."""
+        phase = self._phases[self.step.phase]
+        self.compute.abandon()
+        for transfer in self._save_weights():
+            transfer.follow()
+        for p in list(self._coming):
+            self._coming.pop(p).release()
+        if self.progress.updated and phase.breadth_first:
+            self._undo_updates(text)
+        for partition in self._partitions:
+            partition.abandon_update()
+        self._device.release_cached()
+        for partition in self._loaded.values():
+            slot, free, _ = partition.begin_drop(keep_state=True)
+            free()
+            if slot is not None:
+                self._slots.give(slot, free)
+        self._loaded.clear()
+        self._wait_for_homes()
+
+    def _bring_home(self, error: Exception) -> None:
+        with contextlib.suppress(Exception):  # the error that is on its way says what is wrong
+            self._retreat(str(error))
+            self._wait_for_homes()
+            self._hooks.failed(self, error)
+
+    def _undo_updates(self, text: str) -> None:
+        """Some partitions have made the step already: back to the homes of the last mark, which is at this update's beginning
+        where nothing stays on the device, and else where a checkpoint was saved or this loop began."""
+        for partition in self._partitions:
+            partition.transfer.settle()
+            partition.release()
+        self._loaded.clear()
+        if not self._store.rollback():
+            raise OutOfMemory(
+                f"memory ran out in {self.step} in the middle of an update, and the homes in host memory cannot be taken back: "
+                f"{text}. Resume from the last checkpoint with a larger --mem-limit or a smaller --micro-batch-size."
+            )
+        before, (position, self.compute.rested) = self.position, self._marked
+        self.went_back = f"update {position.updates} of {self._phases[position.phase]}" if position != before else ""
+        self.progress = Progress(self._phases, position)
+
+    def _release_all(self) -> None:
+        for partition in self._partitions:
+            partition.transfer.settle()
+            partition.release()
+        self._loaded.clear()
+        self._coming.clear()
+
+
+def _spoilt_weight(partition: Partition) -> str:
+    """The name of a weight that learns and is not finite everywhere; "" where there is none. Takes no memory."""
+    for block in partition.blocks:
+        for name, parameter in block.module.named_parameters():
+            if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
+                continue
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(parameter.detach())):  # of a NaN both are
+                return f"{block.name}.{name}"
+    return ""

@@ -1,0 +1,149 @@
+"""Saved tensors of a graph between FORWARD and BACKWARD, when they are not to wait on the device.
+
+Whole storages are copied as autograd saves parts of them, one behind the other, into a range of bytes that belongs to the
+partition and micro-batch; in the backward pass the saved tensors are views of a copy of that range. So each byte is moved
+once each way, however many nodes saved it. Where the ranges are: store/graph_ranges.py.
+"""
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from seqpart.device.device import Device
+from seqpart.device.pages import round_up
+from seqpart.profile.partition import PartitionCost
+from seqpart.store.graph_ranges import DiskRanges, Key, Ranges, host_ranges
+from seqpart.store.layout import LINE
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """A saved tensor: where its storage begins in the range of `key`, and how it lies there."""
+
+    key: Key
+    offset: int
+    first: int
+    """Elements from the storage's beginning to the tensor's."""
+    look: "Look"
+
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor in `flat`, which holds the range."""
+        return self.look.at((int(flat.storage_offset()) + self.offset) // self.look.dtype.itemsize + self.first, flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a tensor reads the storage on which it lies."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+    """Of complex values, and their parts: what lies there is to be read so (`x.conj()` moves nothing)."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Look":
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def at(self, first: int, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor whose first element is so many elements behind the beginning of the storage of `flat`."""
+        found = torch.empty(0, dtype=self.dtype, device=flat.device)
+        found = found.set_(flat.untyped_storage(), first, self.shape, self.stride)
+        found = found.conj() if self.conjugate else found
+        return torch._neg_view(found) if self.negative else found
+
+
+class GraphOffload:
+    """Gathers saved tensors in the ranges of their partition, and finds them again."""
+
+    def __init__(self, ranges: Mapping[int, Ranges]) -> None:
+        self._ranges, self._every = ranges, list(dict.fromkeys(ranges.values()))
+        self._key: Key | None = None
+        self._device = torch.device("cpu")
+        self._flat, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Where storages begin that were gathered for this key, by identity and version; they may be dead."""
+        self._open: dict[Key, torch.Tensor] = {}
+
+    def begin(self, key: Key) -> None:
+        """From now on `pack` gathers for `key`."""
+        self._key, self._flat, self._used = key, self._ranges[key[0]].begin(key), 0
+        self._known.clear()
+
+    def finish(self) -> None:
+        assert self._key is not None
+        self._ranges[self._key[0]].finish(self._key, self._used)
+        self._key = None
+        self._known.clear()
+
+    def pack(self, tensor: torch.Tensor) -> Offloaded | None:
+        """Its place, or None where there is no room for it: what a block saves may be more than was counted."""
+        storage, self._device = tensor.untyped_storage(), tensor.device
+        if self._key is None or (offset := self._place_of(storage, tensor._version)) is None:
+            return None
+        return Offloaded(self._key, offset, int(tensor.storage_offset()), Look.of(tensor))
+
+    def _place_of(self, storage: torch.UntypedStorage, version: int) -> int | None:
+        assert self._key is not None
+        known = self._known.get((id(storage), version))
+        if known is not None and known[0]() is storage:
+            return known[1]
+        offset, nbytes = self._used, storage.nbytes()
+        if offset + nbytes > len(self._flat):
+            return None
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
+        self._ranges[self._key[0]].gather(whole, self._flat[offset : offset + nbytes])
+        self._used += round_up(nbytes, LINE)  # kernels round otherwise where memory lies otherwise
+        self._known[id(storage), version] = weakref.ref(storage), offset
+        return offset
+
+    def unpack(self, saved: Offloaded) -> torch.Tensor:
+        if saved.key == self._key:  # a block asks for gradients in its own forward pass
+            return saved.on(self._flat).to(self._device, copy=True)  # that memory is another graph's next
+        return saved.on(self._open[saved.key])
+
+    @contextmanager
+    def on_device(self, key: Key | None) -> Iterator[frozenset[int]]:
+        """Inside, what `key` gathered is on the device: the addresses of its memory, which others will use. A block may
+        return one of them as a gradient. None: a BACKWARD that needs none of them, while the first of them come."""
+        if key is None:
+            for ranges in self._every:
+                ranges.fetch()
+            yield frozenset()
+        else:
+            yield frozenset({self.open(key)})
+            self.release(key)
+
+    def open(self, key: Key) -> int:
+        """Bring what `key` gathered to the device. Returns the address of its memory."""
+        flat = self._open[key] = self._ranges[key[0]].open(key)
+        return int(flat.untyped_storage().data_ptr())
+
+    def release(self, key: Key) -> None:
+        """Its graph is gone."""
+        del self._open[key]
+        self._ranges[key[0]].release(key)
+
+    def close(self) -> None:
+        self._open.clear()
+        for ranges in self._every:
+            ranges.close()
+
+
+def open_graphs(
+    parts: Sequence[PartitionCost], offloads: Collection[int], micro_batches: int,
+    rooms: Mapping[int, Sequence[torch.Tensor]], path: Path, device: Device,
+) -> GraphOffload | None:  # fmt: skip
+    """For the graphs of partitions `offloads` with so many micro-batches an update: in their `rooms`, if they have some in
+    host memory, else in a new file `path`."""
+    ranges: dict[int, Ranges] = dict.fromkeys(rooms, host_ranges(rooms, device)) if rooms else {}
+    away = sorted(set(offloads).difference(rooms))
+    if away:
+        capacities = {p: round_up(parts[p].graph) for p in away}
+        ranges |= dict.fromkeys(away, DiskRanges(path, capacities, micro_batches, device))
+    return GraphOffload(ranges) if ranges else None

@@ -1,0 +1,184 @@
+"""Where weights and rows rest while a run lasts: filled from the model and the data or from a checkpoint, and given back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import torch
+
+import seqpart.checkpoint.manifest as manifests
+from seqpart.checkpoint.export import export_weights
+from seqpart.checkpoint.resume import ResumePoint
+from seqpart.checkpoint.run_directory import RunDirectory
+from seqpart.data.boundary_cache import Boundaries
+from seqpart.data.splits import write_rows
+from seqpart.device.pages import aligned, bytes_of
+from seqpart.errors import CorruptFile, ModelError
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import attach, bring_to_cpu, detach, layout_of, tensors_of
+from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.plan.problem import GraphRooms
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.phases import counted
+from seqpart.schedule.steps import Position
+from seqpart.store.direct import REQUEST
+from seqpart.store.host_pool import HostPool
+from seqpart.store.layout import Layout
+from seqpart.store.store import Store
+
+Told = Callable[[str], AbstractContextManager[None]]
+"""Says when memory ran out."""
+
+
+class Homes:
+    """The store of weights, the boundary cache of rows, and the rooms in host memory of boundaries and graphs.
+
+    `stack` closes them.
+    """
+
+    def __init__(
+        self, preparation: Preparation, prepared: Prepared, scratch: RunDirectory, reporter: Reporter, told: Told,
+        stack: ExitStack,
+    ) -> None:  # fmt: skip
+        self._preparation, self._prepared, self._reporter, self._told = preparation, prepared, reporter, told
+        device, nbytes, room = preparation.device, prepared.host_pool_bytes, prepared.exchange_bytes
+        self._pool = pool = HostPool(nbytes, device, first=room) if nbytes else None
+        self.boundary_room = pool.take(room) if pool is not None and room else None
+        self._graphs: dict[int, list[torch.Tensor]] = {}
+        self.graph_rooms(prepared.graph_rooms)
+        self.store = Store(scratch.homes, device, pool)
+        stack.callback(self.store.close)
+        if not prepared.method.alone:
+            self.store.reserve(prepared.hosted())
+        self.boundaries = Boundaries(scratch.rows, device, pool, prepared.plan.rows_in_memory)
+        stack.callback(self.boundaries.close)
+
+    def graph_rooms(self, sizes: GraphRooms) -> dict[int, list[torch.Tensor]]:
+        """Host memory for graphs, in the place of what was given before: of partitions for all of whose graphs there is room.
+        After a halved micro-batch there may be too little: then they go to the disk."""
+        if {p: tuple(room.nbytes for room in rooms) for p, rooms in self._graphs.items()} == dict(sizes):
+            return self._graphs
+        for p in list(self._graphs):
+            self._give(self._graphs.pop(p))
+        for p, own in sizes.items():
+            rooms = [self._pool.take(nbytes) for nbytes in own] if self._pool is not None else [None]
+            found = [room for room in rooms if room is not None]
+            if len(found) == len(own):
+                self._graphs[p] = found
+            else:
+                self._give(found)
+        return self._graphs
+
+    def _give(self, rooms: Sequence[torch.Tensor]) -> None:
+        for room in rooms:
+            assert self._pool is not None
+            self._pool.give(room)
+
+    def fill(self, resumed: ResumePoint | None, *, rows: bool = True) -> None:
+        """Weights and, where they are asked for, rows: from the checkpoint, or from the model and the data."""
+        for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
+            self.boundaries.labels[name], self.boundaries.label_types[name] = split.labels, split.label_type
+            if (passing := self._preparation.reading.rows(name, self._preparation.device)) is not None:
+                self.boundaries.passing[name] = passing
+        manifest = resumed.manifest if resumed is not None else None
+        with self._told("the blocks were built"):
+            self._build(keep=manifest is not None)
+        if resumed is not None and manifest is not None:
+            homes = resumed.homes(self._prepared)
+            with self._told("the checkpoint was read"):
+                manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
+                # What learns since has no state yet.
+                self.store.lay_anew(homes.layouts, growing={block.state_home for block in self._prepared.chain})
+                manifests.refuse_others(manifest, self.store, homes.layouts, homes.needed, homes.best)
+                self._write_missing_rows(resumed.position)
+            if self._preparation.settings.ema is None:  # an average is kept to the end
+                for name in homes.unused:
+                    self.store.discard(name)
+            return
+        if self._preparation.initial_weights is not None:
+            self._reporter.say(self._preparation.initial_weights.said)
+        with self._told("the data were read"):
+            for name in ("train", "test") if rows else ():
+                self._write_rows(name)
+
+    def recall(self) -> None:
+        """The weights become what they were when they were to be remembered."""
+        self.store.recall()
+        layouts = {block.home: cost.layout for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True)}
+        self.store.lay_anew(layouts)
+
+    def _write_missing_rows(self, at: Position) -> None:
+        """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
+        ahead = {phase.reads for phase, _ in counted(self._prepared.phases[at.phase :])}
+        for name in ("train", "test"):
+            if (name, 0) in ahead and (name, 0) not in self.boundaries:
+                self._write_rows(name)
+
+    def _rewrite_rows(self, name: str, error: CorruptFile) -> None:
+        self._reporter.warn(f"{error.with_flags} It is made again from the data.")
+        self._write_rows(name)
+
+    def _write_rows(self, name: str) -> None:
+        """Boundary 0: the data set's rows, checked and sent home, where there are any."""
+        split = self._preparation.train if name == "train" else self._preparation.test
+        if not split.count or split.source is not None:
+            return
+        rows = self.boundaries.create(name, 0, self._prepared.input_layout, split.count)
+        write_rows(split, rows.append)
+        rows.finish()
+
+    def _build(self, *, keep: bool) -> None:
+        """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""
+        device, seed = self._preparation.device, self._preparation.settings.seed
+        for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
+            module = block.build(device, seed)
+            tensors = {} if block.alive is not None else block.own(tensors_of(module))
+            if block.alive is None and layout_of(tensors) != cost.layout:
+                raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
+            if not keep and block.number < len(self._prepared.chain.whole):  # a part's home is cut out of it later
+                self._send_home(block, cost.layout, tensors)
+            detach(module)
+
+    def _send_home(self, block: Block, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+        """tensors: those of a module that was built for it, which is not copied whole."""
+        if block.alive is not None:
+            staging = aligned(layout.padded_nbytes)
+            found = layout.views(staging)
+            self._preparation.live_modules.read(block, found)
+        else:
+            strides = {spec.name: spec.stride for spec in layout.specs}
+            found = {name: t.detach() if strides[name] else t.detach().contiguous() for name, t in tensors.items()}
+        if self._preparation.initial_weights is not None:
+            self._preparation.initial_weights.fill(block, found)
+        if block.alive is not None:
+            self.store.put(block.home, layout, staging)
+            return
+        with self.store.sink(block.home, layout, REQUEST) as sink:
+            for spec in layout.specs:
+                flat = found[spec.name].as_strided((found[spec.name].numel(),), (1,)).view(torch.uint8)
+                sink.append(bytes_of(flat))
+
+    def remember(self) -> None:
+        """The weights as they are now are what `store.recall` comes back to."""
+        self.store.remember([block.home for block in self._prepared.chain.whole if block.home in self.store])
+
+    def export(self, weights: Path, *, averages: bool = False) -> None:
+        """averages: of what has a moving average that."""
+        with self._told("the weights were written"):
+            whole = self._prepared.chain.whole
+            export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store, averages=averages)
+
+    def give_back(self) -> None:
+        """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early
+        leaves them as they came."""
+        if self._preparation.live_modules.empty:
+            return
+        for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
+            if block.alive is not None:
+                flat = aligned(cost.layout.padded_nbytes)
+                if cost.weights:
+                    self.store.get(block.home, flat)
+                attach(block.module, cost.layout.views(flat))
+                bring_to_cpu(block.module)
+                block.restore_modes()
+                self._preparation.live_modules.keep(block)

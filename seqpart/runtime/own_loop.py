@@ -1,0 +1,334 @@
+"""A loop of one's own: the same plan, homes and executor, one update for each batch that somebody else brings.
+
+A batch is an epoch of one update. Its rows are those of boundary 0 as long as it lasts; the executor pauses behind it, with
+partitions on the device that stay there, until the next batch comes. A batch with other rows, an evaluation, and an export
+bring everything home first.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from seqpart.capture.inputs import PADS, Form, in_order, is_several
+from seqpart.data.fed_rows import FedRows
+from seqpart.data.loaders import first_batch, is_loader, kept_rows
+from seqpart.data.padded import padded
+from seqpart.data.padding import Padding
+from seqpart.data.pairs import as_pair, is_pair
+from seqpart.data.reader import WINDOW
+from seqpart.data.source import parted
+from seqpart.data.splits import Split, as_split, first_rows, said_of_labels, said_of_rows, write_rows
+from seqpart.device.device import Device
+from seqpart.device.sampler import Proof
+from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.interrupts import Interrupts
+from seqpart.kinds import EPOCHS, MOST, values_of
+from seqpart.methods import methods_named
+from seqpart.model.metrics import ComputeMetrics, own_metrics
+from seqpart.plan.preparation import Prepared
+from seqpart.runtime.observer import Observer
+from seqpart.runtime.result import Evaluation
+from seqpart.runtime.session import Session
+from seqpart.schedule.lengths import AT_THE_END
+from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.steps import Position
+from seqpart.settings import Settings
+from seqpart.store.row_file import RowLayout
+from seqpart.values import flag_of
+
+_GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
+_OF_FIT = (
+    "output_dir", "overwrite", "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
+    "log", "cache", "workers",
+)  # fmt: skip
+"""Settings that mean something to `fit` alone."""
+
+
+def loop_settings(settings: Settings, folder: Path) -> Settings:
+    """Those of a loop of one's own, with all files in `folder`. Raises OptionError for what it cannot honour."""
+    methods = methods_named(settings.method)
+    if not methods[0].exact or methods[0].in_pairs:
+        raise OptionError(
+            f"--method {settings.method}: a loop of your own takes exact methods, which make one update of each batch: auto, "
+            "full, checkpointed or streamed."
+        )
+    given = [name for name in _OF_FIT if getattr(settings, name) not in (None, False, "auto")]
+    given += ["epochs"] if settings.epochs != EPOCHS else []
+    given += ["save_every"] if settings.save_every not in (Settings.save_every, "never") else []
+    if given:
+        raise OptionError(f"{', '.join(map(flag_of, given))}: a loop of your own decides that itself. Leave it out.")
+    if settings.lr_schedule in ("linear", "cosine") and settings.max_steps is None:
+        raise OptionError(
+            f"--lr-schedule {settings.lr_schedule} needs to know how many updates there will be: give --max-steps."
+        )
+    assert settings.tests == AT_THE_END
+    return replace(
+        settings, output_dir=folder / "run", save_every="never", epochs=settings.max_steps or MOST, max_steps=None,
+        shuffle=False,
+    )  # fmt: skip
+
+
+def as_batch(batch: object, name: str = "the batch", padding: Padding | None = None, form: Form = ()) -> Split:
+    """(x, y), a tuple with its labels last, or a dict with `labels`, as rows that are checked. Raises DataError.
+
+    form: of the rows of the example.
+    """
+    batch = as_pair(batch, name)
+    if isinstance(batch, tuple | list) and len(batch) > 2 and is_several(batch):
+        batch = parted(batch, name)
+    if is_pair(batch):
+        batch = batch if padding is None else padding.of_batch(batch, name)
+        batch = in_order(batch[0], form), batch[1]
+    elif padding is not None:
+        batch = padded(batch, name, padding)
+    return as_split(tuple(batch) if isinstance(batch, list) else batch, name)
+
+
+class OwnLoop:
+    """What `Trainer.session` gives. Its methods raise what `fit` raises; after an error there are no more steps.
+
+    A signal (SIGINT, SIGTERM, SIGHUP; in the main thread) waits until a step or an evaluation is done. What it raises then,
+    KeyboardInterrupt, leaves the session as it is, so that a handler of the caller's can still export what was trained. A
+    second one ends the step at once, and the session with it.
+
+    example: as many rows as the largest batch has.
+    """
+
+    def __init__(
+        self, device: Device, folder: Path, example: Split, settings: Settings, padding: Padding | None = None
+    ) -> None:  # fmt: skip
+        self._device, self._folder, self._example, self._most = device, folder, example, settings.max_steps
+        self._settings, self._padding = settings, padding
+        self._steps: Generator[None, None, None] | None = None
+        self._batch_rows = self.updates = 0
+        """updates: those that are done."""
+        self._stopping, self._ended, self._untouched, self._interrupts = False, False, False, Interrupts()
+        self._pause = ExitStack()
+        """While the user's program has its turn."""
+
+    @property
+    def observer(self) -> Observer:
+        """Of the session that it begins with."""
+        return Observer(at_rest=lambda _: not self._stopping, shaped=self._shaped, counts_updates=True)
+
+    def begin(self, session: Session) -> None:
+        """With the homes filled."""
+        self._session, self._planned = session, session.prepared
+        self._rows = FedRows(session.prepared.input_layout, self._example.count, self._device)
+        session.homes.boundaries.keep_in_memory(())  # an evaluation may have any number of rows
+        session.homes.boundaries.passing["train"] = self._rows
+        self._pause.enter_context(session.pauses.pause())
+
+    def _shaped(self, planned: Prepared) -> Prepared:
+        """A plan that was made anew, for batches of the size of now."""
+        self._planned = planned
+        return self._with_updates()
+
+    def _with_updates(self) -> Prepared:
+        """Of the plan, one epoch for each batch of `_batch_rows`."""
+        whole, rows = self._planned.phases.stretches[0], self._batch_rows
+        train = replace(whole.train, rows=rows, batch=rows, micro_batch=min(whole.train.micro_batch, rows))
+        return self._with_phases(Epochs(train=train, epochs=whole.epochs, behind=()))
+
+    def _with_phases(self, first: Epochs, *others: Epochs) -> Prepared:
+        """To be run to the end of the first."""
+        stage = replace(self._planned.stages[0], end=len(first))
+        return replace(self._planned, phases=Phases([first, *others]), stages=(stage,))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Random numbers inside are ours, and a signal waits until all is done. An error ends it all, but for one of rows that
+        leaves everything as it was before them."""
+        if self._ended:
+            raise OptionError("session: it has ended, by an error or with its `with` block.")
+        try:
+            self._pause.close()
+            with self._at_work():
+                if self._session.pauses.changed:
+                    self._bring_home()
+                yield
+        finally:
+            if not self._ended:
+                self._pause.enter_context(self._session.pauses.pause())
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        try:
+            with self._interrupts:
+                try:
+                    with self._device.own_random_state():
+                        yield
+                except BaseException as error:
+                    self._ended = not (isinstance(error, Exception) and self._is_whole())
+                    done, self.updates = self.updates, self._left_of(self.updates)
+                    if self.updates < done:
+                        raise ModelError(
+                            f"an error in the middle of update {done + 1}, of which some partitions had made their step "
+                            f"({type(error).__name__}: {error}). The session went back to update {self.updates}, behind which "
+                            "all that stays on the device was at home last: as by evaluate(), state_dict() and export()."
+                        ) from error
+                    raise
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(str(interrupt) or ("" if self._ended else _GOES_ON)) from None
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Inside rows may be refused, and nothing else is done."""
+        self._untouched = True
+        yield
+        self._untouched = False
+
+    def _is_whole(self) -> bool:
+        """Behind an error: whether the weights are what the last update left."""
+        untouched, self._untouched = self._untouched, False
+        return untouched or self._session.failed_at is not None
+
+    def _left_of(self, updates: int) -> int:
+        """Behind an error, the updates that are left: fewer, where it came when some partitions had made their step and there
+        are others, or weights, that stay on the device."""
+        at, self._session.failed_at = self._session.failed_at, None
+        if at is None:
+            return updates
+        left = at.phase if self._steps is not None else updates  # each batch is a phase of its own
+        self._steps, self._rows.fed = None, left
+        return left
+
+    def step(self, batch: object, *others: object) -> float:
+        """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
+        before the update: the mean over the rows, or over what the loss counted of them. Nothing goes beside it."""
+        if others:
+            raise DataError("step: expected one batch; found several arguments. Give x and y as one: step((x, y)).")
+        split = as_batch(batch, padding=self._padding, form=self._example.form)
+        self._refuse_unlike(split)
+        if split.count > self._example.count:
+            raise DataError(
+                f"the batch has {split.count} rows, and the plan has room for {self._example.count}. Give an example as large "
+                "as the largest batch, and --batch-size as large."
+            )
+        if self._most is not None and self.updates == self._most:
+            raise OptionError(f"--max-steps {self._most}: all of them are done.")
+        with self._working():
+            with self._refusing():
+                self._rows.feed(split)
+            if self._steps is None or split.count != self._batch_rows:
+                self._begin_batches_of(split.count)
+            assert self._steps is not None
+            next(self._steps)
+            self.updates += 1
+            self._session.losses.clear()
+            return self._session.heard.latest().mean_loss
+
+    def _refuse_unlike(self, split: Split) -> None:
+        """Raises DataError for rows or labels of another kind than the example's."""
+        example = self._example
+        if (split.shape, split.dtype, split.form) != (example.shape, example.dtype, example.form):
+            raise DataError(
+                f"{split.name}: expected rows as the example has, {said_of_rows(example)}; found {said_of_rows(split)}. Give "
+                "them as in the example, or open the session with an example of these."
+                + (f" {PADS}" if split.shape != example.shape else "")
+            )
+        kinds = [(tuple(one.labels.shape[1:]), one.labels.is_floating_point(), one.label_form) for one in (example, split)]
+        if kinds[0] != kinds[1]:
+            raise DataError(
+                f"{split.name}: expected labels as the example has, {said_of_labels(example)}; found {said_of_labels(split)}. "
+                "Give them as in the example, or open the session with an example of these."
+                + (f" {PADS}" if kinds[0][0] != kinds[1][0] else "")
+            )
+
+    def _begin_batches_of(self, rows: int) -> None:
+        self._bring_home()
+        self._batch_rows = rows
+        self._session.prepared = self._with_updates()
+        self._steps = self._session.stages(Position(self.updates))
+
+    def _bring_home(self) -> None:
+        """Nothing is on the device, and the homes are up to date."""
+        if self._steps is not None:
+            self._stopping = True
+            try:
+                for _ in self._steps:
+                    pass
+            finally:
+                self._stopping, self._steps = False, None
+
+    def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
+        """Loss and accuracy on `data`, as `Trainer.evaluate` has it, of the model as it is now. Rows are kept: a loader's as it
+        gives them once."""
+        session = self._session
+        split = kept_rows(data, self._settings, "evaluation", self._padding)
+        self._refuse_unlike(split)
+        with self._working():
+            self._bring_home()
+            boundaries = session.homes.boundaries
+            boundaries.discard("test", 0)  # of an evaluation that an error ended
+            boundaries.labels["test"], boundaries.label_types["test"] = split.labels, split.label_type
+            with self._refusing():
+                rows = boundaries.create("test", 0, self._planned.input_layout, split.count)
+                write_rows(split, rows.append)
+                rows.finish()
+            whole = self._planned.phases.stretches[0]
+            assert isinstance(whole, Epochs)
+            tests = tuple(replace(phase, rows=split.count) for phase in whole.behind)
+            # Training comes behind it: what optimizers know is needed again.
+            session.prepared = self._with_phases(Epochs(train=whole.train, epochs=0, behind=tests), replace(whole, behind=()))
+            session.heard.own = own_metrics(compute_metrics)
+            session.run_stages(Position())
+            boundaries.discard("test", 0)
+            assert session.test is not None
+            (found,) = session.watch.taken()
+            return Evaluation(loss=found.loss, accuracy=found.accuracy, proof=session.proof(), metrics=found.metrics)
+
+    def export(self, weights: str | Path) -> Path:
+        """Write the model as it is now as a safetensors file of its own parameter names. Returns its path."""
+        path = Path(weights)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._working():
+            self._bring_home()
+            self._session.homes.export(path)
+        return path
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's tensors as they are now, by name, on the CPU: all in memory at once, beside what the plan knows."""
+        return load_file(self.export(self._folder / "state.safetensors"))
+
+    def proof(self) -> Proof:
+        """What was measured until now. Raises LimitExceeded."""
+        return self._session.proof()
+
+    def finish(self) -> None:
+        """The loop is over: modules that were given alive get what was trained."""
+        with self._working():
+            self._bring_home()
+            self._session.homes.give_back()
+            self._ended = True
+
+    def close(self) -> None:
+        """However it ended."""
+        self._ended = True
+        with suppress(ModelError, OptionError):  # what is to learn from now on is no matter
+            self._pause.close()
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+
+
+def largest_batch(example: object, settings: Settings, padding: Padding | None = None) -> Split:
+    """The first rows of the example, as many as a batch may have. Raises DataError where it has fewer."""
+    (batch_size,), said = values_of(settings.batch_size), "the example"
+    split = first_batch(example, settings, said, padding) if is_loader(example) else as_batch(example, said, padding)
+    if split.count < batch_size:
+        raise DataError(
+            f"the example has {split.count} rows, and a batch may have {batch_size}. Give --batch-size {split.count}, or an "
+            "example with more."
+        )
+    return first_rows(split, batch_size)
+
+
+def rows_of_a_window(example: Split) -> Split:
+    """Test rows for the plan of such a loop: as many as are read at once of any larger number."""
+    layout = RowLayout(example.shape, example.dtype)
+    return replace(example, name="test", count=max(example.count, WINDOW * layout.chunk_rows))

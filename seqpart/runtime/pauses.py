@@ -1,0 +1,221 @@
+"""The model while a program of the user's has its turn: in a callback, and between two steps of a session.
+
+Its weights are then in a slot, in a file, or in both, as the method and the limit would have it. So that it does not depend on
+these what such a program sees and does, parameters and buffers of modules that were given alive can be asked for their shapes
+there, and nothing else; and whether a parameter learns can be changed: that holds from the next update on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from seqpart.errors import Interrupted, ModelError, OptionError
+from seqpart.methods.ist.parts import JointChain
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import tensors_of
+from seqpart.profile.blocks import BlockCost
+from seqpart.schedule.best import Kept
+from seqpart.store.layout import TensorSpec
+
+_SAID = {"__get__": {"grad", "grad_fn", "is_leaf", "requires_grad", "names"}, "__set__": {"requires_grad"}}
+"""Attributes of a tensor that is away: of the tensor itself."""
+_OF_SHAPE = {
+    "shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "is_meta", "is_sparse", "is_cuda", "is_quantized",
+    "numel", "size", "dim", "ndimension", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__",
+}  # fmt: skip
+"""Attributes and methods that its shape and type alone answer."""
+_known: dict[int, TensorSpec] = {}
+"""Of each tensor that is away at this moment, by its id: the shape that it has at home."""
+
+
+def _of_a_tensor_that_is_away(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name, attribute = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():
+        if name in ("requires_grad_", "register_hook") or attribute in _SAID.get(name, ()):
+            return func(*args, **kwargs)
+        spec = _known[id(args[0])] if args and id(args[0]) in _known else None
+        if spec is not None and (attribute if name == "__get__" else name) in _OF_SHAPE:
+            like = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            return func(like, *args[1:], **kwargs) if (name, attribute) != ("__get__", "device") else torch.device("cpu")
+        if spec is not None and name == "__repr__":
+            return f"<{spec.name}, {tuple(spec.shape)}, {spec.dtype}: at home while a run has the model>"
+    found = next((_known[id(one)].name for one in _flat(args) if id(one) in _known), "a weight")
+    raise ModelError(
+        f"{found} is not in the model while a run has it: in a callback, and between the steps of a session, its parameters "
+        "have shapes and requires_grad alone. A session's state_dict() and export(FILE) give the weights as they are. What is "
+        "to be done to them at each step (a clamp, a norm) belongs into the model's forward: F.linear(x, self.weight.clamp(0, "
+        "1)), or torch.nn.utils.parametrize."
+    )
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
+
+
+class AwayParameter(nn.Parameter):
+    """What a parameter of the model is during a pause."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _of_a_tensor_that_is_away(func, args, kwargs or {})
+
+
+class AwayTensor(torch.Tensor):
+    """What a buffer of the model is during a pause."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _of_a_tensor_that_is_away(func, args, kwargs or {})
+
+
+_AWAY: dict[type, type] = {nn.Parameter: AwayParameter, torch.Tensor: AwayTensor}
+"""What takes the place of a type. Those of other types, as a library's own, are left alone."""
+
+
+@dataclass(slots=True)
+class _Own:
+    """A parameter of a module that was given alive."""
+
+    block: Block
+    name: str
+    parameter: torch.Tensor
+    planned: bool
+    """Whether there is room for its gradient and its state."""
+
+    @property
+    def learns(self) -> bool:
+        return self.block.learns.get(self.name, self.planned)
+
+    @property
+    def label(self) -> str:
+        return self.block.exported(self.name)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> str:
+    return repr([{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
+
+
+class PlanAnew(Interrupted):
+    """The run is saved, and goes on with a plan that has room for more parameters that learn."""
+
+
+def let_learn(model: object, kept: Kept) -> None:
+    """Let parameters of a model, or of a list of modules, learn where the plan of a checkpoint has room for that."""
+    names = {*kept.learns, *kept.frozen}
+    parts = model if isinstance(model, list | tuple) else [model]
+    for number, part in enumerate(parts):
+        for name, parameter in part.named_parameters() if isinstance(part, nn.Module) else ():
+            if (f"{number}.{name}" if part is not model else name) in names:
+                parameter.requires_grad_(True)
+
+
+class Pauses:
+    """The pauses of one run. `frozen` are parameters, by id, that learn by the plan and not by what the user said since."""
+
+    def __init__(
+        self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
+        kept: Kept,
+    ) -> None:  # fmt: skip
+        """optimizers: of the last visits of partitions, as far as the user's program may hold them."""
+        self._optimizers, self._since, self.replans = optimizers, kept.learns, False
+        """replans: whether there may be another plan, with room for more that learns."""
+        self._in_parts = isinstance(chain, JointChain)
+        self.unplanned: list[str] = []
+        """Names of parameters that are to learn, and the plan has no room for it."""
+        self.frozen: set[int] = set()
+        self.changed = False
+        """Whether other parameters learn than in the last update."""
+        self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
+        self._own: list[_Own] = []
+        for block, cost in self._blocks:
+            assert block.alive is not None
+            for name, parameter in block.own(dict(block.alive.named_parameters())).items():
+                own = _Own(block, name, parameter, planned=name in cost.trainable)
+                self._own.append(own)
+                if own.label in kept.frozen:
+                    self._learn(own, False)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, a program of the user's has its turn. Raises ModelError where it let parameters learn that have no room."""
+        before = [own.parameter.requires_grad for own in self._own]
+        for own in self._own:
+            own.parameter.requires_grad_(own.learns)
+        away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
+        try:
+            yield
+        except BaseException:
+            with suppress(ModelError):
+                self._obey(self._given_back(away, before))  # a run that goes on behind the error is to know it
+            raise
+        wanted = self._given_back(away, before)
+        if any(_options(one) != then for one, then in options):
+            raise OptionError(
+                "the options of an optimizer (its param_groups) were changed while a run has the model. An optimizer is built "
+                "anew for each visit of a partition, so this would be forgotten: give as --lr-schedule a function from an "
+                "optimizer to a torch.optim.lr_scheduler, which may be a LambdaLR of anything."
+            )
+        self._obey(wanted)
+
+    def _given_back(self, away: Sequence[tuple[torch.Tensor, type]], before: Sequence[bool]) -> list[bool]:
+        """All is as it was before the pause. Returns which parameters are to learn."""
+        for tensor, kind in away:
+            tensor.__class__ = kind
+            del _known[id(tensor)]
+        wanted = [own.parameter.requires_grad for own in self._own]
+        for own, learned in zip(self._own, before, strict=True):
+            own.parameter.requires_grad_(learned)
+        return wanted
+
+    def _taken(self) -> Iterator[tuple[torch.Tensor, type]]:
+        """Tensors that can be asked for their shapes alone from now on, and the types that they had."""
+        for block, cost in self._blocks:
+            assert block.alive is not None
+            tensors = tensors_of(block.alive)
+            for spec in cost.layout.specs:
+                tensor = tensors.get(spec.name)
+                if tensor is not None and type(tensor) in _AWAY:
+                    _known[id(tensor)] = TensorSpec(name=block.exported(spec.name), shape=spec.shape, dtype=spec.dtype)
+                    yield tensor, type(tensor)
+                    tensor.__class__ = _AWAY[type(tensor)]
+
+    def noted_in(self, kept: Kept) -> Kept:
+        """`kept` with who learns by now."""
+        frozen = [own.label for own in self._own if own.planned and not own.learns]
+        return msgspec.structs.replace(kept, frozen=frozen, learns=self._since + self.unplanned)
+
+    def _learn(self, own: _Own, learns: bool) -> None:
+        own.block.learns[own.name] = learns
+        (self.frozen.discard if learns else self.frozen.add)(id(own.parameter))
+
+    def _obey(self, wanted: Sequence[bool]) -> None:
+        """wanted: which parameters are to learn from now on."""
+        unplanned = list[str]()
+        for own, learns in zip(self._own, wanted, strict=True):
+            if learns and not own.planned:
+                unplanned.append(own.label)
+            elif learns != own.learns:
+                self.changed = True
+                self._learn(own, learns)
+        if self._in_parts and (self.changed or unplanned):
+            raise ModelError(
+                "--method ist trains copies of parts of the model, drawn anew in every round: who learns cannot be changed "
+                "while it does. Freeze before the run, or take an exact method."
+            )
+        if unplanned and self.replans:
+            self.changed, self.unplanned = True, unplanned
+        elif unplanned:
+            more = f" and {len(unplanned) - 3} more" if len(unplanned) > 3 else ""
+            raise ModelError(
+                f"{', '.join(unplanned[:3])}{more} did not learn when the run was planned, so there is no room for gradients "
+                "and optimizer state. Let all that is to learn at some time do so before the run (requires_grad_(True)), and "
+                "freeze it until then: in a session before its first step, or in on_begin of a callback."
+            )
+        if self.changed and not any(own.learns for own in self._own):
+            raise ModelError("nothing learns any more: every parameter of the model was frozen while it trained.")

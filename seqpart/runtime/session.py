@@ -1,0 +1,455 @@
+"""One run: directories and homes are opened, its stages run under an observer, checkpoints saved, its memory proven."""
+
+import gc
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from seqpart.checkpoint.identity import layers_of, row_digests
+from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
+from seqpart.data.reader import ReaderThread
+from seqpart.device.device import Device
+from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, told
+from seqpart.device.sampler import Proof, Sampler
+from seqpart.device.timeline import MEMORY
+from seqpart.errors import Diverged, LimitExceeded
+from seqpart.interrupts import Interrupts
+from seqpart.methods.ist.parting import Parting
+from seqpart.methods.ist.parts import JointChain
+from seqpart.model.metrics import Metrics
+from seqpart.model.scheduler import Groups, Scheduler
+from seqpart.plan.preparation import Preparation, Prepared, Stage
+from seqpart.profile.partition import state_layouts
+from seqpart.report.reporter import Reporter
+from seqpart.runtime import replanning
+from seqpart.runtime.compute import Compute
+from seqpart.runtime.exchange import BoundaryExchange, open_exchange
+from seqpart.runtime.executor import AllocationFailed, Executor, Hooks
+from seqpart.runtime.graph_offload import GraphOffload, open_graphs
+from seqpart.runtime.homes import Homes
+from seqpart.runtime.observer import Failure, Observer
+from seqpart.runtime.partition import Partition
+from seqpart.runtime.pauses import Pauses, PlanAnew
+from seqpart.runtime.places import UNBEGUN, open_places
+from seqpart.runtime.saving import Saving
+from seqpart.runtime.slots import Slots
+from seqpart.runtime.watch import Watch
+from seqpart.schedule.best import Kept
+from seqpart.schedule.events import Event, PhaseDone
+from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import Phases, counted
+from seqpart.schedule.progress import checked
+from seqpart.schedule.steps import Position, steps_of
+from seqpart.settings import Settings
+from seqpart.units import format_size
+
+_GRANT_SECONDS = 0.5
+"""Between two looks at what was reserved for generated code; a look takes a millisecond."""
+
+Ended = Generator[None, None, tuple[Failure | None, Position, Metrics | None]]
+"""What failed, where the run stands, and its sums there; behind all the pauses until then."""
+
+
+class Session:
+    """One run, built complete: everything that it opens is closed by `stack`.
+
+    observer: sees it as it goes. resumed: what it goes on from. job: JSON for who starts it again. falsify: what backward
+    takes from the exchange is slightly wrong.
+    """
+
+    def __init__(
+        self, preparation: Preparation, prepared: Prepared, reporter: Reporter, sampler: Sampler, stack: ExitStack,
+        *, observer: Observer | None = None, resumed: ResumePoint | None = None, job: dict[str, Any] | None = None,
+        falsify: bool = False,
+    ) -> None:  # fmt: skip
+        self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
+        self._preparation, self._observer, self._resumed, self._job = preparation, observer or Observer(), resumed, job
+        self._settings, self._device, self._falsify = preparation.settings, preparation.device, falsify
+        before = resumed.state if resumed is not None else None
+        self.losses = list(before.losses) if before is not None else []
+        self.test = before.test if before is not None else None
+        """Loss and accuracy of the latest pass over the test rows."""
+        self._partitions: list[Partition] = []
+        self.failed_at: Position | None = None
+        """Where an error ended the steps with all homes as they are to be there."""
+        self._stopped, self._granted_at = False, 0.0
+        self._grant: Grant = lambda *, at_rest=False: False
+        self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts()
+        reporter.plan(prepared.plan)
+        stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
+        self.places = open_places(
+            prepared.plan, self._settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
+        )
+        sampler.timeline.leave(
+            self.places.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
+            add=resumed is not None and resumed.manifest is not None,
+        )  # fmt: skip
+        if resumed is not None:
+            reporter.say(resumed.words(prepared.phases))
+        self.reader_thread = stack.enter_context(ReaderThread())
+        self.reader_thread.watched = self._observer.watched
+        sampler.usage.grant(prepared.plan.host_limit)
+        kept = before.loop if before is not None else Kept()
+        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept)
+        self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
+        self.heard = self.watch.heard(len(prepared.plan.partitions))
+        self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes.store.watched = self._observer.watched
+        if self._settings.saves:
+            _ = self._identity  # rows are read for it: now, and not beside a partition
+        self.saving = Saving(
+            self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
+            store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
+        )  # fmt: skip
+
+    def _optimizers_built(self) -> Iterator[torch.optim.Optimizer]:
+        for partition in self._partitions:
+            optimizer = partition.built() if partition.built is not None else None
+            if optimizer is not None:
+                yield optimizer
+
+    @property
+    def averages(self) -> bool:
+        return self._settings.ema is not None
+
+    @contextmanager
+    def limited(self, *, rows: bool = True) -> Iterator[None]:
+        """Inside, the limit is enforced, and the homes are filled. rows: also with those of the data."""
+        reading, plan = self._preparation.reading, self.prepared.plan
+        beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
+        untouched = plan.untouched(self.prepared.costs, self._preparation.full_batch)
+        with enforced(self._device, plan.limit, beside=beside, untouched=untouched) as self._grant:
+            self.homes.fill(self._resumed, rows=rows)
+            self._state = "failed"  # until it is done
+            yield
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def preparation(self) -> Preparation:
+        return self._preparation
+
+    def finish(self, words: str) -> None:
+        """The run is done. `words`: for the answer to a signal that waits."""
+        self._state, self._finished = "done", words
+
+    def _told(self, when: str) -> AbstractContextManager[None]:
+        return told(self._device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def run_stages(self, start: Position | None = None) -> None:
+        """Run the schedule from `start`, or from where the run goes on, to its end or to where the observer stops it."""
+        for _ in self.stages(start):
+            pass
+
+    def stages(self, start: Position | None = None) -> Generator[None, None, None]:
+        """The same, with a pause wherever everything stands at a position.
+
+        Behind a failed allocation it goes on from where all was at home, with a plan that needs less.
+        """
+        at, metrics = self._beginning() if start is None else (start, None)
+        if start is None and at == Position():
+            self.watch.begin()
+        at, metrics = self._ended_early(at, metrics)
+        self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
+        self._stopped, number = False, 0
+        while number < len(self.prepared.stages) and not self._stopped:
+            stage = self.prepared.stages[number]
+            if at.phase >= stage.end:
+                number += 1
+                continue
+            self.pauses.changed = False
+            failure, at, metrics = yield from self._run_stage(stage, at, metrics)
+            if failure is not None:
+                self._go_on_behind(failure, metrics or Metrics())
+            if self.pauses.unplanned:
+                self.saving.save(at, metrics or Metrics())
+                names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
+                self.reporter.say(f"{names} learn from now on: the plan is made anew")
+                raise PlanAnew(self.places.directory.root)
+            at, metrics = self._ended_early(at, metrics)
+
+    def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
+        """Where the run goes on, and its sums there: behind training whose end was asked for."""
+        end = self.watch.end_behind(self.prepared.phases, at)
+        if end is None:
+            return at, metrics
+        if at.updates and metrics is not None:
+            self.losses.append(metrics.mean_loss)
+        self.watch.tell_end(self.reporter, self.prepared.phases[at.phase].share_of(at.updates)[0])
+        return end, None
+
+    def _beginning(self) -> tuple[Position, Metrics | None]:
+        resumed = self._resumed
+        if resumed is None or resumed.state is None:
+            return Position(), None
+        return resumed.position, Metrics.of(resumed.state.tally, self._device.torch)
+
+    def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
+        """(what failed, where the run stands, its sums): to the stage's end, to a stop, or to a failed allocation."""
+        self._held = self.sampler.usage.read()
+        with self._device.heap.kept(stage.heap):
+            ended = yield from self._run_steps(stage, start, metrics)
+            while ended[0] is None and self._learns_anew(stage, ended[1]):
+                # In the same heap: another one would lie behind what libraries have kept in this one.
+                self.pauses.changed = False
+                ended = yield from self._run_steps(stage, *ended[1:])
+            if ended[0] is not None:  # graphs of the step that failed go before the heap does, which could not shrink else
+                self._partitions = []
+                gc.collect()
+            return ended
+
+    def _learns_anew(self, stage: Stage, at: Position) -> bool:
+        """Whether the stage, which was left at that position, goes on at once with other parameters that learn."""
+        ends = self._stopped or at.phase >= stage.end or self.watch.end_behind(self.prepared.phases, at) is not None
+        return self.pauses.changed and not self.pauses.unplanned and not ends
+
+    def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
+        with ExitStack() as stack:
+            exchange = self._exchange(stage)
+            stack.callback(exchange.close)
+            graphs = self._graphs(stage)
+            if graphs is not None:
+                stack.callback(graphs.close)
+            executor = self._executor(stage, exchange, graphs, start, metrics)
+            phases = self.prepared.phases
+            self.reporter.begin(phases, start, self.prepared.plan.limit, lambda: self.sampler.peak)
+            stack.callback(self.reporter.end)
+            self.sampler.label = lambda: str(executor.step)
+            stack.callback(self._keep_label)
+            try:
+                yield from executor.running(checked(steps_of(phases[: stage.end], start), stage.resources.at_once))
+            except AllocationFailed as failed:
+                failure = Failure(
+                    step=failed.step, text=str(failed), at=executor.position, keeps_heap=stage.heap > 0,
+                    micro_batch=max(stage.micro_batch for stage in self.prepared.stages),
+                )  # fmt: skip
+                return failure, executor.position, executor.compute.rested
+            except Diverged as error:
+                raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
+            return None, executor.position, executor.compute.rested
+
+    def _keep_label(self) -> None:
+        """What the sampler says of the step that is under way then no longer holds an executor, and graphs in it."""
+        label = self.sampler.label()
+        self.sampler.label = lambda: label
+
+    def _exchange(self, stage: Stage) -> BoundaryExchange:
+        rows = max((phase.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
+        return open_exchange(
+            stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
+            self.places.scratch.rows / "relay.part", self._device,
+        )  # fmt: skip
+
+    def _graphs(self, stage: Stage) -> GraphOffload | None:
+        several = [phase for phase, _ in counted(self.prepared.phases) if phase.through is not None]
+        micro_batches = max((phase.micro_batches_per_update for phase in several), default=1)
+        rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
+        return open_graphs(
+            self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.places.scratch.rows / "graphs.part",
+            self._device,
+        )  # fmt: skip
+
+    def _executor(
+        self, stage: Stage, exchange: BoundaryExchange, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
+    ) -> Executor:
+        prepared, settings, granted = self.prepared, self._settings, stage.resources
+        partitions = self._partitions = [
+            Partition(
+                p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self.homes.store,
+                self._device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
+                weights_stay=p in granted.weights_stay, frozen=self.pauses.frozen,
+            )
+            for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
+        ]  # fmt: skip
+        for partition in partitions if granted.borrows else ():
+            owners = {tie.owner for _, tie in partition.tied}
+            partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
+        compute = Compute(
+            phases=prepared.phases, partitions=partitions, losses=prepared.loss, boundaries=self.homes.boundaries,
+            row_packs=prepared.row_packs, exchange=exchange, graphs=graphs, device=self._device,
+            reader_thread=self.reader_thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
+            listen=self._listen, heard=self.heard,
+        )  # fmt: skip
+        gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
+        own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
+        shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
+        hooks = Hooks(
+            listen=self._listen, guard=self._guard, at_rest=self._at_rest, before_update=self._observer.before_update,
+            failed=self._failed,
+        )  # fmt: skip
+        return Executor(
+            phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
+            slots=Slots(shared[-granted.slots:], self._device, own), store=self.homes.store, device=self._device,
+            clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), hooks=hooks, start=start,
+            parting=self._parting(stage),
+        )  # fmt: skip
+
+    def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
+        """What is learned by in a phase behind so many of its updates: of its first partition, as of all that it trains."""
+        schedule = self._settings.lr_schedule
+        if isinstance(schedule, str):
+            factor = rate_schedule(schedule, self._settings.warmup_updates)
+            return lambda phase, done: factor(*phase.share_of(done))
+        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build))
+        return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
+
+    def _parting(self, stage: Stage) -> Parting | None:
+        prepared = self.prepared
+        if not isinstance(prepared.chain, JointChain):
+            return None
+        return Parting(
+            prepared.chain, [cost.layout for cost in prepared.costs], state_layouts(prepared.costs, stage.optimizers[-1]),
+            [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
+            keeps_moments=self._settings.subnet_moments != "zero",
+        )  # fmt: skip
+
+    def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
+        self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # of a plan that another replaces
+        self._go_back(failure.at)
+        self.saving.obey(failure.at, metrics)
+        self._observer.failed(failure)
+        request = replace(self.prepared.request, micro_batch=failure.micro_batch)
+        # Kernels of another number of rows, as the last batch has, may keep memory of their own.
+        grown = self.sampler.usage.read() - self._held
+        request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
+        if self._grant() and (planned := replanning.planned_or_none(self._preparation, self.prepared, request)) is not None:
+            self._go_on(failure, planned, " once more: generated code was reserved")
+        elif failure.keeps_heap:  # its holes were more than the plan had room for
+            self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
+            planned = replanning.planned_anew(self._preparation, self.prepared, replace(request, may_keep_heap=False))
+            self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
+        elif (smaller := replanning.planned_smaller(self._preparation, self.prepared, request)) is not None:
+            spare = format_size(smaller.request.spare)
+            self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
+        else:
+            halved = replanning.planned_halved(self._preparation, self.prepared, failure)
+            self._go_on(failure, halved, f" with micro-batch {halved.request.micro_batch} instead of {failure.micro_batch}")
+
+    def _go_back(self, at: Position) -> None:
+        self.losses = self.losses[: _passes_before(self.prepared.phases, at)]
+        self.watch.evaluations.go_back(at.phase)
+
+    def _failed(self, executor: Executor, error: Exception) -> None:
+        """A step has ended by an error, and all homes are what the last update left."""
+        self.failed_at = executor.position
+        self._go_back(self.failed_at)
+        if self._settings.saves:
+            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+
+    @property
+    def is_trained(self) -> bool:
+        """Behind an error: whether nothing was left to be learnt."""
+        ahead = self.prepared.phases[self.failed_at.phase :] if self.failed_at is not None else self.prepared.phases
+        return all(phase.kind is not PhaseKind.TRAIN for phase, _ in counted(ahead))
+
+    def _go_on(self, failure: Failure, planned: Prepared, how: str) -> None:
+        micro_batch, self.prepared = planned.request.micro_batch, self._observer.shaped(planned)
+        self.homes.boundaries.keep_in_memory(planned.plan.rows_in_memory)
+        self.reporter.record("allocation failed", step=str(failure.step), micro_batch=micro_batch, text=failure.text)
+        self.reporter.warn(
+            f"an allocation failed in {failure.step} inside the limit; going on with update {failure.at.updates + 1} of "
+            f"{self.prepared.phases[failure.at.phase]}{how}"
+        )
+
+    def _listen(self, event: Event) -> None:
+        if isinstance(event, PhaseDone) and event.loss is not None:
+            if event.phase.kind is PhaseKind.TEST:
+                self.test = event.loss, event.accuracy
+            elif event.phase.kind is PhaseKind.TRAIN:
+                self.losses.append(event.loss)
+        self.watch.listen(event)
+        self.reporter.listen(event)
+        self._observer.listen(event)
+
+    def _guard(self) -> None:
+        """Between two steps."""
+        if not self._settings.saves:
+            self.interrupts.check()
+        if time.monotonic() > self._granted_at + _GRANT_SECONDS:
+            self._granted_at = time.monotonic()
+            self._grant()
+        if self.sampler.violations:
+            raise LimitExceeded(
+                f"the limit of {format_size(self.sampler.limit)} was passed: {format_size(self.sampler.peak)} by "
+                f"{self.sampler.usage.source}, in {self.sampler.violation_label or 'start'}; the plan had predicted "
+                f"{format_size(self.prepared.plan.peak)}. Earlier files are intact. Give a larger limit, and report this."
+            )
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _at_rest(self, executor: Executor) -> bool:
+        phases = self.prepared.phases
+        try:
+            self.watch.at_rest(executor, phases, self.heard)
+        except Exception as error:
+            self._remember_best(executor)  # which the evaluations that are saved name
+            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+            raise
+        self._remember_best(executor)
+        self.saving.at_rest(executor, self._partitions, phases)
+        self._stopped = not self._observer.at_rest(executor)
+        goes_on = self.watch.end_behind(phases, executor.position) is None
+        return not self._stopped and not self.pauses.changed and goes_on  # what learns from now on comes anew
+
+    def _remember_best(self, executor: Executor) -> None:
+        if self.watch.has_new_best:
+            self.saving.settle(executor, self._partitions)
+            self.homes.remember()
+            self.watch.has_new_best = False
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What tells the data and the model from others."""
+        data = self._preparation.train, self._preparation.test
+        layers = layers_of(self._preparation.chain.whole)
+        return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers}
+
+    def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
+        """What a checkpoint says beside tensors."""
+        if self.pauses.unplanned:
+            self._identity["layers"] = []  # of the plan that comes: others of them are frozen
+        return state_of(
+            self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
+            loop=self.pauses.noted_in(self.watch.state()), **self._identity,
+        )  # fmt: skip
+
+    def take_best(self) -> None:
+        """The weights of the best evaluation, where they were kept, take the place of what was trained since."""
+        best, last = self.watch.evaluations.best, self.watch.evaluations.all[-1:]
+        if not self._settings.keep_best or best is None or best.phase in [one.phase for one in last]:
+            return
+        self.homes.recall()
+        self.test = best.loss, best.accuracy
+        self.reporter.say(f"the weights are those behind update {best.update}, of the best evaluation")
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def proof(self) -> Proof:
+        """What was measured until now. Raises LimitExceeded."""
+        plan, sampler = self.prepared.plan, self.sampler
+        sampler.sample()
+        self._guard()
+        return Proof(
+            limit=plan.limit, peak=sampler.peak, source=sampler.usage.source, predicted=max(plan.peak, sampler.known),
+            runtime=plan.runtime, allocator_peak=self._device.allocator_peak(), host=plan.host_limit,
+            file_growth=sampler.file_growth, samples=sampler.samples, violations=sampler.violations,
+        )  # fmt: skip
+
+
+def _passes_before(phases: Phases, position: Position) -> int:
+    """Training passes that are over at `position`."""
+    return sum(times for phase, times in counted(phases[: position.phase]) if phase.kind is PhaseKind.TRAIN)

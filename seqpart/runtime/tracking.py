@@ -1,0 +1,225 @@
+"""A run's numbers for trackers: loss, accuracy, learning rate, memory and rows per second, by the number of updates.
+
+They are told behind every pass, and in between every few seconds: reading a loss makes a CUDA device wait. What a killed run
+has told of updates behind its last checkpoint is not told again: those updates give the same bits.
+"""
+
+import json
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import seqpart.files as owned
+from seqpart.checkpoint.publication import latest
+from seqpart.checkpoint.resume import ResumePoint
+from seqpart.checkpoint.run_directory import RunDirectory, new_name
+from seqpart.device.sampler import Sampler
+from seqpart.errors import CorruptFile, OptionError
+from seqpart.kinds import TrackerName
+from seqpart.model.metrics import Metrics
+from seqpart.report.reporter import Reporter
+from seqpart.report.trackers import Tracker, opened
+from seqpart.runtime.executor import Executor
+from seqpart.runtime.observer import Observer
+from seqpart.runtime.partition import Partition
+from seqpart.schedule.events import Event, PhaseBegun, PhaseDone, StepDone
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import counted
+from seqpart.schedule.steps import Position, Step, Verb
+from seqpart.settings import Settings
+from seqpart.store.atomic import write_text
+from seqpart.store.direct import explained
+
+TRACKED = "tracking.json"
+_SECONDS = 5.0
+"""Between two tellings within a pass."""
+
+
+@dataclass(slots=True)
+class _Since:
+    """What was so when something was last told."""
+
+    time: float
+    metrics: Metrics | None
+    """None within a pass that went on, until its first update: its sums have earlier rows in them."""
+    highest: int = 0
+    rows: int = 0
+
+
+class Tracking:
+    """Told of a run's events; tells its trackers. `open` it before the first step."""
+
+    def __init__(self, names: Sequence[TrackerName], sampler: Sampler, reporter: Reporter) -> None:
+        self._names, self._reporter = names, reporter
+        self._trackers: dict[TrackerName, Tracker] = {}
+        self._since = _Since(time.monotonic(), Metrics())
+        self._phases: Sequence[Phase] = ()
+        self._floors: dict[TrackerName, int] = {}
+        """The step up to which each was told by an earlier process, and that still holds."""
+        self._before, self._told, self._rate = 0, 0, math.nan
+        self._partition: weakref.ref[Partition] | None = None
+        """The one that was updated last; its memory is not ours to hold."""
+        self._path: Path | None = None
+        self._latest = 0
+        """Bytes that were held at the sampler's last look."""
+        self._run = ""
+        sampler.told.append(self._memory)
+
+    def open(self, directory: RunDirectory, phases: Sequence[Phase], resumed: ResumePoint | None, settings: Settings) -> None:
+        """resumed: what the run goes on from; then it is the run that it was for the trackers, too."""
+        at = resumed.position if resumed is not None else Position()
+        self._phases, self._path = phases, directory.result(TRACKED)
+        behind = updates_before(phases, at.phase) + at.updates
+        known = _known(directory.root) if resumed is not None else None
+        self._run, earlier = known or (new_name("run"), 0)
+        if known is None:
+            self._note()
+        for name in self._names:
+            voids_behind = behind if known is not None else None
+            # TensorBoard voids what was told behind the checkpoint; others keep it.
+            self._floors[name] = behind if name == "tensorboard" else earlier
+            try:
+                self._trackers[name] = opened(name, directory.root, self._run, settings.to_json(), voids_behind)
+            except OSError as error:
+                raise explained(error, directory.root) from None
+            except OptionError:
+                raise
+            except Exception as error:  # whatever a library of others raises: no login, no server
+                raise OptionError(f"--log {name} cannot begin: {type(error).__name__}: {error}. Leave it out.") from error
+
+    def close(self) -> None:
+        for name in list(self._trackers):
+            tracker = self._trackers.pop(name)
+            self._attempt(name, tracker.close)
+
+    # --- what is heard --------------------------------------------------------------------------------------------
+
+    def before_update(self, partition: Partition, _: Step) -> None:
+        self._partition = weakref.ref(partition)
+
+    def listen(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            if event.step.verb is Verb.UPDATE:
+                self._look_at_rate()
+        elif isinstance(event, PhaseBegun):
+            self._before = updates_before(self._phases, event.number)
+            self._since = replace(self._since, metrics=None if event.earlier else Metrics(), rows=0, time=time.monotonic())
+        else:
+            self._pass_done(event)
+
+    def at_rest(self, executor: Executor) -> bool:
+        """An update is over, or a step of a pass without updates."""
+        at, now = executor.position, time.monotonic()
+        metrics, since = executor.compute.rested, self._since
+        if at.updates and since.metrics is None:
+            self._since = replace(since, metrics=replace(metrics), time=now)
+        if not at.updates or since.metrics is None or now - since.time < _SECONDS:
+            return True
+        phase, told = self._phases[at.phase], since.metrics
+        weight = metrics.weight - told.weight
+        values = {"loss": (float(metrics.loss) - float(told.loss)) / (weight or 1)}
+        judged = float(metrics.judged) - float(told.judged)
+        if judged:
+            values["accuracy"] = (float(metrics.correct) - float(told.correct)) / judged
+        values["rows_per_second"] = (metrics.rows - told.rows) / (now - since.time)
+        self._tell(self._before + at.updates, self._named(phase, values), replace(metrics))
+        return True
+
+    def _pass_done(self, event: PhaseDone) -> None:
+        phase = event.phase
+        if event.loss is None or phase.kind not in (PhaseKind.TRAIN, PhaseKind.TEST):
+            return
+        values = {"loss": event.loss, "rows_per_second": event.rows_per_second}
+        if event.accuracy is not None:
+            values["accuracy"] = event.accuracy
+        if phase.kind is PhaseKind.TEST:
+            values.pop("rows_per_second")
+            self._tell(self._before, self._named(phase, values), Metrics())
+            return
+        self._look_at_rate()
+        if self._since.rows:  # it told of its updates already, and this is the mean of all
+            values = {f"pass_{name}": value for name, value in values.items()}
+        self._tell(self._before + phase.updates, self._named(phase, values), Metrics())
+
+    def _memory(self, used: int) -> None:
+        self._latest, self._since.highest = used, max(self._since.highest, used)
+
+    def _look_at_rate(self) -> None:
+        partition = self._partition() if self._partition is not None else None
+        if partition is not None and partition.optimizer is not None:
+            self._rate = float(partition.optimizer.param_groups[0].get("lr", math.nan))
+
+    # --- what is told ---------------------------------------------------------------------------------------------
+
+    def _named(self, phase: Phase, values: dict[str, float]) -> dict[str, float]:
+        """`train/loss`, or `partition_2/train/loss` where partitions are trained or tested one after the other."""
+        kind = phase.kind.value
+        alone = phase.through is None and any(other.partition != phase.partition for other, _ in counted(self._phases))
+        where = f"partition_{phase.partition}/{kind}" if alone and not self._ends(phase) else kind
+        return {f"{where}/{name}": value for name, value in values.items()}
+
+    def _ends(self, phase: Phase) -> bool:
+        """Whether it is a test whose outputs are the network's."""
+        end = max(other.last for other, _ in counted(self._phases)) if phase.ends is None else phase.ends
+        return phase.kind is PhaseKind.TEST and phase.last == end
+
+    def _tell(self, step: int, values: dict[str, float], metrics: Metrics) -> None:
+        if math.isfinite(self._rate) and not any("test/" in name for name in values):
+            values["learning_rate"] = self._rate
+        values["memory_GB"] = (self._since.highest or self._latest) / 1e9
+        self._since = _Since(time.monotonic(), metrics, rows=metrics.rows)
+        if step < self._told:  # updates that are made again behind a failed allocation
+            return
+        self._told = step
+        for name in list(self._trackers):
+            if step >= self._floors[name]:
+                self._attempt(name, partial(self._trackers[name].tell, step, values))
+        self._note()
+
+    def _attempt(self, name: TrackerName, work: Callable[[], None]) -> None:
+        """A tracker that fails is left out from there on: training goes on."""
+        try:
+            work()
+        except Exception as error:  # whatever a library of others raises
+            self._trackers.pop(name, None)
+            self._reporter.warn(f"--log {name} is told nothing more: {type(error).__name__}: {error}")
+
+    def _note(self) -> None:
+        assert self._path is not None
+        write_text(self._path, json.dumps({"run": self._run, "step": max(self._told, *self._floors.values(), 0)}) + "\n")
+
+
+def tracked(
+    names: Sequence[TrackerName], observer: Observer, sampler: Sampler, reporter: Reporter, stack: ExitStack
+) -> tuple[Observer, Tracking | None]:
+    """`observer`, which also tells trackers, where there are some. `stack` closes them."""
+    if not names:
+        return observer, None
+    tracking = Tracking(names, sampler, reporter)
+    stack.callback(tracking.close)
+    ours = Observer(before_update=tracking.before_update, listen=tracking.listen, at_rest=tracking.at_rest)
+    return observer.beside(ours), tracking
+
+
+def updates_before(phases: Sequence[Phase], number: int) -> int:
+    """Of all passes before phase `number`."""
+    return sum(times * phase.updates for phase, times in counted(phases[:number]) if phase.kind is PhaseKind.TRAIN)
+
+
+def _known(root: Path) -> tuple[str, int] | None:
+    """The name that a run has for its trackers, and the last step that they were told; None where it had none."""
+    path = latest(root, TRACKED)
+    try:
+        with open(owned.opened(path), "rb") as file:
+            found = json.loads(file.read(1 << 16))
+        return str(found["run"]), int(found["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        message = f"{path} is damaged: how far trackers were told is not known. Remove it, or leave --log out."
+        raise CorruptFile(message, path) from None

@@ -1,0 +1,201 @@
+"""Who looks on while a run trains: callbacks are called, evaluations compared, and an early end is asked for."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from seqpart.callbacks import BeginEvent, Ending, EpochEvent, EvalEvent, Event, MetricValue, StepEvent, callers
+from seqpart.device.sampler import Sampler
+from seqpart.model.inspection import without_stop
+from seqpart.model.metrics import Heard, Metrics
+from seqpart.report.reporter import Reporter
+from seqpart.runtime.executor import Executor
+from seqpart.runtime.observer import Observer
+from seqpart.schedule import events
+from seqpart.schedule.best import Evaluated, Evaluations, Kept, criterion_of
+from seqpart.schedule.events import PhaseDone
+from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phases import Phases
+from seqpart.schedule.rounds import Rounds
+from seqpart.schedule.steps import Position, Verb
+from seqpart.settings import Settings
+
+
+class Watch:
+    """Hears what the executor tells, and speaks when everything stands at a position.
+
+    state: what a checkpoint says of the evaluations so far, and of an end that was asked for.
+    """
+
+    def __init__(
+        self, observer: Observer, settings: Settings, sampler: Sampler, state: Kept,
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        """pause: what a callback is called in."""
+        self._calls, self._pause = callers(observer.callbacks), pause
+        self.evaluations = Evaluations.of(criterion_of(settings.best_by), state.evaluations)
+        self.ending = Ending()
+        why, self._ends_in = state.ending
+        """Why, and the stretch of phases whose end was asked for."""
+        self.ending.ask(why)
+        self._patience, self._keeps, self._sampler = settings.early_stopping, settings.keep_best, sampler
+        self._metrics = observer.metrics
+        self._sums = Metrics() if self._calls["on_step"] or observer.counts_updates else None
+        self._over: list[PhaseDone] = []
+        """Passes that were told of and nobody has heard of yet."""
+        self._since = time.perf_counter()
+        self.has_new_best = False
+        """Whether the weights of now are to be kept."""
+
+    def heard(self, partitions: int) -> Heard:
+        """What the executor's computations tell."""
+        return Heard(partitions, self._sums, self._metrics)
+
+    def state(self) -> Kept:
+        return Kept(self.evaluations.kept, (self.ending.asked, self._ends_in))
+
+    def listen(self, event: events.Event) -> None:
+        if isinstance(event, PhaseDone) and event.loss is not None:
+            self._over.append(event)
+
+    def begin(self) -> None:
+        """Nothing is trained yet."""
+        if self._calls["on_begin"]:
+            self._call("on_begin", BeginEvent(memory=self._sampler.sample(), limit=self._sampler.limit))
+
+    def at_rest(self, executor: Executor, phases: Phases, heard: Heard) -> None:
+        """Call whom this concerns. Whatever a callback raises comes through."""
+        step = executor.step
+        if self._calls["on_step"] and step.verb is Verb.UPDATE and phases[step.phase].kind is PhaseKind.TRAIN:
+            self._step_done(executor, phases[step.phase], heard)
+        over, self._over = self._over, []
+        for done in over:
+            if done.phase.kind is PhaseKind.TEST:
+                self._tested(done, phases, step.phase, ends=not done.phase.hands_on(heard.partitions))
+            elif done.phase.kind is PhaseKind.TRAIN and done.phase.epochs_done == done.phase.epoch:
+                self._epoch_done(done)
+        if self.ending.asked and self._ends_in is None:
+            self._ends_in = phases.stands(step.phase)[0]
+
+    def _step_done(self, executor: Executor, phase: Phase, heard: Heard) -> None:
+        at, now = executor.position, time.perf_counter()
+        updates = at.updates if at.phase == executor.step.phase else phase.updates
+        sums, norm = heard.latest(), executor.gradient_norm
+        done, whole = phase.share_of(updates)[0], phase.updates_of_epoch or phase.updates
+        event = StepEvent(
+            update=done, epoch=done / whole, partition=phase.partition, loss=sums.mean_loss, rows=sums.rows,
+            seconds=now - self._since, learning_rate=executor.learning_rate,
+            gradient_norm=None if norm is None else float(norm), memory=self._sampler.sample(), limit=self._sampler.limit,
+            ending=self.ending,
+        )  # fmt: skip
+        self._call("on_step", event)
+        self._since = time.perf_counter()
+
+    def _epoch_done(self, done: PhaseDone) -> None:
+        assert done.loss is not None
+        phase = done.phase
+        self._call(
+            "on_epoch",
+            EpochEvent(
+                update=phase.share_of(phase.updates)[0], epoch=phase.epochs_done, partition=phase.partition, loss=done.loss,
+                rows=done.rows - done.earlier, seconds=done.seconds, ending=self.ending,
+            ),
+        )  # fmt: skip
+
+    def _tested(self, done: PhaseDone, phases: Phases, number: int, *, ends: bool) -> None:
+        """ends: at the network's end."""
+        assert done.loss is not None
+        update, epoch = trained_before(phases, number)
+        is_best = False
+        if ends:
+            is_best = self.evaluations.add(
+                Evaluated(
+                    phase=number, update=update, epoch=epoch, loss=done.loss, accuracy=done.accuracy, metrics=dict(done.metrics)
+                )
+            )
+            self.has_new_best = self.has_new_best or (is_best and self._keeps)
+            if self._patience is not None and self.evaluations.since >= self._patience:
+                self.ending.ask(f"early stopping: {self.evaluations.since} evaluation(s) without a better one")
+        event = EvalEvent(
+            update=update, epoch=epoch, partition=done.phase.partition, loss=done.loss, rows=done.rows, seconds=done.seconds,
+            accuracy=done.accuracy, metrics=done.metrics, is_best=is_best, ending=self.ending,
+        )  # fmt: skip
+        self._call("on_eval", event)
+        self._since = time.perf_counter()
+
+    def _call(self, name: str, event: Event) -> None:
+        calls: Sequence[Callable[[Any], object]] = self._calls[name]
+        for call in calls:
+            try:
+                with self._pause():
+                    call(event)
+            except Exception as error:
+                told = without_stop(error, "event.stop() ends the training")
+                told.add_note(f"in {name} of a callback")
+                if told is error:
+                    raise
+                raise told from error
+
+    def taken(self) -> list[Evaluated]:
+        """The evaluations so far, which count no longer."""
+        found = self.evaluations.all
+        self.evaluations.all, self.evaluations.best = [], None
+        return found
+
+    def tell_end(self, reporter: Reporter, update: int) -> None:
+        """The training under way has ended where it was asked to, behind that update."""
+        reporter.say(f"training ends behind update {update}: {self.ending.asked}")
+        reporter.record("ended early", update=update, why=self.ending.asked)
+        self._forget_end()
+
+    def _forget_end(self) -> None:
+        self.ending, self._ends_in = Ending(), None
+
+    @property
+    def best_update(self) -> int | None:
+        """Updates before the best evaluation; None where there was one alone."""
+        best = self.evaluations.best
+        return best.update if best is not None and len(self.evaluations.all) > 1 else None
+
+    @property
+    def metrics(self) -> dict[str, MetricValue]:
+        """The user's own, of the evaluation that the result is of."""
+        last = self.evaluations.all[-1] if self.evaluations.all else None
+        found = self.evaluations.best if self._keeps and self.evaluations.best is not None else last
+        return found.metrics if found is not None else {}
+
+    def end_behind(self, phases: Phases, at: Position) -> Position | None:
+        """Where a run that stands at `at` goes on, so that the training under way has ended; None: it goes on as it is.
+
+        A round of subnets is finished first: until then the network is in parts.
+        """
+        if not self.ending.asked or at.phase >= len(phases):
+            return None
+        which, epochs, behind = phases.stands(at.phase)
+        stretch, phase = phases.stretches[which], phases[at.phase]
+        if which != self._ends_in or (behind is not None and epochs == stretch.epochs):  # it is over as it is
+            self._forget_end()
+            return None
+        if isinstance(stretch, Rounds) and (phase.is_turn or phase.kind is PhaseKind.MERGE):
+            return None
+        tested = (
+            not at.updates and phase.kind is not PhaseKind.TEST and at.phase and phases[at.phase - 1].kind is PhaseKind.TEST
+        )
+        first = phases.number_of(which, stretch.epochs, 0)
+        return Position(first + _behind(phases, which, first) if tested else first)
+
+
+def _behind(phases: Phases, which: int, first: int) -> int:
+    """How many phases stretch `which` has behind its training, which begin with number `first`."""
+    return len(phases.stretches[which]) - (first - phases.number_of(which, 0, None))
+
+
+def trained_before(phases: Phases, number: int) -> tuple[int, float]:
+    """(updates, epochs) that were done before phase `number`, by what trained last."""
+    while number >= 0:
+        phase = phases[number]
+        if phase.kind is PhaseKind.TRAIN:
+            return phase.share_of(phase.updates)[0], phase.epochs_done
+        number -= 1
+    return 0, 0.0

@@ -1,0 +1,108 @@
+"""The evaluations of a run: which was the best, and whether it is time to stop."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Self
+
+import msgspec
+
+from seqpart.callbacks import MetricValue
+from seqpart.errors import OptionError
+from seqpart.schema import Finite, Whole
+
+EXPECTED = "loss (smaller is better), accuracy (larger is), or a metric of compute_metrics as min:NAME or max:NAME"
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What evaluations are compared by."""
+
+    name: str = "loss"
+    larger: bool = False
+    """Whether larger is better."""
+
+    def value(self, found: "Evaluated") -> float:
+        """Of an evaluation, so that smaller is better. Raises OptionError where it has none."""
+        values = {"loss": found.loss, "accuracy": found.accuracy, **found.metrics}
+        value = values.get(self.name)
+        if value is None or isinstance(value, list):
+            known = ", ".join(name for name, one in values.items() if isinstance(one, float))
+            raise OptionError(f"--best-by {self.name}: an evaluation found no such number; it found {known}.")
+        return -value if self.larger else value
+
+
+def criterion_of(text: str | None) -> Criterion:
+    """Raises OptionError."""
+    if text is None or text in ("loss", "accuracy"):
+        return Criterion(text or "loss", larger=text == "accuracy")
+    match = re.fullmatch(r"(min|max):(.+)", text)
+    if match is None:
+        raise OptionError(f"--best-by: expected {EXPECTED}; found {text!r}.")
+    return Criterion(match[2], larger=match[1] == "max")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """What a pass over the test rows found, at the network's end."""
+
+    phase: Whole
+    """Its number."""
+    update: Whole
+    epoch: Finite
+    loss: float
+    accuracy: float | None
+    metrics: dict[str, MetricValue] = field(default_factory=dict)
+
+
+class Kept(msgspec.Struct):
+    """What a checkpoint says of the loop: `Evaluations`, an end that was asked for, and who learns by now."""
+
+    class Found(msgspec.Struct):
+        all: list[Evaluated] = []
+        best: Evaluated | None = None
+
+    evaluations: Found = msgspec.field(default_factory=Found)
+    ending: tuple[str, Whole | None] = ("", None)
+    """Why, and the stretch of phases whose end it is."""
+    frozen: list[str] = []
+    """Names of parameters that the user has frozen since, though the plan has room for them."""
+    learns: list[str] = []
+    """Names of parameters that did not learn when the run began."""
+
+
+class Evaluations:
+    """All of a run, in order; the best counts also where the run has gone back behind it and comes there again."""
+
+    def __init__(self, criterion: Criterion) -> None:
+        self.all: list[Evaluated] = []
+        self.best: Evaluated | None = None
+        self._criterion = criterion
+
+    def add(self, found: Evaluated) -> bool:
+        """Whether none before it was as good."""
+        self.all.append(found)
+        value = self._criterion.value(found)
+        if math.isnan(value) or (self.best is not None and value >= self._criterion.value(self.best)):
+            return False
+        self.best = found
+        return True
+
+    @property
+    def since(self) -> int:
+        """Evaluations behind the best."""
+        return len(self.all) if self.best is None else sum(one.phase > self.best.phase for one in self.all)
+
+    def go_back(self, phase: int) -> None:
+        """The run goes on with that phase: what came from it on will come again."""
+        self.all = [one for one in self.all if one.phase < phase]
+
+    @property
+    def kept(self) -> Kept.Found:
+        return Kept.Found(self.all, self.best)
+
+    @classmethod
+    def of(cls, criterion: Criterion, kept: Kept.Found) -> Self:
+        made = cls(criterion)
+        made.all, made.best = list(kept.all), kept.best
+        return made

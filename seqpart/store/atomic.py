@@ -1,0 +1,50 @@
+"""Small files that are replaced whole or not at all."""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+from seqpart.errors import DirectoryUnusable, DiskFull, StoreError, shown
+from seqpart.files import aside, is_device, made, write_all
+from seqpart.store.direct import explained, sync
+
+
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace a small file atomically and durably. `mode`: less what the user's umask takes away."""
+    if path.is_dir():
+        raise DirectoryUnusable(f"cannot make {path}: it is a directory. Give a path in a directory that you may write to.")
+    part = aside(path)
+    try:
+        if is_device(path):
+            path.write_text(text)
+            return
+        write_synced(part, text, mode)
+        part.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise unusable(error, path) from None
+
+
+def write_synced(path: Path, text: str, mode: int = 0o666) -> None:
+    """A new file in the place of `path`, on the disk when this returns. Raises OSError."""
+    handle = made(path, mode)
+    try:
+        write_all(handle, text.encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def unusable(error: OSError, path: Path) -> StoreError:
+    """As `explained`, for a path that is being made: what is missing was not there before either, and no option moves it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = f"the disk is full: could not write {shown(path)}"
+        return DiskFull(f"{full}. Free some space, or give another path. Earlier files stay.")
+    if error.errno in (errno.ENOENT, errno.EEXIST):
+        return DirectoryUnusable(
+            f"cannot make {shown(path)}: {error.strerror}. Give a path in a directory that you may write to."
+        )
+    return explained(error, path)

@@ -1,0 +1,147 @@
+"""Host memory for the fast tier: a few large pieces allocated once, handed out by whole pages.
+
+On CPU one shared anonymous mapping, which the kernel shows as RssShmem, beside the limit and never inside it. On
+CUDA pinned pieces of at most 2 GiB in powers of two, because the pinned allocator rounds every request up to one and
+never gives it back.
+"""
+
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from seqpart.device.pages import PAGE, aligned, round_up
+
+_LARGEST_PIECE = 2 << 30
+_SMALLEST_PIECE = 1 << 20
+
+
+class Extents:
+    """First-fit allocation of page-rounded ranges in `size` bytes. Ints only."""
+
+    def __init__(self, size: int) -> None:
+        self.free = [(0, size)] if size else []
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of a free range of `nbytes`, or None."""
+        need = round_up(max(nbytes, 1))
+        for index, (start, length) in enumerate(self.free):
+            if length >= need:
+                self.free[index : index + 1] = [(start + need, length - need)] if length > need else []
+                return start
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Return a range; neighbours are joined."""
+        ranges = sorted([*self.free, (start, round_up(max(nbytes, 1)))])
+        joined = [ranges[0]]
+        for begin, length in ranges[1:]:
+            last, size = joined[-1]
+            if last + size == begin:
+                joined[-1] = (last, size + length)
+            else:
+                joined.append((begin, length))
+        self.free = joined
+
+
+def piece_sizes(budget: int, *, powers_of_two: bool) -> list[int]:
+    """Sizes of the pieces that make up `budget` bytes, never more than it."""
+    if not powers_of_two:
+        return [budget // PAGE * PAGE] if budget >= PAGE else []
+    sizes = []
+    while budget >= _SMALLEST_PIECE:
+        piece = min(_LARGEST_PIECE, 1 << (budget.bit_length() - 1))
+        sizes.append(piece)
+        budget -= piece
+    return sizes
+
+
+def first_piece(nbytes: int, *, powers_of_two: bool) -> int:
+    """Size of a piece for `nbytes` alone."""
+    return 1 << max(0, nbytes - 1).bit_length() if powers_of_two else round_up(nbytes)
+
+
+def pieces_for(need: int, groups: Sequence[Sequence[int]], budget: int, *, powers_of_two: bool) -> tuple[int, frozenset[int]]:
+    """(bytes of a pool inside `budget` for `need` bytes, groups of buffers that all fit in it, taken in their order).
+
+    Powers of two may have to be more than what goes into them, so that the last one does.
+    """
+    sizes, fit = list[int](), frozenset[int]()
+    for quarters in (4, 5, 6, 8) if powers_of_two else (4,):
+        wanted = round_up(need * quarters // 4, _SMALLEST_PIECE if powers_of_two else PAGE)
+        sizes = piece_sizes(min(budget, wanted), powers_of_two=powers_of_two)
+        fit = _fitting([Extents(size) for size in sizes], groups)
+        if len(fit) == len(groups):
+            break
+    return sum(sizes), fit
+
+
+def _fitting(pieces: Sequence[Extents], groups: Sequence[Sequence[int]]) -> frozenset[int]:
+    fit = set()
+    for number, group in enumerate(groups):
+        taken: list[tuple[Extents, int, int]] = []
+        for nbytes in group:
+            place = next(((piece, start, nbytes) for piece in pieces if (start := piece.take(nbytes)) is not None), None)
+            if place is None:
+                break
+            taken.append(place)
+        if len(taken) == len(group):
+            fit.add(number)
+        else:
+            for piece, start, nbytes in taken:
+                piece.give(start, nbytes)
+    return frozenset(fit)
+
+
+class _HostDevice(Protocol):
+    shares_memory: bool
+
+    def host(self, nbytes: int) -> torch.Tensor: ...
+
+
+class HostPool:
+    """`take` and `give` flat uint8 buffers inside `budget` bytes; what does not fit is refused with None.
+
+    first: a piece of its own, inside the budget, for whoever takes it first.
+    """
+
+    def __init__(self, budget: int, device: _HostDevice, *, first: int = 0) -> None:
+        pinned = not device.shares_memory
+        sizes = [first] * bool(first) + piece_sizes(budget - first, powers_of_two=pinned)
+        self._pieces = [device.host(size) if pinned else _shared(size) for size in sizes]
+        self._extents = [Extents(size) for size in sizes]
+        self._taken: dict[int, tuple[int, int, int]] = {}
+        self._lock = threading.Lock()  # the store's threads place new homes at the same time
+        self.size = sum(sizes)
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        with self._lock:
+            for index, extents in enumerate(self._extents):
+                start = extents.take(nbytes)
+                if start is not None:
+                    flat = self._pieces[index][start : start + round_up(max(nbytes, 1))]
+                    self._taken[flat.data_ptr()] = (index, start, nbytes)
+                    return flat
+        return None
+
+    def give(self, flat: torch.Tensor) -> None:
+        with self._lock:
+            index, start, nbytes = self._taken.pop(flat.data_ptr())
+            self._extents[index].give(start, nbytes)
+
+
+class OwnMemory:
+    """Memory under the limit, a mapping of its own for each buffer, for who has planned it."""
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        return aligned(nbytes)
+
+    def give(self, flat: torch.Tensor) -> None:
+        """It goes with its last user."""
+
+
+def _shared(size: int) -> torch.Tensor:
+    # The tensor keeps the mapping alive; its pages are touched, and counted, only when used.
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

@@ -1,0 +1,210 @@
+"""How named tensors lie in one flat buffer, and the safetensors header that says so.
+
+A block's home is one file: a header padded with spaces to a whole page, then the tensors one after the other. The
+buffer on the device has the same bytes in the same order, so loading is one read and saving is one write, and any
+safetensors reader can open the file. Every tensor begins on a cache line, as torch's own do, since kernels round differently
+where memory begins elsewhere: a filler may stand before it, which has a name of its own in the file.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import msgspec
+import torch
+
+from seqpart.device.pages import PAGE, round_up
+from seqpart.errors import CorruptFile, ModelError
+from seqpart.schema import Whole, as_type, word_of
+from seqpart.text import parsed
+
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+LINE = 64
+"""Bytes at whose multiples tensors begin, as torch's own do on the CPU."""
+_FILLER = "seqpart.filler."
+
+
+class _Entry(msgspec.Struct):
+    """Of a safetensors header."""
+
+    dtype: Annotated[str, word_of(*DTYPES)]
+    shape: list[Whole]
+    data_offsets: tuple[Whole, Whole]
+
+
+_LARGEST_HEADER = 64 << 20
+_STRIDES = "seqpart.strides"
+"""Of a home: JSON of shape and strides by name, for tensors that do not lie row by row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+    """Bytes from the start of the data."""
+    stride: tuple[int, ...] | None = None
+    """How its elements lie, where that is not row by row: as kernels of `channels_last` want it."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors one after the other, widest elements first, each on a cache line. Numbers without a dimension, as counts of
+    steps, come behind the others of their type in a row: each would take a line of its own."""
+
+    specs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorSpec]) -> Self:
+        placed, offset = [], 0
+        for spec in sorted(tensors, key=lambda spec: (-spec.dtype.itemsize, not spec.shape)):
+            if spec.dtype not in _CODES:
+                raise ModelError(
+                    f"tensor {spec.name!r} has type {spec.dtype}, which has no home. Use a plain float or int type."
+                )
+            placed.append(replace(spec, offset=round_up(offset, LINE) if spec.shape and spec.nbytes else offset))
+            offset = placed[-1].offset + spec.nbytes
+        return cls(tuple(placed))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Asked for by every partition that a plan considers."""
+        return max((spec.offset + spec.nbytes for spec in self.specs), default=0)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of what lies between tensors."""
+        ends = [0, *(spec.offset + spec.nbytes for spec in self.specs)]
+        starts = [spec.offset for spec in self.specs]
+        return tuple((end, start - end) for end, start in zip(ends, starts, strict=False) if start > end)
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes of a buffer that can take this layout by whole pages."""
+        return round_up(self.nbytes)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each tensor as a view of `flat`, (>= nbytes,) uint8. The views keep `flat`'s memory alive."""
+        return {spec.name: _view(spec, flat[spec.offset : spec.offset + spec.nbytes].view(spec.dtype)) for spec in self.specs}
+
+
+def _view(spec: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, stride=stride_of(tensor))
+
+
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """How its elements lie; None where they lie row by row, or with gaps, which no home keeps."""
+    rows = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
+    return None if tensor.stride() == rows or not lies_dense(tensor) else tuple(tensor.stride())
+
+
+def lies_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a piece of memory, each its own place, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The file's first bytes: length, JSON, spaces up to a whole page."""
+    specs = list(specs)
+    strides = {spec.name: [spec.shape, spec.stride] for spec in specs if spec.stride is not None}
+    more = {_STRIDES: json.dumps(strides, separators=(",", ":"))} if strides else {}
+    entries: dict[str, object] = {"__metadata__": {**metadata, **more}}
+    entries |= _fillers(Layout(tuple(specs)))
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": _CODES[spec.dtype],
+            "shape": _as_it_lies(spec),
+            "data_offsets": [spec.offset, spec.offset + spec.nbytes],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded = round_up(8 + len(text)) - 8
+    return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def _fillers(layout: Layout) -> dict[str, object]:
+    """Entries of a header for what lies between tensors: readers of safetensors refuse a file with gaps."""
+    return {
+        f"{_FILLER}{offset}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [offset, offset + nbytes]}
+        for offset, nbytes in layout.gaps
+    }
+
+
+def _as_it_lies(spec: TensorSpec) -> list[int]:
+    """The shape that another reader may take the bytes for: the longest stride first."""
+    if spec.stride is None:
+        return list(spec.shape)
+    axes = sorted(range(len(spec.shape)), key=lambda axis: -(spec.stride or ())[axis])
+    return [spec.shape[axis] for axis in axes]
+
+
+def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
+    """Layout and metadata from a file's first bytes. Raises CorruptFile, naming `path`."""
+    length = header_size(head, path)
+    return decode_entries(head[8:length] if len(head) >= length else b"", path)
+
+
+def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
+    """The same from the JSON of a header, whoever wrote it."""
+    try:
+        found = as_type(dict[str, Any], parsed(text))
+        metadata = as_type(dict[str, str], found.pop("__metadata__", {}))
+        strides = as_type(dict[str, tuple[list[Whole], list[Whole]]], parsed(metadata.pop(_STRIDES, "{}")))
+        specs = []
+        entries = as_type(dict[str, _Entry], found)
+        fillers = {name: entries.pop(name) for name in [*entries] if name.startswith(_FILLER)}
+        for name, entry in entries.items():
+            shape, stride = strides.pop(name, (entry.shape, None))
+            own = tuple(stride) if stride is not None else None
+            spec = TensorSpec(
+                name=name, shape=tuple(shape), dtype=DTYPES[entry.dtype], offset=entry.data_offsets[0], stride=own
+            )
+            ends = entry.data_offsets[1] == spec.offset + spec.nbytes
+            if not ends or (own is not None and (len(own) != len(shape) or _as_it_lies(spec) != entry.shape)):
+                raise ValueError(f"{name}: its offsets and shape disagree")
+            specs.append(spec)
+        if strides:
+            raise ValueError(f"{_STRIDES}: of tensors that are not there")
+        layout = Layout(tuple(sorted(specs, key=lambda spec: spec.offset)))
+        if fillers and fillers != {name: as_type(_Entry, entry) for name, entry in _fillers(layout).items()}:
+            raise ValueError("what lies between tensors is no filler")
+    except ValueError as error:
+        raise CorruptFile(
+            f"{path}: the safetensors header is damaged ({error}). Do not train on it; use another copy.", path
+        ) from None
+    return layout, metadata
+
+
+def header_size(head: bytes, path: Path) -> int:
+    """Bytes before the data, from the first 8 bytes of a file that we wrote. Raises CorruptFile, naming `path`."""
+    length = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length % PAGE or not PAGE <= length <= _LARGEST_HEADER:
+        raise CorruptFile(
+            f"{path} is not a file that seqpart wrote whole (its header length is {length}). It was not used.", path
+        )
+    return length

@@ -1,0 +1,403 @@
+"""Named flat tensors at home: in host memory while the budget lasts, else on disk.
+
+`put` copies bytes in, `get` copies them out into memory that the caller owns, `discard` forgets. A disk home has
+numbered versions: `put` writes one that nobody needs and then makes it current, so a home is always whole. The blocks
+of a version that is written over are used again, which doubles the speed against a new file that is renamed over the
+old (benchmarks/LOG.md).
+
+    needed   the current version; the one that was current at the last `mark`, for `rollback`; those that a
+             checkpoint names, for `adopt` in a later process
+    spare    every other one, to be written over: two files a home, four where two checkpoints are kept
+"""
+
+import os
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpart.device.device import DOWN, UP, Device, Event
+from seqpart.device.pages import PAGE, aligned, bytes_of
+from seqpart.errors import CorruptFile
+from seqpart.store.direct import sync
+from seqpart.store.home import Home, Traffic, named
+from seqpart.store.host_pool import HostPool
+from seqpart.store.layout import Layout
+from seqpart.store.movers import Watched, movers, unwatched
+from seqpart.store.retained import RetainedFiles
+from seqpart.store.scratch import HOME_FILES
+from seqpart.store.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost, WithGaps, WithoutGaps
+from seqpart.store.tensor_file import TensorFiles
+from seqpart.store.transfer import Transfer
+
+IO_THREADS = 2
+
+
+class Store:
+    """Homes under `folder`. Flat buffers are uint8, at least `layout.padded_nbytes` bytes, page-aligned on the CPU."""
+
+    def __init__(self, folder: Path, device: Device, host_pool: HostPool | None = None) -> None:
+        self.folder, self.traffic = folder, Traffic()
+        self.watched: Watched = unwatched
+        """What the I/O threads stand in while they move a home."""
+        self._device, self._host_pool = device, host_pool
+        self._files, self._retained = TensorFiles(device), RetainedFiles(folder)
+        self.remembered: dict[str, dict[str, str]] = {}
+        """What `recall` comes back to, as `persist` says it."""
+        self._kept: frozenset[str] = frozenset()
+        self._homes: dict[str, Home] = {}
+        self._reserved: dict[str, torch.Tensor] | None = None
+        """Host memory of homes that are planned to be there; None: whoever comes first gets it."""
+        self._gone: dict[str, Home] = {}
+        """Discarded since the mark: a rollback brings them back."""
+        self._epoch, self._host_epoch = 0, -1
+        """How many marks there were, and how many before the last put into host memory."""
+        self._puts: list[Future[Event]] = []
+        self._count = threading.Lock()
+        self._pool = movers(IO_THREADS, "seqpart-io")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def reserve(self, homes: Mapping[str, int]) -> None:
+        """Keep host memory for these homes of so many bytes, in this order while there is some, and for no others."""
+        taken = {name: self._host_pool.take(nbytes) if self._host_pool is not None else None for name, nbytes in homes.items()}
+        self._reserved = {name: host for name, host in taken.items() if host is not None}
+
+    def _host_for(self, name: str, nbytes: int) -> torch.Tensor | None:
+        if self._reserved is not None:
+            return self._reserved.pop(name, None)
+        return self._host_pool.take(nbytes) if self._host_pool is not None else None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._homes
+
+    def tier(self, name: str) -> str:
+        return self._device.host_tier if self._homes[name].host is not None else "disk"
+
+    def layout(self, name: str) -> Layout:
+        return self._homes[name].layout
+
+    def path(self, name: str) -> Path | None:
+        """The file that holds `name` now; None when it is in host memory."""
+        home = self._homes[name]
+        return home.now.path if home.host is None and home.now is not None else None
+
+    def checksum(self, name: str) -> int:
+        now = self._homes[name].now
+        return now.checksum if now is not None else 0
+
+    def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
+        """Copy `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
+        self._put(name, layout, flat, self._epoch, True)
+
+    def get(self, name: str, flat: torch.Tensor) -> None:
+        """Copy the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
+        home = self._homes[name]
+        if home.host is not None:
+            self._copy(home.host[: home.layout.nbytes], flat[: home.layout.nbytes])
+            return
+        assert home.now is not None, f"{name} is not written yet"
+        self._files.read(home.now, flat)
+        with self._count:
+            self.traffic.bytes_read += home.layout.nbytes
+
+    def begin_put(
+        self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, checksummed: bool = True
+    ) -> "Transfer":
+        """Start to `put` each of `items` in the I/O threads, behind what `after` waits for there. Their memory must rest.
+
+        It belongs before the next `mark`, also when it ends after that. Without `checksummed` files get their checksums when
+        they are persisted only.
+        """
+        work = list(items)
+        for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
+            self._place(name, layout)
+        nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
+        parts = [self._pool.submit(self._move, DOWN, after, self._put, [*item, self._epoch, checksummed]) for item in work]
+        self._puts = [put for put in self._puts if not put.done()] + parts
+        return Transfer(self._device, parts, nbytes)
+
+    def begin_get(self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
+        """Start to `get` each of `items` in the I/O threads, behind what `after` waits for there; with no items, that alone."""
+        work = list(items)
+        nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
+        parts = [self._pool.submit(self._move, UP, after, self.get, [*item]) for item in work]
+        return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, _at_once, [])], nbytes)
+
+    def _move(self, way: str, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> Event:
+        """The event behind it. Takes the arguments out of their list: a thread of the pool lets go of a job, and of the memory
+        that it was given, only some time after it has said that the job is over."""
+        with self._device.copying(way):
+            after()
+            taken = tuple(arguments)
+            arguments.clear()
+            with self._seen(way, *taken[:1]):
+                work(*taken)
+            return self._device.mark()
+
+    def _seen(self, way: str, name: str = "") -> AbstractContextManager[None]:
+        if not name:
+            return unwatched(way, name)
+        tier, stream = self.tier(name), "prefetch" if way == UP else "write-back"
+        link = f"{tier} to device" if way == UP else f"device to {tier}"
+        return self.watched(stream, name, link=link, nbytes=self._homes[name].layout.nbytes)
+
+    def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
+        self.begin_put(items, _at_once).wait()
+
+    def get_all(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.begin_get(items, _at_once).wait()
+
+    def discard(self, name: str) -> None:
+        home = self._homes.pop(name, None)
+        if home is None:
+            return
+        if home.host is not None:
+            if self._reserved is not None:
+                self._reserved[name] = home.host
+            elif self._host_pool is not None:
+                self._host_pool.give(home.host)
+            home.now = None
+            self._note_host(self._epoch)
+        self._go_back(home)
+        for file in home.files - named(home.now):
+            self._retained.remove(file)
+        home.files = named(home.now)
+        if home.now is not None:
+            self._gone[name] = home
+
+    def mark(self) -> None:
+        """The homes as they are now, with the puts that have begun, are what `rollback` comes back to."""
+        self._epoch += 1
+        for home in self._gone.values():
+            for file in home.files:
+                self._retained.remove(file)
+        self._gone.clear()
+
+    @property
+    def can_roll_back(self) -> bool:
+        """False when a home in host memory, which has one version only, was written or discarded since the mark."""
+        return self._host_epoch < self._epoch
+
+    def rollback(self) -> bool:
+        """Make every home what it was at the mark; False, and nothing done, where that cannot be. No put may be underway."""
+        self._assert_at_rest()
+        if not self.can_roll_back:
+            return False
+        for name, home in [*self._homes.items(), *self._gone.items()]:
+            self._go_back(home)
+            self._homes[name] = home
+            if home.now is None and home.host is None:
+                del self._homes[name]
+                for file in home.files:
+                    self._retained.remove(file)
+        self._gone.clear()
+        return True
+
+    def persist(self, names: Iterable[str] | None = None) -> dict[str, dict[str, str]]:
+        """Bring every home to the disk, or those of these names, and say by which file another process can `adopt` it. No put
+        may be underway.
+
+        A home in host memory is written if it changed since it last was; it stays in host memory as well.
+        """
+        self._assert_at_rest()
+        homes = self._homes if names is None else {name: self._homes[name] for name in names}
+        self._all([self._pool.submit(self._persist, name, home) for name, home in homes.items()])
+        sync(self.folder)
+        return {
+            name: {"file": home.now.path.name, "header": f"{home.now.digest:016x}"}
+            for name, home in homes.items()
+            if home.now is not None
+        }
+
+    def keep(self, files: Iterable[str]) -> None:
+        """From now on the files of these names, those that are remembered and no others, are safe from `put` and `discard`."""
+        self._kept = frozenset(files)
+        self._retained.keep(self._kept.union(entry["file"] for entry in self.remembered.values()))
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Keep these homes as they are now until others are remembered. No put may be underway."""
+        self.remembered = self.persist(names)
+        self.keep(self._kept)
+
+    def recall(self, *, check_only: bool = False) -> None:
+        """Make the remembered homes what they were, with no put underway. Raises CorruptFile, naming a file that is damaged."""
+        self._assert_at_rest()
+        for name, entry in self.remembered.items():
+            version = self._files.found(self.folder / entry["file"], int(entry["header"], 16))
+            if name in self._homes and version.layout != self._homes[name].layout:
+                raise CorruptFile(f"{version.path} is no earlier version of {name}. It was not used.", version.path)
+            self._files.check(version)
+            if not check_only:
+                home = self._homes[name]
+                home.now, home.layout = version, version.layout
+                home.files.add(version.path.name)
+                if home.host is not None:
+                    self._fill(home)
+
+    def adopt(self, described: Mapping[str, Mapping[str, str]]) -> None:
+        """Take over the homes that another process persisted in `folder`; other files there go, except kept ones.
+
+        Raises CorruptFile, naming a file that is missing, of another length or of another header. The data on the disk
+        are read by `verify`; what goes to host memory is read, and verified, here.
+        """
+        files = [self.folder / entry["file"] for entry in described.values()]
+        digests = [int(entry["header"], 16) for entry in described.values()]
+        for name, version in zip(described, self._pool.map(self._files.found, files, digests), strict=True):
+            host = self._host_for(name, version.layout.nbytes)
+            self._homes[name] = Home(version.layout, host, now=version, files={version.path.name})
+        self._all([self._pool.submit(self._fill, home) for home in self._homes.values() if home.host is not None])
+        self._retained.sweep(HOME_FILES, [file.name for file in files])
+
+    def lay_anew(self, layouts: Mapping[str, Layout], growing: Container[str] = ()) -> None:
+        """Let these homes, as far as there are any, lie as `layouts` say: an earlier version of seqpart laid them otherwise.
+
+        growing: homes that may have fewer tensors; the others become zeros. One that holds other tensors is left as it is.
+        """
+        for name, layout in layouts.items():
+            if name not in self or self.layout(name) == layout:
+                continue
+            now = self.layout(name)
+            had, wanted = ({replace(spec, offset=0) for spec in one.specs} for one in (now, layout))
+            if not (had <= wanted if name in growing else had == wanted):
+                continue
+            flat, other = aligned(now.padded_nbytes), aligned(layout.padded_nbytes)
+            self.get(name, flat)
+            views = now.views(flat)
+            for tensor, view in layout.views(other).items():
+                if tensor in views:
+                    view.copy_(views[tensor])
+            self.put(name, layout, other)
+
+    def verify(self) -> None:
+        """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
+        parts = [home.now for home in self._homes.values() if home.host is None and home.now is not None]
+        self._all([self._pool.submit(self._files.check, version) for version in parts])
+
+    def _all(self, work: "Sequence[Future[None]]") -> None:
+        """Wait for it, none of which is of the device's; raises the first error of any."""
+        Transfer(self._device, work).wait()
+
+    def _place(self, name: str, layout: Layout) -> Home:
+        """The home of `name`: where it is, where it was before it was discarded since the mark, or a new place."""
+        if name in self._gone:
+            self._homes[name] = self._gone.pop(name)
+        if name not in self._homes:
+            self._homes[name] = Home(layout, self._host_for(name, layout.nbytes))
+        return self._homes[name]
+
+    def source(self, name: str, request: int) -> Source:
+        """The tensors of `name` from the first to the last, read in pieces of `request` bytes. Close it."""
+        home = self._homes[name]
+        return WithoutGaps(self._source(name, home, request), home.layout)
+
+    def _source(self, name: str, home: Home, request: int) -> Source:
+        if home.host is not None:
+            return FromHost(home.host[: home.layout.nbytes])
+        assert home.now is not None, f"{name} is not written yet"
+        with self._count:
+            self.traffic.bytes_read += home.layout.nbytes
+        return FromFile(self._files, home.now, request)
+
+    @contextmanager
+    def sink(self, name: str, layout: Layout, request: int) -> Iterator[Sink]:
+        """Inside, the tensors of `name` are appended from the first to the last; behind it they are its home."""
+        home = self._place(name, layout)
+        if home.host is not None:
+            self._will_change(home, self._epoch)
+            yield WithGaps(ToHost(home.host[: layout.nbytes]), layout)
+        else:
+            self._will_change(home, self._epoch)
+            with self._new_version(name, home) as path, self._files.writing(path, layout) as writing:
+                sink = ToFile(writing, min(request, max(PAGE, layout.padded_nbytes)))
+                yield WithGaps(sink, layout)
+                home.now = sink.finish()
+            with self._count:
+                self.traffic.bytes_written += layout.nbytes
+        home.layout = layout
+
+    def _will_change(self, home: Home, epoch: int) -> None:
+        if home.host is not None:
+            home.now = None
+            self._note_host(epoch)
+        elif home.epoch != epoch:
+            home.marked, home.epoch = home.now, epoch
+
+    def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, checksummed: bool) -> None:
+        home = self._place(name, layout)
+        self._will_change(home, epoch)
+        if home.host is not None:
+            self._copy(flat[: layout.nbytes], home.host[: layout.nbytes])
+        else:
+            self._write(name, home, layout, flat, checksummed=checksummed)
+        home.layout = layout
+
+    def _write(self, name: str, home: Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
+        with self._new_version(name, home) as path:
+            home.now = self._files.write(path, layout, flat, checksummed=checksummed)
+        with self._count:
+            self.traffic.bytes_written += layout.nbytes
+
+    @contextmanager
+    def _new_version(self, name: str, home: Home) -> Iterator[Path]:
+        """Where to write it."""
+        spare = self._spare(name, home)
+        home.files.add(spare)
+        try:
+            yield self.folder / spare
+        except BaseException:
+            home.files.discard(spare)
+            if home.now is None and home.host is None:
+                del self._homes[name]  # it was never written
+            raise
+
+    def _spare(self, name: str, home: Home) -> str:
+        """A version to write: one whose blocks are on the disk already, or a new one."""
+        needed = named(home.now) | named(home.marked)
+        for file in sorted(home.files - needed):
+            if file not in self._retained:
+                return file
+        files = (f"{name}.{number}.safetensors" for number in count())
+        return next(file for file in files if file not in self._retained and not os.path.lexists(self.folder / file))
+
+    def _go_back(self, home: Home) -> None:
+        if home.epoch == self._epoch:
+            home.now, home.epoch = home.marked, self._epoch - 1
+            home.layout = home.now.layout if home.now is not None else home.layout
+
+    def _persist(self, name: str, home: Home) -> None:
+        if home.now is None:
+            assert home.host is not None, f"{name} is not written yet"
+            self._write(name, home, home.layout, home.host)
+        assert home.now is not None
+        self._files.add_checksum(home.now)
+        home.now.make_durable()
+
+    def _fill(self, home: Home) -> None:
+        assert home.now is not None and home.host is not None
+        self._files.read(home.now, home.host)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Flat bytes. On the host by the calling thread alone: copy_ would start an OpenMP team in every I/O thread."""
+        if self._device.is_host(source) and self._device.is_host(target):
+            bytes_of(target)[:] = bytes_of(source)
+        else:
+            self._device.copy(source, target)
+
+    def _note_host(self, epoch: int) -> None:
+        with self._count:
+            self._host_epoch = max(self._host_epoch, epoch)
+
+    def _assert_at_rest(self) -> None:
+        assert all(put.done() for put in self._puts), "homes are still being written: wait for their transfers first"
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""

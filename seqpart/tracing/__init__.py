@@ -1,1 +1,0 @@
-"""A whole model as a chain of blocks: it runs once on fake tensors, and what is seen is cut at its modules."""

@@ -1,1 +1,0 @@
-"""Trackers of runs: TensorBoard and Weights & Biases."""

@@ -1,0 +1,53 @@
+"""Models with the habits of real ones do in blocks what they do whole, or are refused in words."""
+
+import pytest
+import torch
+from torch import nn
+
+from seqpart.capture.tracing import trace
+from seqpart.errors import ModelError
+from tests import hard_models as models
+from tests.replay import ROWS, assert_same_as_whole
+
+FLOAT, LONG = torch.float32, torch.long
+SMALL = {
+    "residual": (models.Residual, (3, 8, 8), FLOAT),
+    "unet": (models.UNet, (3, 16, 16), FLOAT),
+    "dense": (models.Dense, (4,), FLOAT),
+    "dropped": (models.Dropped, (8,), FLOAT),
+    "tokens": (models.Tokens, (5, 6), FLOAT),
+    "tied": (models.Tied, (7,), LONG),
+    "rotary": (models.Rotary, (7,), LONG),
+    "views in one block": (lambda: models.Half(False), (8,), FLOAT),
+    "custom backward": (models.Custom, (4,), FLOAT),
+    "recurrent": (models.Recurrent, (7,), LONG),
+    "half precision inside": (models.Narrowed, (8,), FLOAT),
+    "repeated": (models.Repeated, (4,), FLOAT),
+    "running mean": (models.RunningMean, (4,), FLOAT),
+    "filled piece by piece": (models.Filled, (4,), FLOAT),
+    "skip in training": (lambda: models.Uneven(True, False), (4,), FLOAT),
+    "skip in evaluation": (lambda: models.Uneven(False, False), (4,), FLOAT),
+    "a head in training": (models.Auxiliary, (4,), FLOAT),
+    "dataclass": (models.Described, (4,), FLOAT),
+    "one module": (lambda: nn.Linear(4, 3), (4,), FLOAT),
+}
+
+
+@pytest.mark.parametrize(("make", "shape", "dtype"), SMALL.values(), ids=SMALL)
+def test_a_model_does_in_blocks_what_it_does_whole(make, shape, dtype):
+    torch.manual_seed(0)
+    rows = torch.randn(ROWS, *shape) if dtype is FLOAT else torch.randint(3, 50, (ROWS, *shape))
+    assert_same_as_whole(make(), rows)
+
+
+REFUSED = {
+    "a head in evaluation": (models.Late, "calls other modules when it trains than when it evaluates"),
+    "views in two blocks": (lambda: models.Half(True), "changed in place that shares its memory with another"),
+    "other tensors in training": (lambda: models.Uneven(True, True), "hands other tensors from one to another"),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_a_cut_would_change_is_refused_in_words(make, said):
+    with pytest.raises(ModelError, match=said):
+        trace(make(), (8,) if said.startswith("changed") else (4,), FLOAT)

@@ -1,0 +1,265 @@
+"""A model that is cut at its layers does what it did whole: outputs, gradients, names, in training and in evaluation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart.capture.tracing import chain_of, trace
+from seqpart.errors import ModelError
+from tests.replay import assert_same_as_whole, images, quantities, replayed, tokens
+from tests.whole_models import Bands, Decoder, Dense, Layer, UNet
+
+
+class Start(nn.Module):
+    """A row of its own before the others, expanded to the batch, and positions that are added."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.places = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.first.expand(x.shape[0], -1, -1), x.reshape(x.size(0), 4, 8)], 1) + self.places
+        with torch.no_grad():
+            shift = x.mean(0, keepdim=True)
+        for layer in self.layers:
+            x = layer(x - shift)
+        return self.head(x[:, 0])
+
+
+class InPlace(nn.Module):
+    """A value is changed in place by a layer, and the name that it had before is used again."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.act, self.two, self.three = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.one(x)
+        kept, row = x, x[:, 1:]
+        self.act(x)
+        x = self.two(kept)
+        return self.three(x + kept + row.sum(1, keepdim=True))
+
+
+class Spare(nn.Module):
+    """A part that no call needs, and one weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.again = self.used
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x):
+        return self.head(F.relu(self.again(x)) * self.count)
+
+
+class Modes(nn.Module):
+    """It drops by hand, and only in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.one(x)
+        if self.training:
+            x = x * (torch.rand(x.shape[0], 1, device=x.device) > 0.3)
+        return self.two(x)
+
+
+OURS = {
+    "unet": (UNet, lambda: images(8, 1), 6, 3),
+    "decoder": (Decoder, tokens, None, None),
+    "dense": (Dense, quantities, 5, 6),
+    "bands": (Bands, quantities, 6, 2),
+    "a row of its own": (Start, lambda: quantities(32), None, None),
+    "in place": (InPlace, quantities, 4, 3),
+    "spare parts": (Spare, quantities, 2, None),
+    "modes": (Modes, quantities, 2, 1),
+}
+
+
+@pytest.mark.parametrize(("kind", "rows", "blocks", "widest"), OURS.values(), ids=OURS)
+def test_a_model_does_in_blocks_what_it_does_whole(kind, rows, blocks, widest):
+    torch.manual_seed(0)
+    assert_same_as_whole(kind(), rows(), blocks, widest)
+
+
+def test_lists_of_blocks_stay_what_they_are():
+    blocks = [nn.Linear(4, 4), nn.ReLU()]
+    assert [block.alive for block in chain_of(blocks, (4,), torch.float32)] == blocks
+    assert [block.alive for block in chain_of(nn.Sequential(*blocks), (4,), torch.float32)] == blocks
+
+
+class Looks(nn.Module):
+    def __init__(self, look):
+        super().__init__()
+        self.one, self.two, self._look = nn.Linear(4, 4), nn.Linear(4, 3), look
+
+    def forward(self, x):
+        return self._look(self, self.one(x))
+
+
+def number_of_a_tensor(self, x):
+    return self.two(x) if x.sum() > 0 else self.two(-x)
+
+
+def many_outputs(self, x):
+    return self.two(x), x
+
+
+def named_outputs(self, x):
+    return {"depth": self.two(x), "edges": x}
+
+
+def other_calls_for_other_rows(self, x):
+    return self.two(x) if len(x) < 5 else self.two(self.one(x))
+
+
+def hidden_in_an_object(self, x):
+    class Held:
+        tensor = x
+
+    return self.two(torch.nn.functional.linear(x, self.two.weight, Held()))
+
+
+@pytest.mark.parametrize(
+    ("look", "said"),
+    [
+        (number_of_a_tensor, r"reads a number out of a tensor.*the model \(Looks, .*test_tracing\.py:\d+\)"),
+        (many_outputs, "Looks returned a tuple, of 2 tensors, and which of them is to be judged is not known"),
+        (named_outputs, "Looks returned a dict with depth, edges, of 2 tensors"),
+        (other_calls_for_other_rows, "does other things with 6 rows than with 4"),
+        (hidden_in_an_object, r"the model cannot be cut into blocks: linear\(\): argument 'bias'"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_its_place(look, said):
+    with pytest.raises(ModelError, match=said):
+        trace(Looks(look), (4,), torch.float32)
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Opener(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, held):
+        return self.layer(held.tensor)
+
+
+class Hides(nn.Module):
+    """It hands an object with a tensor in it from layer to layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Opener() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(Held(x))
+        return x
+
+
+class Whole(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(4, 4), middle, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.middle(self.first(x)))
+
+
+def test_what_cannot_be_looked_into_is_a_block_as_a_whole():
+    model = Whole(Hides())
+    assert [block.name for block in trace(model, (4,), torch.float32)] == ["first", "middle", "head"]
+    assert_same_as_whole(model, quantities())
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward is its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 5
+
+
+class Counts(nn.Module):
+    """Between its layers: a function with a backward of its own, a buffer that counts, narrow types for a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.unused = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.unused(x)
+        x = Doubled.apply(self.layers[0](x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = x @ torch.ones(4, 4)
+        rows = list(self.layers[1](x.float()))
+        return self.layers[2](torch.stack(rows[::-1]) if len(rows) == 3 else torch.stack(rows))
+
+
+def test_functions_between_layers_do_what_they_did(monkeypatch):
+    model = Counts()
+    with pytest.raises(ModelError, match="does other things with 6 rows than with 4"):
+        trace(model, (4,), torch.float32)
+    monkeypatch.setattr(Counts, "forward", lambda self, x: _without_rows(self, x))
+    assert_same_as_whole(model, quantities())
+    chain = trace(model, (4,), torch.float32)
+    replayed(chain, quantities(), training=True)
+    assert (float(model.calls), int(model.unused.num_batches_tracked)) == (1.0, 1)
+
+
+def _without_rows(self, x):
+    self.calls += 1
+    self.unused(x)
+    x = Doubled.apply(self.layers[0](x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = x @ torch.ones(4, 4)
+    return self.layers[2](self.layers[1](x.float()))
+
+
+class LooksAtAutocast(nn.Module):
+    """Between its layers: what autocast decides, and what it turns off."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        x = (2.1 * x.float()).to(x.dtype) if torch.is_autocast_enabled("cpu") else x
+        x = self.layers[1](x)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() @ torch.full((4, 4), 0.1)
+        return self.layers[2](x @ torch.full((4, 4), 0.3))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_what_a_model_does_under_autocast_is_what_is_noted(autocast):
+    """It was run without, so that types were others, and what it computes in float32 was computed in bfloat16."""
+    model, rows = LooksAtAutocast(), quantities()
+    chain = trace(model, (4,), torch.float32, autocast=autocast)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        whole, (found, _) = model(rows), replayed(chain, rows, training=True)
+    assert whole.dtype == (autocast or torch.float32) and torch.equal(found, whole)
+
+
+def test_a_layer_says_what_it_is():
+    chain = trace(Decoder(), (7,), torch.int64)
+    assert [str(block) for block in chain if block.kind == Layer.__name__] == [f"block {n} (Layer)" for n in (2, 3, 4)]

@@ -1,0 +1,108 @@
+"""Fine-tuning a part of a network: what is frozen comes and goes by itself, without gradients and state. All frozen blocks in a
+row were one partition, so that a head on a base larger than the limit was refused where the whole network trained."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.device.usage import read_process
+from seqpart.errors import DoesNotFit
+
+MB = 10**6
+WIDTH, DEPTH = 24, 8
+PATTERNS = {
+    "head alone": {DEPTH},
+    "last layer and head": {DEPTH - 1, DEPTH},
+    "first layer and head": {0, DEPTH},
+    "first layer alone": {0},
+    "one in the middle": {3},
+    "every other one": set(range(0, DEPTH, 2)),
+}
+
+
+def block(width=WIDTH):
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+
+
+def network(learning):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[block() for _ in range(DEPTH)], nn.Linear(WIDTH, 5))
+    for number, part in enumerate(model):
+        part.requires_grad_(number in learning)
+    return model
+
+
+ROWS = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(1)), torch.arange(48) % 5
+
+
+def plainly(model, clip):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0, fused=True)
+    for _ in range(2):
+        for at in range(0, 48, 16):
+            F.cross_entropy(model(ROWS[0][at : at + 16]), ROWS[1][at : at + 16]).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("learning", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("method", ["streamed", "auto", "checkpointed"])
+@pytest.mark.few(12)
+def test_a_network_of_which_a_part_learns_has_the_bits_of_a_plain_loop(tmp_path, learning, method, clip):
+    """Blocks by themselves: the first that learns may stand anywhere."""
+    model = network(learning)
+    options = {} if method == "auto" else {"partitions": tuple(range(DEPTH + 1))}
+    result = Trainer(
+        model, mem_limit="1GB", method=method, lr=0.01, batch_size=16, epochs=2, shuffle=False, quiet=True,
+        output_dir=tmp_path / "run", clip_grad_norm=clip, **options,
+    ).fit(ROWS)  # fmt: skip
+    found, expected = model.state_dict(), plainly(network(learning), clip)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in network(learning).parameters()]
+    assert method == "auto" or len(result.plan.partitions) == DEPTH + 1
+
+
+def wide(learning, depth=12):
+    """Factories: the weights of all blocks never are in memory together."""
+
+    def factory(number):
+        return lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU()).requires_grad_(number in learning)
+
+    return [*(factory(number) for number in range(depth)), lambda: nn.Linear(512, 10).requires_grad_(depth in learning)]
+
+
+def smallest(learning):
+    rows = torch.randn(32, 512), torch.arange(32) % 10
+    with pytest.raises(DoesNotFit) as error:
+        Trainer(wide(learning), mem_limit="60MB", method="streamed", batch_size=16, quiet=True).plan(rows)
+    return error.value.smallest
+
+
+def test_a_part_of_a_network_needs_no_more_than_all_of_it_and_its_head_alone_less(known_machine):
+    depth = 12
+    everything = smallest(set(range(depth + 1)))
+    assert smallest({depth}) < everything - MB
+    for learning in ({depth - 1, depth}, {0, depth}, {depth // 2}):
+        assert smallest(learning) <= everything
+
+
+def test_a_head_on_a_base_that_is_larger_than_the_limit_trains_under_it(tmp_path):
+    rows = torch.randn(32, 512), torch.arange(32) % 10
+    depth, limit = 200, read_process().held + 80 * MB
+    result = Trainer(
+        wide({depth}, depth), mem_limit=limit, method="auto", batch_size=16, epochs=1, quiet=True, output_dir=tmp_path / "run"
+    ).fit(rows)
+    assert result.plan.full_state > 200 * MB
+    assert result.proof.violations == 0 and result.proof.peak <= limit and len(result.plan.partitions) > 2
+
+
+def test_in_sil_a_partition_still_has_something_to_learn(tmp_path):
+    """It has a loss of its own."""
+    model = network({0, 4, DEPTH})
+    plan = Trainer(model, mem_limit="1GB", method="sil", partitions=3, batch_size=16, quiet=True).plan(ROWS)
+    assert [part.first for part in plan.partitions] == [0, 4, DEPTH]

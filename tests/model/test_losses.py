@@ -1,0 +1,145 @@
+"""The loss that a run takes by itself, and what its accuracy is counted from."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import DataError
+from seqpart.model.losses import (
+    IGNORED,
+    cross_entropy_in_chunks,
+    loss_named,
+    refuse_unlike,
+    regression,
+    scores_of,
+    token_cross_entropy,
+)
+from seqpart.profile.blocks import measure_loss
+from tests.given import classified
+
+sizes = st.integers(1, 4)
+
+
+def outputs_and_labels(rows, positions, classes):
+    output = torch.randn(rows, *positions, classes, dtype=torch.float64)
+    return output, torch.randint(classes, (rows, *positions))
+
+
+@given(sizes, st.lists(sizes, max_size=2), sizes)
+def test_labels_of_positions_are_judged_as_torch_judges_them_with_classes_in_dimension_1(rows, positions, classes):
+    output, labels = outputs_and_labels(rows, positions, classes)
+    torch.testing.assert_close(token_cross_entropy(output, labels), F.cross_entropy(output.movedim(-1, 1), labels))
+
+
+@given(sizes, sizes, sizes)
+def test_the_loss_of_a_batch_is_the_mean_of_the_losses_of_its_rows(rows, positions, classes):
+    output, labels = outputs_and_labels(rows, [positions], classes)
+    each = torch.stack([token_cross_entropy(output[i : i + 1], labels[i : i + 1]) for i in range(rows)])
+    torch.testing.assert_close(token_cross_entropy(output, labels), each.mean())
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.integers(1, 5000), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 9),
+)  # fmt: skip
+def test_cross_entropy_in_chunks_has_the_bits_of_torch_and_so_have_its_gradients(n, classes, dtype, nbytes, ignored, seed):
+    torch.manual_seed(seed)
+    scores, labels = (3 * torch.randn(n, classes)).to(dtype), torch.randint(classes, (n,))
+    labels[torch.rand(n) < ignored] = IGNORED
+    one, other = (scores.clone().requires_grad_() for _ in range(2))
+    found, expected = cross_entropy_in_chunks(one, labels, nbytes), F.cross_entropy(other, labels)
+    (found * 0.7).backward()
+    (expected * 0.7).backward()
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num()) and found.isnan() == expected.isnan()
+    assert torch.equal(one.grad, other.grad)
+
+
+def test_scores_of_a_large_vocabulary_are_judged_by_the_same_bits_in_a_third_of_the_memory_beside_them():
+    torch.manual_seed(0)
+    output, labels = torch.randn(2, 160, 60_000), torch.randint(60_000, (2, 160))
+
+    def whole(scores, labels):
+        return F.cross_entropy(scores.flatten(0, -2), labels.flatten())
+
+    def measured(loss):
+        return measure_loss(lambda scores: loss(scores, labels), (160, 60_000), 2)
+
+    assert measured(whole) > 2.9 * output.nbytes and measured(token_cross_entropy) < output.nbytes + (32 << 20)
+    one, other = (output.clone().requires_grad_() for _ in range(2))
+    token_cross_entropy(one, labels).backward()
+    whole(other, labels).backward()
+    assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "loss"),
+    [
+        (torch.zeros(3), 0, regression),
+        (torch.zeros(3, dtype=torch.int64), 2, F.cross_entropy),
+        (torch.zeros(3, 5, dtype=torch.uint8), 2, token_cross_entropy),
+    ],
+)
+def test_the_kind_of_the_labels_chooses_the_loss(labels, classes, loss):
+    assert loss_named(None, labels, classes) is loss
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_a_regression_is_the_mean_squared_error_of_one_output_per_row(shape):
+    output, labels = torch.randn(4), torch.randn(4)
+    assert torch.equal(regression(output.view(shape), labels), F.mse_loss(output, labels))
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (torch.arange(8) % 7, r"outputs of shape \(5,\), and the labels have 7 classes, .*Let the last block have 7 outputs\."),
+        (1 + torch.arange(8) % 5, r"have 6 classes, .* have 6 outputs, or take 1 from every label: none is 0\."),
+        (torch.rand(8), r"labels are torch.float32 of shape \(\). Give classes as integers \(labels.long\(\)\), or the prob"),
+        (torch.zeros(8, 1).long(), r"labels have the shape \(rows, 1\). Give labels.squeeze\(1\)"),
+    ],
+    ids=["more classes", "from 1 on", "floats", "a column"],
+)
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)])
+def test_labels_that_cross_entropy_cannot_take_are_told_before_training(loss, labels, words):
+    """With nn.CrossEntropyLoss() a label beyond the outputs was an IndexError in the middle of training."""
+    classes = 0 if labels.is_floating_point() else int(labels.max()) + 1
+    with pytest.raises(DataError, match=words):
+        refuse_unlike(loss, (5,), classes, labels)
+    refuse_unlike(loss, (5,), 0, torch.rand(8, 5))
+
+
+@given(sizes, st.lists(sizes, max_size=2), sizes)
+def test_every_label_has_its_row_of_scores(rows, positions, classes):
+    output, labels = outputs_and_labels(rows, positions, classes)
+    scores, flat = scores_of(output, labels)
+    assert scores.shape == (labels.numel(), classes)
+    assert torch.equal(scores.argmax(1).view(labels.shape), output.argmax(-1))
+    assert torch.equal(flat.view(labels.shape), labels)
+
+
+@pytest.mark.parametrize(
+    ("output", "labels"),
+    [
+        (torch.zeros(3, 1), torch.zeros(3)),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+        (torch.zeros(3, 2, 4, 4), torch.zeros(3, 4, 5, dtype=torch.int64)),
+        (torch.zeros(3, 5, 2), torch.zeros(3, dtype=torch.int64)),
+    ],
+    ids=["regression", "one number", "a mask of another size", "a map of features"],
+)
+def test_outputs_that_do_not_score_the_labels_give_no_scores(output, labels):
+    assert scores_of(output, labels) is None
+
+
+@pytest.mark.parametrize(("shape", "regress"), [((2, 4, 4), False), ((6,), True)])
+def test_full_training_asks_its_loss_about_the_last_block_only(shape, regress, tmp_path):
+    """Planning put the true loss behind inner blocks too, so images and every regression with a hidden layer were refused."""
+    x, y = classified(48, shape)
+    model = [nn.Dropout(0.0), nn.Flatten(), nn.Linear(x[0].numel(), 4), nn.Linear(4, 1 if regress else 3)]
+    data = (x, y.float() if regress else y)
+    result = Trainer(model, mem_limit="2GB", method="full", epochs=1, quiet=True, output_dir=tmp_path / "run").fit(data, data)
+    assert result.test_loss > 0
