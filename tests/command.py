@@ -71,12 +71,12 @@ def call(capsys, *arguments):
 
 
 def files(folder):
-    """Bytes of every file below `folder` that a user would miss: all but the marker and the lock, which runs rewrite."""
+    """Bytes of every file below `folder` that a user would miss: not the marker, the lock and the ignore file."""
     kept = {}
     for root, _, names in os.walk(folder):
         for name in names:
             path = Path(root) / name
-            if name not in ("seqpart-run.json", "seqpart.lock"):
+            if name not in (".gitignore", "seqpart-run.json", "seqpart.lock"):
                 kept[str(path.relative_to(folder))] = path.read_bytes()
     return kept
 

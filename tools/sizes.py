@@ -1,36 +1,141 @@
-"""Hold the size of the whole: lines of Python in seqpart/, and functions of at most 100 lines everywhere.
+"""The measures of the code's structure, and the one that fails: the lines of the whole.
 
-There is no cap for a file: one that was cut because it met its cap goes on next door with the same idea.
+python tools/sizes.py            what can be read out of the files
+python tools/sizes.py --frames   and how deep the calls of a small run go, which takes seconds
 """
 
+import argparse
 import ast
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-WHOLE = ("seqpart", 40_000)
-"""Lines at most; docs/design.md wants 25,000."""
-FUNCTION_LINES = 100
+ROOT = Path(__file__).parents[1]
+CODE = ROOT / "seqpart"
+MOST_LINES = 40_000
+"""Of Python in seqpart/; the goal is 25,000."""
+SHOWN = 5
+"""Of the widest."""
+OPTIONS = ("settings", "Settings")
+"""The module and class that declare every option."""
+
+PROBE = """
+import sys, traceback
+from pathlib import Path
+import seqpart
+from seqpart import Trainer
+from seqpart.plan.simulator import Simulator
+import torch
+from torch import nn
+found, code = {}, str(Path(seqpart.__file__).parent)
+def ours():
+    return sum(frame.filename.startswith(code) for frame in traceback.extract_stack(sys._getframe(2)))
+def watched(owner, name, key):
+    plain = getattr(owner, name)
+    def counting(*args, **kwargs):
+        found.setdefault(key, ours())
+        return plain(*args, **kwargs)
+    setattr(owner, name, counting)
+watched(torch.optim.SGD, "step", "optimizer.step")
+watched(Simulator, "run", "simulator")
+x, y = torch.randn(8, 4), torch.randint(2, (8,))
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+options = {"mem_limit": "2GB", "method": "streamed", "optimizer": "sgd", "epochs": 1, "quiet": True}
+Trainer(model, output_dir=sys.argv[1], **options).fit((x, y))
+print(*(f"{key} {depth}" for key, depth in found.items()), sep="\\n")
+"""
 
 
-def long_functions(path: Path) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > FUNCTION_LINES:
-                found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, more than {FUNCTION_LINES}")
-    return found
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(CODE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(CODE.rglob("*.py"))
+    }
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of ours that a file imports, anywhere in it."""
+    for node in ast.walk(tree(path)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        yield from (name.removeprefix("seqpart.") for name in names if name.removeprefix("seqpart.") in known)
+
+
+def levels(known: dict[str, Path]) -> int:
+    """The longest chain of modules that import one another."""
+    graph = {name: {other for other in imports(path, known) if other != name} for name, path in known.items()}
+
+    @cache
+    def depth(name: str) -> int:
+        return 1 + max((depth(other) for other in graph[name] if not name.startswith(f"{other}.")), default=0)
+
+    return max(map(depth, graph))
+
+
+def widths(known: dict[str, Path]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Classes by the fields that they declare, and constructors by their arguments; the widest first."""
+    fields, arguments = [], []
+    for name, path in known.items():
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            fields.append((sum(isinstance(item, ast.AnnAssign) for item in node.body), f"{name}.{node.name}"))
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                    count = len(item.args.posonlyargs) + len(item.args.args) + len(item.args.kwonlyargs) - 1
+                    arguments.append((count, f"{name}.{node.name}"))
+    return sorted(fields, reverse=True), sorted(arguments, reverse=True)
+
+
+def listed_again(known: dict[str, Path]) -> list[str]:
+    """Options that another class of what users meet declares, too."""
+    module, owner = OPTIONS
+    front = (module, "options", "trainer", "cli")
+    declared: dict[str, set[str]] = {}
+    for name, path in known.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and name.split(".")[0] in front:
+                for item in node.body:
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                        declared.setdefault(item.target.id, set()).add(f"{name}.{node.name}")
+    return [option for option, owners in declared.items() if f"{module}.{owner}" in owners and len(owners) > 1]
+
+
+def frames() -> list[str]:
+    """Frames of ours from the script to what a run comes down to, of a small run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        ran = subprocess.run([sys.executable, "-c", PROBE, folder], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    return [line for line in ran.stdout.splitlines() if line.split(" ")[0] in ("optimizer.step", "simulator")]
 
 
 def main() -> int:
-    folder, most = WHOLE
-    modules = sorted(Path(folder).rglob("*.py"))
-    lines = sum(path.read_text().count("\n") for path in modules)
-    found = [line for folder in sys.argv[1:] for path in sorted(Path(folder).rglob("*.py")) for line in long_functions(path)]
-    if lines > most:
-        found.append(f"{folder}: {lines} lines, more than {most}")
-    print("\n".join([*found, f"sizes: {lines} lines in {len(modules)} modules of {folder}"]))
-    return bool(found)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", action="store_true", help="how deep the calls of a small run go, too")
+    asked = parser.parse_args()
+    known = modules()
+    lines = sum(path.read_text().count("\n") for path in known.values())
+    fields, arguments = widths(known)
+    print(f"lines of seqpart/: {lines} (at most {MOST_LINES})")
+    print(f"modules: {len(known)}, in {sum(path.name == '__init__.py' for path in known.values()) - 1} packages")
+    print(f"longest chain of imports: {levels(known)} modules")
+    print(f"modules that trainer.py imports: {len(set(imports(known['trainer'], known)))}")
+    print("most fields:", ", ".join(f"{name} {count}" for count, name in fields[:SHOWN]))
+    print("most arguments of a constructor:", ", ".join(f"{name} {count}" for count, name in arguments[:SHOWN]))
+    print(f"options that are declared more than once: {len(listed_again(known))}")
+    if asked.frames:
+        print("frames from fit to", ", to ".join(frames()))
+    return int(lines > MOST_LINES)
 
 
 if __name__ == "__main__":

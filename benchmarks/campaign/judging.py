@@ -21,7 +21,7 @@ TOLERANCE = 2_000_000
 """Bytes by which the run's own sampler may see less than one outside: what comes and goes between two of its looks."""
 RESULTS = {
     "model.safetensors", "plan.json", "result.json", "events.jsonl", "memory.jsonl", "job.json", "seqpart-run.json",
-    "seqpart.lock",
+    "seqpart.lock", ".gitignore",
 }  # fmt: skip
 _NEEDED = re.compile(r" needs ([\d.]+ ?[kMGT]i?B)")
 _SMALLEST = re.compile(r"(?:smallest limit that (?:fits|would)[^:]*:|Give more, for example) ([\d.]+ ?[kMGT]i?B)")

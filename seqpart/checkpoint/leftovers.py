@@ -22,6 +22,8 @@ from seqpart.files import Folder, folder_inside
 from seqpart.store.scratch import clear_scratch, has_checkpoint, named_scratch, scratch_bytes
 from seqpart.units import format_size
 
+IGNORE = ".gitignore"
+"""Keeps what is in a directory of ours out of the repository that the directory lies in."""
 _NAMED = 3
 """Of the interrupted runs beside one."""
 SCRATCH_PREFIX = "seqpart-"
@@ -120,9 +122,9 @@ def clean(path: Path) -> int:
 
 
 def remove_empty(folder: Folder) -> None:
-    """Remove a directory of ours that holds nothing but the marker and the lock."""
-    if set(folder.names()) <= {MARKER, LOCK} and folder.is_at(folder.path):
-        for name in (MARKER, LOCK):
+    """Remove a directory of ours that holds nothing but the marker, the lock and the ignore file."""
+    if set(folder.names()) <= {IGNORE, MARKER, LOCK} and folder.is_at(folder.path):
+        for name in (IGNORE, MARKER, LOCK):
             folder.remove(name)
         with contextlib.suppress(OSError):
             folder.path.rmdir()

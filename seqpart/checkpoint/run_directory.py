@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from seqpart.checkpoint.leftovers import Kind, belongs_to, clean, judged, remove_empty
+from seqpart.checkpoint.leftovers import IGNORE, Kind, belongs_to, clean, judged, remove_empty
 from seqpart.checkpoint.marker import LOCK, MARKER, Marker, is_half_written_marker, locked, marker_of, new_id, refuse_in_use
 from seqpart.checkpoint.publication import finish_publishing, publish
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
 from seqpart.files import PRIVATE_FOLDER, Folder, folder_inside
-from seqpart.store.atomic import unusable
+from seqpart.store.atomic import unusable, write_text
 from seqpart.store.direct import explained
 from seqpart.store.scratch import (
     CHECKPOINT,
@@ -78,6 +78,7 @@ class RunDirectory:
             raise
 
     def _take_over(self, overwrite: bool, resume: bool) -> None:
+        is_new = set(self._folder.names()) <= {LOCK}
         finish_publishing(self.root)
         self._marker = self._identity()
         if overwrite and not resume:
@@ -87,6 +88,8 @@ class RunDirectory:
         self.cleaned = remove_half_written(self._folder) + (0 if resume else clear_scratch(self._folder))
         self._replaces = (self.root / WEIGHTS).exists()
         self.mark("running")
+        if is_new:
+            write_text(self.root / IGNORE, "*\n")
         for name in FOLDERS:
             _make_own_folder(self._folder, name)
 

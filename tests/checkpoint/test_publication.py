@@ -82,7 +82,7 @@ def test_a_kill_among_the_renames_is_finished_by_the_next_start(tmp_path, monkey
         assert not (root / PUBLISHING).exists()
         begin_anew(root)
         assert texts == {(root / name).read_text() for name in RESULTS}
-        assert set(names(root)) - set(RESULTS) == {"seqpart-run.json", "seqpart.lock"}
+        assert set(names(root)) - set(RESULTS) == {".gitignore", "seqpart-run.json", "seqpart.lock"}
         found += texts
     assert found == ["first", *["second"] * (dies_at - 1)]
     assert dies_at > len(RESULTS)

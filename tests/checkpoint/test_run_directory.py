@@ -3,10 +3,11 @@
 import json
 import os
 import re
+import subprocess
 
 import pytest
 
-from seqpart.checkpoint.leftovers import SCRATCH_PREFIX, clear_leftovers, resumable
+from seqpart.checkpoint.leftovers import IGNORE, SCRATCH_PREFIX, clear_leftovers, resumable
 from seqpart.checkpoint.marker import MARKER
 from seqpart.checkpoint.run_directory import RunDirectory, new_name
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
@@ -50,7 +51,7 @@ def test_a_run_leaves_its_results_and_a_marker(tmp_path):
     directory.result("model.safetensors").write_text("weights")
     directory.publish()
     directory.close("done")
-    assert names(directory.root) == ["model.safetensors", MARKER, "seqpart.lock"]
+    assert names(directory.root) == [IGNORE, "model.safetensors", MARKER, "seqpart.lock"]
     assert state(directory.root) == "done"
 
 
@@ -126,7 +127,8 @@ def test_a_directory_in_use_is_refused(tmp_path):
 
 def test_a_run_that_begins_this_very_moment_is_in_use_and_not_somebody_else_s(tmp_path):
     directory = RunDirectory(tmp_path / "out")
-    (tmp_path / "out" / MARKER).unlink()
+    for name in (MARKER, IGNORE):
+        (tmp_path / "out" / name).unlink()
     for name in ("homes", "rows"):
         (tmp_path / "out" / name).rmdir()
     with pytest.raises(DirectoryUnusable, match=r"in use by another run"):
@@ -178,7 +180,7 @@ def test_only_files_of_ours_are_removed_from_scratch(tmp_path):
         (folder / "notes.txt").write_text("mine")
     with Folder.at(directory.root) as folder:
         assert clear_scratch(folder) == 200
-    assert names(directory.root) == ["homes", "homes/notes.txt", "notes.txt", MARKER, "seqpart.lock"]
+    assert names(directory.root) == [IGNORE, "homes", "homes/notes.txt", "notes.txt", MARKER, "seqpart.lock"]
     directory.close("failed")
 
 
@@ -272,7 +274,7 @@ def test_an_interrupted_run_is_overwritten_when_that_is_asked_for(tmp_path):
     kill(killed)
     directory = RunDirectory(tmp_path / "out", overwrite=True)
     assert directory.cleaned == 200
-    assert names(directory.root) == ["homes", "rows", MARKER, "seqpart.lock"]
+    assert names(directory.root) == [IGNORE, "homes", "rows", MARKER, "seqpart.lock"]
     directory.close("failed")
 
 
@@ -383,3 +385,18 @@ def test_a_run_and_its_scratch_directory_side_by_side_are_one_resumable_run(tmp_
 def test_two_runs_of_one_second_have_two_directories():
     """The name was made of time, method and process: a second short `fit` found the first one's finished run."""
     assert new_name("sil") != new_name("sil")
+
+
+def test_a_run_inside_a_repository_leaves_nothing_to_commit(tmp_path):
+    """A run's relative --output-dir once put its directory into the project, and a commit of all there took it along."""
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    finish(tmp_path / "out")
+    assert subprocess.run([*git, "status", "--short"], check=True, capture_output=True, text=True).stdout == ""
+
+
+def test_a_directory_that_held_a_run_already_gets_no_ignore_file(tmp_path):
+    finish(tmp_path / "out")
+    (tmp_path / "out" / IGNORE).unlink()  # the user wants its results committed
+    RunDirectory(tmp_path / "out", overwrite=True).close("failed")
+    assert IGNORE not in names(tmp_path / "out")
