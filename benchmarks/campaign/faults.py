@@ -83,7 +83,8 @@ KINDS = {
     ),
     "failed allocation": Kind(
         "the K-th allocation of 64 KiB or more fails",
-        f"half the micro-batch, or exit code 4 (3 while it is planned); {GOES_ON}", (0, 3, 4), 3,
+        "half the micro-batch, or exit code 4 (3 while it is planned); a library's kernel that does not look whether it was "
+        f"given memory may end the process; {GOES_ON}", (0, 3, 4, -signal.SIGSEGV), 3,
     ),
 }  # fmt: skip
 DAMAGE = ("bit flip", "truncation", "lost file")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def ending(ended: Ended, codes: tuple[int, ...], begun: bool) -> list[str]:
     # Before the program has installed its handlers a signal ends Python as Python does it.
     if not begun and (code in (-2, -15) or (code in (1, 130) and "KeyboardInterrupt" in ended.complained)):
         return []
-    if code not in codes:
+    if code not in codes or (code == -signal.SIGSEGV and not _crashed_outside(ended)):
         found.append(f"ending: exit code {code}, expected {' or '.join(map(str, codes))}: {last_words(ended)}")
     if code >= 0 and code not in KNOWN_CODES:
         found.append(f"ending: exit code {code} is none of README's: {last_words(ended)}")
@@ -84,6 +85,12 @@ def ending(ended: Ended, codes: tuple[int, ...], begun: bool) -> list[str]:
     if code > 0 and not ended.complained.strip():
         found.append(f"message: exit code {code} and no word of why")
     return found
+
+
+def _crashed_outside(ended: Ended) -> bool:
+    """Whether the innermost call of Python was in a library's code: a kernel did not look whether it was given memory."""
+    found = re.search(r"Current thread [^\n]*\n  File \"([^\"]+)\"", ended.complained)
+    return found is not None and "site-packages" in found[1]
 
 
 def last_words(ended: Ended) -> str:

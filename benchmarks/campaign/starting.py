@@ -33,7 +33,7 @@ COMMAND = "seqpart.train"
 # One thread, or as many as the job says: runs beside each other, and the same bits as the plain loop.
 # No bytecode: nothing outside the run may change.
 ENVIRONMENT = {
-    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200",
+    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200", "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }  # fmt: skip
 LONGEST = 300.0

@@ -172,8 +172,11 @@ class Desk:
         if not finished:
             own = [str(path.relative_to(self.root)) for path in self.homes_elsewhere() if path.name.startswith("seqpart-")]
             now = {path: state for path, state in now.items() if not path.startswith(tuple(own))} if own else now
+        # A start that was killed the moment it had made its directory leaves it empty: nobody can say whose that is.
+        elsewhere = [path for path in self.homes_elsewhere() if path.is_dir()]
+        bare = {str(path.relative_to(self.root)) for path in elsewhere if not any(path.iterdir())}
         gone = [f"{path} is gone" for path in self.was if path not in now]
-        new = [f"{path} is new" for path in now if path not in self.was]
+        new = [f"{path} is new" for path in now if path not in self.was and path not in bare]
         return gone + new + [f"{path} changed" for path, state in now.items() if self.was.get(path, state) != state]
 
     def clear(self) -> None:

@@ -114,11 +114,12 @@ class ResumePoint:
         anew = has_parts and options.get("subnet_moments") == "zero"  # every round begins with no states
         cut = now is not None and (now.is_turn or now.kind is PhaseKind.MERGE)
         layouts = {block.home: cost.layout for block, cost in zip(chain, prepared.costs, strict=True)}
-        since = set(self.state.loop.learns)  # and so without a state, where an update is yet to come
+        loop = self.state.loop
+        never = {*loop.learns, *loop.frozen}  # perhaps: they learn since a moment ago, or were frozen from the beginning
         fresh = {
             block.state_home
             for block, cost in zip(chain, prepared.costs, strict=True)
-            if since.issuperset(block.exported(name) for name in cost.trainable)
+            if never.issuperset(block.exported(name) for name in cost.trainable)
         }
         whole, unused = {block.home for block in chain.whole}, set[str]()
         needed = set(layouts) if cut else set(whole)

@@ -117,7 +117,8 @@ def _one_more(worth: np.ndarray, item: Item) -> tuple[np.ndarray, np.ndarray]:
     size, value = item
     with_it = np.full_like(worth, -np.inf)
     if size < worth.shape[-1]:
-        with_it[..., size:] = worth[..., : worth.shape[-1] - size] + value
+        with_it[..., size:] = worth[..., : worth.shape[-1] - size]
+        with_it += value  # of the whole: in pieces numpy 2.4 takes a buffer, and ends the process where that is refused
     more = with_it > worth
     return np.where(more, with_it, worth), more
 

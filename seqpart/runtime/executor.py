@@ -334,6 +334,7 @@ class Executor:
                 self._slots.give(slot, free)
         self._loaded.clear()
         self._wait_for_homes()
+        self._store.refuse_lost()
 
     def _bring_home(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # the error that is on its way says what is wrong

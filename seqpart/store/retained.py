@@ -5,10 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from seqpart.files import remove
+from seqpart.store.direct import explained
 
 
 class RetainedFiles:
-    """Names of kept files in `folder`. Whoever wants a file away asks here; a kept one goes as soon as it is let go."""
+    """Names of kept files in `folder`. Whoever wants a file away asks here; a kept one goes as soon as it is let go.
+
+    Raises StoreError where the disk fails.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +34,10 @@ class RetainedFiles:
         if name in self._names:
             self._unwanted.add(name)
         else:
-            remove(self._folder / name)
+            try:
+                remove(self._folder / name)
+            except OSError as error:
+                raise explained(error, self._folder / name) from None
 
     def sweep(self, ours: re.Pattern[str], used: Iterable[str]) -> None:
         """Remove what a killed run left here beside what is used; `ours` matches the names that runs give."""

@@ -59,6 +59,8 @@ class Store:
         self._epoch, self._host_epoch = 0, -1
         """How many marks there were, and how many before the last put into host memory."""
         self._puts: list[Future[Event]] = []
+        self._lost: dict[str, Exception] = {}
+        """Homes whose last put failed, and by what: they are not what they should be until they are put or rolled back."""
         self._count = threading.Lock()
         self._pool = movers(IO_THREADS, "seqpart-io")
 
@@ -107,6 +109,11 @@ class Store:
         self._files.read(home.now, flat)
         with self._count:
             self.traffic.bytes_read += home.layout.nbytes
+
+    def refuse_lost(self) -> None:
+        """Raises what a put failed by, where a home is not what it should be since then."""
+        for error in self._lost.values():
+            raise error
 
     def begin_put(
         self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, checksummed: bool = True
@@ -157,6 +164,7 @@ class Store:
 
     def discard(self, name: str) -> None:
         home = self._homes.pop(name, None)
+        self._lost.pop(name, None)
         if home is None:
             return
         if home.host is not None:
@@ -199,15 +207,18 @@ class Store:
                 for file in home.files:
                     self._retained.remove(file)
         self._gone.clear()
+        self._lost.clear()
         return True
 
     def persist(self, names: Iterable[str] | None = None) -> dict[str, dict[str, str]]:
         """Bring every home to the disk, or those of these names, and say by which file another process can `adopt` it. No put
         may be underway.
 
-        A home in host memory is written if it changed since it last was; it stays in host memory as well.
+        A home in host memory is written if it changed since it last was; it stays in host memory as well. Raises what a put
+        failed by that is not made good.
         """
         self._assert_at_rest()
+        self.refuse_lost()
         homes = self._homes if names is None else {name: self._homes[name] for name in names}
         self._all([self._pool.submit(self._persist, name, home) for name, home in homes.items()])
         sync(self.folder)
@@ -333,10 +344,15 @@ class Store:
     def _put(self, name: str, layout: Layout, flat: torch.Tensor, epoch: int, checksummed: bool) -> None:
         home = self._place(name, layout)
         self._will_change(home, epoch)
-        if home.host is not None:
-            self._copy(flat[: layout.nbytes], home.host[: layout.nbytes])
-        else:
-            self._write(name, home, layout, flat, checksummed=checksummed)
+        try:
+            if home.host is not None:
+                self._copy(flat[: layout.nbytes], home.host[: layout.nbytes])
+            else:
+                self._write(name, home, layout, flat, checksummed=checksummed)
+        except Exception as error:
+            self._lost[name] = error
+            raise
+        self._lost.pop(name, None)
         home.layout = layout
 
     def _write(self, name: str, home: Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:

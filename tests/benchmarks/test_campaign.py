@@ -213,6 +213,15 @@ def test_a_wrong_ending_a_traceback_and_a_silent_error_are_violations():
     assert judging.ending(ended(-15), (130,), begun=True)
 
 
+@pytest.mark.parametrize(
+    ("inner", "is_one"), [("/lib/site-packages/torch/nn/functional.py", 0), ("/seqpart/plan/dynamic.py", 1)]
+)
+def test_a_crash_in_a_call_of_ours_is_a_violation_where_one_of_a_library_is_none(inner, is_one):
+    said = f'Fatal Python error\n\nCurrent thread 0x1 (most recent call first):\n  File "{inner}", line 1 in f\n'
+    assert len(judging.ending(ended(-11, complained=said), (0, -11), begun=True)) == is_one
+    assert judging.ending(ended(-11, complained=said), (0,), begun=True)
+
+
 def test_one_bit_of_one_tensor_is_a_difference(tmp_path):
     tensors = {"a": torch.ones(4), "b": torch.zeros(3)}
     save_file(tensors, tmp_path / "one")
@@ -256,7 +265,9 @@ def test_whatever_is_changed_around_a_run_is_noticed(harm, named, tmp_path):
     (desk.out / "model.safetensors").touch()
     homes = desk.offload / "seqpart-1"
     homes.mkdir()
-    assert desk.changes() == [f"{homes.relative_to(desk.root)} is new"]
+    assert desk.changes() == [], "of a start that was killed the moment it had made it"
+    (homes / "seqpart.lock").touch()
+    assert desk.changes() == [f"{path.relative_to(desk.root)} is new" for path in (homes, homes / "seqpart.lock")]
     assert desk.changes(finished=False) == []
     harm(desk)
     assert [text for text in desk.changes() if text.endswith(named)]

@@ -14,9 +14,10 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.checkpoint import manifest as manifests
-from seqpart.errors import CorruptFile, DiskFull
+from seqpart.errors import CorruptFile, DiskFull, StoreError
 from seqpart.methods.ist.parting import Parting
 from seqpart.model import SeparableLinear
+from seqpart.store.retained import RetainedFiles
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
 from tests.choice import in_turn, only_quick
 from tests.exactly import How, numbers, split
@@ -132,6 +133,45 @@ def test_rows_of_the_data_that_are_made_again_are_told_and_must_be_the_same(arms
     arm.data, reporter = data, Stopping()
     assert ended(arm.fit(resume=arm.root / PREVIOUS, reporter=reporter)) == whole
     assert [text for text in reporter.said if text.startswith(f"{arm.root / rows} ") and "made again from the data" in text]
+
+
+@pytest.mark.parametrize("way", ["streamed", "in host memory"])
+@pytest.mark.few(1)
+def test_a_home_that_could_not_be_written_is_no_part_of_what_is_saved(way, arms, monkeypatch):
+    """The write of a partition failed while the partition was already on its way back. The failure was forgotten, the run was
+    saved as if the home were whole, and ended elsewhere: with other bits, or where no state had been, by a refusal."""
+    arm, real = arms(**WAYS[way], save_every="2"), os.pwritev
+    whole, _ = arm.whole()
+    stopped, at = True, 3
+    while stopped:
+        calls, stopped = itertools.count(1), False
+
+        def failing(*arguments, calls=calls, at=at):
+            if next(calls) == at:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*arguments)
+
+        shutil.rmtree(arm.root, ignore_errors=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", failing)
+            try:
+                arm.fit()
+            except StoreError:
+                stopped = True
+        if stopped:
+            assert ended(arm.fit(resume=arm.root)) == whole, at
+        at += 4
+
+
+def test_a_home_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    """It ended a run with a traceback."""
+
+    def broken(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("seqpart.store.retained.remove", broken)
+    with pytest.raises(StoreError, match=r"block-00000\.0\.safetensors failed: Input/output error"):
+        RetainedFiles(tmp_path).remove("block-00000.0.safetensors")
 
 
 def test_a_home_that_is_damaged_while_the_run_lives_ends_it_with_the_way_on(arms):

@@ -200,6 +200,31 @@ def test_in_on_begin_a_part_is_frozen_before_the_first_update(tmp_path):
     assert_same(model, plainly(net(["a"]), at({3: ("a", True)})))
 
 
+class FrozenFromTheStart:
+    def __init__(self, model):
+        self.model = model
+
+    def on_begin(self, event):
+        self.model.b.requires_grad_(False)
+
+    def on_step(self, event):
+        if event.update == 3:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_what_never_learned_has_no_state_that_a_checkpoint_would_need(method, tmp_path):
+    """A layer was frozen before its first update, and the checkpoint was refused: the state of its optimizer was missing."""
+    model, again = net(), net()
+    with pytest.raises(ZeroDivisionError):
+        made = trainer(model, method, epochs=2, shuffle=False, save_every=2, output_dir=tmp_path / "run")
+        made.fit(ROWS, callbacks=[FrozenFromTheStart(model)])
+    trainer(again, method, epochs=2, shuffle=False).fit(ROWS, resume=tmp_path / "run")
+    plain = plainly(net(["b"]), lambda *_: None)
+    found = again.state_dict()
+    assert [name for name, tensor in plain.state_dict().items() if not torch.equal(found[name], tensor)] == []
+
+
 def test_where_everything_is_frozen_the_run_ends_in_words(tmp_path):
     with pytest.raises(ModelError, match="nothing learns any more"):
         trained(net(), "streamed", "callback", lambda model, _: model.requires_grad_(False), tmp_path)
