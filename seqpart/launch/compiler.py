@@ -38,7 +38,7 @@ _UNCOMPILED = (
     "torch._decomp",
     "torch._meta_registrations",
     "torch.optim.",
-    "seqpart.costs.",
+    "seqpart.profile.",
     "seqpart.model.",
 )
 """Modules whose functions need not be kept from the compiler, since only we call them."""

@@ -196,7 +196,8 @@ def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 
 def _console(quiet: bool) -> Console:
-    return Console(quiet=quiet, highlight=False, soft_wrap=True, file=standard_output())
+    # emoji: their names, which nobody writes here, would take 0.8 MB of the limit.
+    return Console(quiet=quiet, emoji=False, highlight=False, soft_wrap=True, file=standard_output())
 
 
 def _who(phase: Phase) -> str:

@@ -27,7 +27,7 @@ from seqpart.schema import Digest, as_type
 from seqpart.store.direct import REQUEST, DirectFile, sync
 from seqpart.store.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
-CHECK = 1 << 20
+CHECK = 1 << 19
 """Bytes read at a time where nobody waits for them: checking must not take a training buffer's memory."""
 
 
