@@ -85,7 +85,7 @@ def one_changed(random: Random, found: Any) -> tuple[Any, str]:
         if place[:1] == ("state",) and (len(place) == 1 or place[1] in TOLD):
             continue
         was = at(found, place)
-        value = random.choice([*changes(was)])
+        value = random.choice([*changes(was)] or [was])  # an empty list has no other
         if json.dumps(value) != json.dumps(was):
             said = f"{'.'.join(map(str, place)) or 'all of it'}: {json.dumps(value)[:60]}, was {json.dumps(was)[:60]}"
             return put(found, place, value), said

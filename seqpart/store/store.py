@@ -59,8 +59,9 @@ class Store:
         self._epoch, self._host_epoch = 0, -1
         """How many marks there were, and how many before the last put into host memory."""
         self._puts: list[Future[Event]] = []
-        self._lost: dict[str, Exception] = {}
-        """Homes whose last put failed, and by what: they are not what they should be until they are put or rolled back."""
+        self._lost: dict[str, tuple[int, Exception]] = {}
+        """Homes whose last put failed, how many marks there were when it began, and by what it failed: they are not what they
+        should be until they are put again, or rolled back to a mark before that."""
         self._count = threading.Lock()
         self._pool = movers(IO_THREADS, "seqpart-io")
 
@@ -112,7 +113,7 @@ class Store:
 
     def refuse_lost(self) -> None:
         """Raises what a put failed by, where a home is not what it should be since then."""
-        for error in self._lost.values():
+        for _, error in self._lost.values():
             raise error
 
     def begin_put(
@@ -207,7 +208,7 @@ class Store:
                 for file in home.files:
                     self._retained.remove(file)
         self._gone.clear()
-        self._lost.clear()
+        self._lost = {name: lost for name, lost in self._lost.items() if lost[0] < self._epoch}
         return True
 
     def persist(self, names: Iterable[str] | None = None) -> dict[str, dict[str, str]]:
@@ -350,7 +351,7 @@ class Store:
             else:
                 self._write(name, home, layout, flat, checksummed=checksummed)
         except Exception as error:
-            self._lost[name] = error
+            self._lost[name] = epoch, error
             raise
         self._lost.pop(name, None)
         home.layout = layout

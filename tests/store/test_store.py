@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -256,6 +257,30 @@ def test_a_put_that_failed_can_be_tried_again(store, monkeypatch):
         new = {"w": torch.randn(9)}
         store.put("home", *flat_of(new))
         assert same(got(store, "home"), new)
+
+
+def test_a_put_of_before_the_mark_that_fails_after_it_is_not_made_good_by_a_rollback(store, monkeypatch):
+    """The home that the rollback came back to was never written: a run was saved with the one before it."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store.put("home", *noise(9))
+    goes_on = threading.Event()
+    late = store.begin_put([("home", *noise(9))], goes_on.wait)
+    store.mark()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", full)
+        goes_on.set()
+        late.settle()
+    assert store.rollback()
+    for refused in (store.persist, store.refuse_lost):
+        with pytest.raises(DiskFull):
+            refused()
+    new = {"w": torch.randn(9)}
+    store.put("home", *flat_of(new))
+    store.persist()
+    assert same(got(store, "home"), new)
 
 
 def test_an_older_version_of_the_same_home_is_not_taken_for_the_new_one(store):
