@@ -85,7 +85,7 @@ def one_changed(random: Random, found: Any) -> tuple[Any, str]:
         if place[:1] == ("state",) and (len(place) == 1 or place[1] in TOLD):
             continue
         was = at(found, place)
-        value = random.choice([*changes(was)] or [was])  # an empty list has no other
+        value = random.choice([*changes(was)])
         if json.dumps(value) != json.dumps(was):
             said = f"{'.'.join(map(str, place)) or 'all of it'}: {json.dumps(value)[:60]}, was {json.dumps(was)[:60]}"
             return put(found, place, value), said
@@ -108,7 +108,10 @@ def tell(seed: int, out: Path, files: list[Path]) -> Lie | None:
     """Change one value that the killed run in `out` has left among its `files`; None where there is none."""
     random, checkpoint = Random(seed), out / CHECKPOINT
     markers = sorted(path for path in files if path.name == MARKER)
-    kinds = ["marker"] * bool(markers) + ["checkpoint", "plan", "sums"] * checkpoint.exists()
+    body = body_of(out) if checkpoint.exists() else None
+    kinds = ["marker"] * bool(markers)
+    if body is not None:
+        kinds += ["checkpoint", "plan", *["sums"] * bool(body["rows"])]
     kind = random.choice(kinds) if kinds else None
     if kind is None:
         return None
@@ -116,7 +119,6 @@ def tell(seed: int, out: Path, files: list[Path]) -> Lie | None:
         path = random.choice(markers)
         found, said = one_changed(random, json.loads(path.read_text()))
         return _written({path: json.dumps(found)}, said)
-    body = body_of(out)
     if kind == "checkpoint":
         found, said = one_changed(random, body)
         return _written({checkpoint: checkpoint_of(found)}, said)
