@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from seqpart.config import Settings
 from seqpart.errors import ModelError, StoreError
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import packed_parts
@@ -16,7 +17,6 @@ from seqpart.model.weight_files import WeightFiles
 from seqpart.model.weight_names import Named, matched, named_tensors, names_in_base
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.fake_mode import FakeMode
-from seqpart.settings import Settings
 from seqpart.store.layout import Layout, TensorSpec
 
 _NAMED = 4

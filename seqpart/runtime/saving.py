@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import seqpart.checkpoint.manifest as manifests
+from seqpart.config import Settings
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import Interrupted, resuming
 from seqpart.interrupts import Interrupts
@@ -20,7 +21,6 @@ from seqpart.runtime.executor import Executor
 from seqpart.runtime.partition import Partition
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.steps import Position
-from seqpart.settings import Settings
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS
 from seqpart.store.store import Store
 

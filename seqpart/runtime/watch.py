@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from seqpart.callbacks import BeginEvent, Ending, EpochEvent, EvalEvent, Event, MetricValue, StepEvent, callers
+from seqpart.config import Settings
 from seqpart.device.sampler import Sampler
 from seqpart.model.inspection import without_stop
 from seqpart.model.metrics import Heard, Metrics
@@ -19,7 +20,6 @@ from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.rounds import Rounds
 from seqpart.schedule.steps import Position, Verb
-from seqpart.settings import Settings
 
 
 class Watch:
