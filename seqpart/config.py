@@ -184,7 +184,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluations:
+class Testing:
     """When the test rows are looked at, and what follows from it."""
 
     heading: ClassVar[str] = "training"
@@ -209,7 +209,7 @@ class Evaluations:
     @property
     def between_tests(self) -> list[str]:
         """Flags that were given and need a test set."""
-        return [flag_of(field.name) for field in fields(Evaluations) if getattr(self, field.name) not in (None, False)]
+        return [flag_of(field.name) for field in fields(Testing) if getattr(self, field.name) not in (None, False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +365,7 @@ class Ist:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Ist, Recovery, Sil, Output, Files, Data, Evaluations, Optimizer, Loop, Limits):
+class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop, Limits):
     """Settings of a training run: the options of all groups, of which Limits come first. Where it says "per partition", a
     tuple gives each partition its own value: (5, 160) in Python, `5,160` on the command line.
 
@@ -422,8 +422,13 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Evaluations, Optimizer, 
             yield f"{flag_of(name)} goes with --recovery-epochs only. Leave it out"
         if self.warmup_updates and not isinstance(self.lr_schedule, str):
             yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
-        yield from self._of_average(self.ema)
-        yield from self._of_length(exact=exact)
+        if self.ema is not None and not 0 < self.ema < 1:
+            yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
+        if self.ema is not None and method == "ist":
+            yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
+        if self.ema is not None and self.recovery_epochs:
+            yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"
+        yield from self._lengths(exact=exact)
         for name in ("clip_grad_norm", "partitions", "tile") if method == "psl" else ():
             if getattr(self, name) not in (None, "auto", "never"):
                 why = "whose gradients and partitions are those of pairs of scores"
@@ -435,16 +440,8 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Evaluations, Optimizer, 
         if method == "full" and self.partitions not in ("auto", 1):
             yield f"--partitions: method {method} has one partition; found {as_text(self.partitions)!r}"
 
-    def _of_average(self, ema: float | None) -> Iterator[str]:
-        if ema is not None and not 0 < ema < 1:
-            yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {ema}"
-        if ema is not None and self.method == "ist":
-            yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
-        if ema is not None and self.recovery_epochs:
-            yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"
-
-    def _of_length(self, *, exact: bool) -> Iterator[str]:
-        """Of the run's length and its evaluations."""
+    def _lengths(self, *, exact: bool) -> Iterator[str]:
+        """The same of the run's length and its evaluations."""
         method, epochs = self.method, values_of(self.epochs)
         if self.eval_every is not None and self.test_every is not None:
             yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"

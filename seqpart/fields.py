@@ -73,19 +73,20 @@ def items_of(hint: Any) -> Any:
     return next((get_args(kind)[0] for kind in alternatives(hint) if get_origin(kind) is tuple), None)
 
 
-def checked_value(name: str, value: Any, hint: Any) -> Any:
+def checked_value(name: str, value: Any, hint: Any, *, typed: bool = False) -> Any:
     """`value` as its type has it: a list becomes a tuple, 1 becomes 1.0 where numbers have a point, a text a Path.
 
-    Raises OptionError for a value of another type, and one that came in its place: why a text has no value.
+    typed: on the command line, as text. Raises OptionError for a value of another type, and one that is given in its place:
+    why what was typed means nothing.
     """
     if isinstance(value, OptionError):
         raise value
     for kind in alternatives(hint):
-        if (found := _as(kind, value)) is not _MISFIT:
+        if (found := _as(kind, value, typed)) is not _MISFIT:
             return found
-    given = value if isinstance(value, list | tuple) else [value]
+    given = value if isinstance(value, list | tuple) else value.split(",") if typed else [value]
     near = nearest(map(_spelled, given), (*choices_of(hint), *choices_of(items_of(hint))))
-    raise OptionError(f"{flag_of(name)}: expected {note_of(hint).expected or _expected(hint)}; found {short(value)}.{near}")
+    raise OptionError(f"{flag_of(name)}: expected {_expected(hint, typed)}; found {short(value)}.{near}")
 
 
 def out_of_range(name: str, value: Any, hint: Any) -> str:
@@ -97,29 +98,6 @@ def out_of_range(name: str, value: Any, hint: Any) -> str:
             most = f", at most {note.most}" if unnamed else ""
             return f"{flag_of(name)}: expected {note.number}{most}; found {short(number)}"
     return ""
-
-
-def read_text(name: str, text: str, hint: Any) -> Any:
-    """What is typed, as far as that needs its type; `checked_value` does the rest. Raises OptionError."""
-    kinds, item = alternatives(hint), items_of(hint)
-    number: Any = item if item in (int, float) else next((kind for kind in (int, float) if {*kinds} <= {kind, NoneType}), None)
-    if text in choices_of(hint):
-        return text
-    if bool in kinds:
-        if text not in ("yes", "no"):
-            raise OptionError(f"{flag_of(name)}: expected yes, no or auto; found {short(text)}.")
-        return text == "yes"
-    parts: list[Any] = [part.strip() for part in text.split(",")] if item is not None else [text]
-    if number is not None:
-        try:
-            parts = [number(part) for part in parts]
-        except ValueError:
-            word = "whole number" if number is int else "number"
-            several = "" if item is None else f", or {word}s with commas"
-            raise OptionError(f"{flag_of(name)}: expected a {word}{several}; found {short(text)}.") from None
-    elif len(parts) == 1:
-        return text
-    return tuple(parts) if len(parts) > 1 else parts[0]
 
 
 def as_text(value: object) -> str:
@@ -199,33 +177,39 @@ def _spelled(value: Any) -> Any:
     return _TYPES.get(str(value).removeprefix("torch."), value) if is_dtype or isinstance(value, str) else value
 
 
-def _as(kind: Any, value: Any) -> Any:
-    if kind is NoneType:
-        return None if value is None else _MISFIT
-    if get_origin(kind) is Callable:
-        return value if callable(value) else _MISFIT
+def _as(kind: Any, value: Any, typed: bool) -> Any:
+    if get_origin(kind) is tuple:
+        value = [part.strip() for part in value.split(",")] if typed else value
+        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+            return _MISFIT
+        items = tuple(_as(get_args(kind)[0], item, typed) for item in value)
+        return _MISFIT if any(item is _MISFIT for item in items) else items
     if get_origin(kind) is Literal:
         word = value if isinstance(value, str) and value in get_args(kind) else _spelled(value)
         return word if isinstance(word, str) and word in get_args(kind) else _MISFIT
-    if get_origin(kind) is tuple:
-        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+    if kind is Path or kind is str:
+        return kind(value) if isinstance(value, str | kind) else _MISFIT
+    if typed and kind is bool:
+        return {"yes": True, "no": False}.get(value, _MISFIT)
+    if not typed and (kind is bool or isinstance(value, bool)):
+        return value if kind is type(value) else _MISFIT
+    if kind in (int, float) and (typed or isinstance(value, Integral if kind is int else Real)):  # numpy's numbers are such
+        try:
+            return kind(value)
+        except (ValueError, OverflowError):  # which a whole number is that no float holds
             return _MISFIT
-        items = tuple(_as(get_args(kind)[0], item) for item in value)
-        return _MISFIT if any(item is _MISFIT for item in items) else items
-    if kind is Path:
-        return Path(value) if isinstance(value, str | Path) else _MISFIT
-    if kind is bool or isinstance(value, bool) or kind is str:
-        return value if type(value) is kind or (kind is str and isinstance(value, str)) else _MISFIT
-    if not isinstance(value, Integral if kind is int else Real):  # numpy's numbers are such
-        return _MISFIT
-    try:
-        return kind(value)
-    except OverflowError:  # a whole number that no float holds
-        return _MISFIT
+    fits = not typed and (value is None if kind is NoneType else callable(value) and get_origin(kind) is Callable)
+    return value if fits else _MISFIT
 
 
-def _expected(hint: Any) -> str:
-    if words := choices_of(hint):
+def _expected(hint: Any, typed: bool) -> str:
+    """In words."""
+    item, words, note = items_of(hint), choices_of(hint), note_of(hint)
+    if typed and item in (int, float):
+        return f"{_WORDS[item]}, or {_WORDS[item][2:]}s with commas"
+    if note.expected:
+        return note.expected.replace("True, False", "yes, no") if typed else note.expected
+    if words:
         return " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
     kinds = " or ".join(_WORDS[kind] for kind in alternatives(hint) if kind in _WORDS)
-    return kinds if items_of(hint) is None else f"{kinds}, or a list of them"
+    return kinds if item is None else f"{kinds}, or a list of them"

@@ -22,7 +22,7 @@ from seqpart.checkpoint.resume import as_state, refuse_finished
 from seqpart.cli.config_file import read_config
 from seqpart.config import GROUPS, NO_LIMIT, hints_of
 from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
-from seqpart.fields import as_text, flags_of, metavar_of, read_text, said_of
+from seqpart.fields import as_text, checked_value, flags_of, metavar_of, said_of
 from seqpart.files import opened
 from seqpart.report.terminal import wrapped
 from seqpart.schema import as_type
@@ -97,7 +97,7 @@ def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, 
 def _read(name: str, text: str, hint: Any) -> Any:
     """What `text` means; or why it means nothing, which the options say together with all else that is wrong."""
     try:
-        return read_text(name, text, hint)
+        return checked_value(name, text, hint, typed=True)
     except OptionError as error:
         return error
 
