@@ -147,7 +147,7 @@ class Loop:
     shuffle: Annotated[bool | Literal["auto"], Note(expected="True, False or auto")] = "auto"
     """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
     seed: int = 0
-    """Of initial weights, row order, dropout and synthetic labels."""
+    """Seed of initial weights, row order, dropout and synthetic labels."""
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -308,11 +308,11 @@ class Sil:
 
     @property
     def prototype_scales(self) -> tuple[float, ...]:
-        """Those given: of the first partitions in turn, the last one for all that follow. Empty: the default."""
+        """The scales that were given: of the first partitions in turn, the last one for all that follow. Empty: the default."""
         return () if self.prototype_scale is None else values_of(self.prototype_scale)
 
     def prototype_scale_of(self, partition: int, classes: int) -> float:
-        """By default 16 for the first partition, and 4 + ln(classes), at least 8, for all that follow.
+        """Size of a partition's logits: by default 16 for the first, and 4 + ln(classes), at least 8, for all that follow.
 
         At 16 later ones may learn by heart the training rows that the first one has spread out already; at 4 they learn too
         little where it has not. At 4 + ln(classes) a row that is quite right has a probability of 0.98 among any number of
@@ -441,7 +441,7 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop
             yield f"--partitions: method {method} has one partition; found {as_text(self.partitions)!r}"
 
     def _lengths(self, *, exact: bool) -> Iterator[str]:
-        """The same of the run's length and its evaluations."""
+        """What does not go together about the run's length and its evaluations."""
         method, epochs = self.method, values_of(self.epochs)
         if self.eval_every is not None and self.test_every is not None:
             yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"

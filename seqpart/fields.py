@@ -121,7 +121,7 @@ def metavar_of(hint: Any) -> str:
 
 
 def values_of(given: PerPartition[T]) -> tuple[T, ...]:
-    """Those given: one, or one for each partition."""
+    """The values: one, or one for each partition."""
     return given if isinstance(given, tuple) else (given,)
 
 
