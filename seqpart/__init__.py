@@ -37,10 +37,10 @@ if "torch" not in sys.modules:
     _release_when_loaded()  # what a process held while torch was loading counts too
 
 if TYPE_CHECKING:
+    from seqpart.config import Settings
     from seqpart.data.padding import Padding
     from seqpart.model.empty import parameters_on_meta
     from seqpart.runtime.result import Evaluation, Result
-    from seqpart.settings import Settings
     from seqpart.trainer import Trainer
 
 __all__ = [
@@ -64,13 +64,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
     if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "parameters_on_meta"):
-        from seqpart import settings, trainer
+        from seqpart import config, trainer
         from seqpart.data import padding
         from seqpart.model import empty
         from seqpart.runtime import result
 
         globals().update(
-            Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=settings.Settings,
+            Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=config.Settings,
             Trainer=trainer.Trainer, parameters_on_meta=empty.parameters_on_meta,
         )  # fmt: skip
         return globals()[name]

@@ -1,13 +1,19 @@
-"""What callers from Python may set about a run, for editors and type checkers."""
+"""What callers from Python may set about a run, for editors and type checkers. The fields: python tools/write_options.py."""
 
+import pathlib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, TypeAlias, TypedDict, TypeVar
 
 import torch
 
-from seqpart.kinds import LrSchedule, Method, Objective, Precision, TrackerName
+from seqpart.config import LrSchedule, Method, Objective, TrackerName
 from seqpart.model.scheduler import SchedulerFactory
+
+T = TypeVar("T")
+Path: TypeAlias = str | pathlib.Path
+PerPartition: TypeAlias = T | Sequence[T]
+Positive: TypeAlias = T | None
+Precision: TypeAlias = Literal["fp32", "bf16", "float32", "bfloat16"] | torch.dtype
 
 
 class Options(TypedDict, total=False):
@@ -15,51 +21,51 @@ class Options(TypedDict, total=False):
 
     mem_limit: str | int | float
     method: Method
+    partitions: Literal["auto"] | PerPartition[int]
+    tile: str | int
+    micro_batch_size: Positive[int]
     device: str
     ram_limit: str | int | float | None
-    offload_dir: str | Path | None
-    output_dir: str | Path | None
-    overwrite: bool
-    weights: str | Path | None
-    weights_partial: bool
-    epochs: float | Sequence[float]
-    max_steps: int | None
-    batch_size: int | Sequence[int]
-    micro_batch_size: int | None
-    lr: float | Sequence[float]
+    epochs: PerPartition[float]
+    max_steps: Positive[int]
+    batch_size: PerPartition[int]
+    dtype: Precision
+    shuffle: bool | Literal["auto"]
+    seed: int
+    lr: PerPartition[float]
     weight_decay: float
     momentum: float
-    clip_grad_norm: float | None
+    clip_grad_norm: Positive[float]
     ema: float | None
     lr_schedule: LrSchedule | SchedulerFactory
     warmup_updates: int
-    dtype: Precision | Literal["bfloat16", "float32"] | torch.dtype
-    recovery_epochs: int
-    recover: Literal["left", "all"] | None
-    recovery_batch_size: int | None
-    recovery_lr: float | None
-    test_every: int | None
+    test_every: Positive[int]
     eval_every: str | int | None
     early_stopping: int | None
     keep_best: bool
     best_by: str | None
-    save_every: str | int
-    partitions: int | Literal["auto"] | Sequence[int]
-    tile: str | int
-    objective: Objective | None
-    kappa: float | None
-    prototype_scale: float | Sequence[float] | None
-    sil_inputs: Literal["cached", "synthetic"] | None
-    subnets: int | None
-    local_steps: int | None
-    subnet_groups: int | None
-    subnet_rows: Literal["shard", "all"] | None
-    subnet_moments: Literal["keep", "zero"] | None
-    shuffle: bool | Literal["auto"]
-    cache_dtype: Precision | Literal["bfloat16", "float32"] | torch.dtype | None
-    trace: str | Path | None
-    log: TrackerName | Sequence[TrackerName] | None
-    cached_views: int | None
+    weights: Path | None
+    weights_partial: bool
     cache: Literal["auto", "rows", "none"]
     workers: int | None
-    seed: int
+    output_dir: Path | None
+    overwrite: bool
+    offload_dir: Path | None
+    save_every: str | int
+    trace: Path | None
+    log: PerPartition[TrackerName] | None
+    objective: Objective | None
+    kappa: Positive[float]
+    prototype_scale: Positive[PerPartition[float]]
+    sil_inputs: Literal["cached", "synthetic"] | None
+    cache_dtype: Precision | None
+    cached_views: Positive[int]
+    recovery_epochs: int
+    recover: Literal["left", "all"] | None
+    recovery_batch_size: Positive[int]
+    recovery_lr: Positive[float]
+    subnets: Positive[int]
+    local_steps: Positive[int]
+    subnet_groups: Positive[int]
+    subnet_rows: Literal["shard", "all"] | None
+    subnet_moments: Literal["keep", "zero"] | None

@@ -19,6 +19,7 @@ from seqpart.arguments import (
     refuse_options_beside,
 )
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
+from seqpart.config import Settings
 from seqpart.data.loaders import test_rows, training_rows, with_loader
 from seqpart.data.longest import for_data
 from seqpart.data.padding import Padding, as_padding
@@ -30,8 +31,8 @@ from seqpart.device.process_limits import one_thread, refuse_poor_surroundings
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import Interrupted, OptionError
+from seqpart.fields import values_of
 from seqpart.interrupts import like_ctrl_c
-from seqpart.kinds import values_of
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.adapter import is_adapted
@@ -61,7 +62,6 @@ from seqpart.runtime.run_trace import traced
 from seqpart.runtime.session import Session
 from seqpart.runtime.tracking import tracked
 from seqpart.schedule.lengths import refuse_untested
-from seqpart.settings import Settings
 from seqpart.store.scratch import own_folder
 from seqpart.units import format_size
 

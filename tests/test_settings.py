@@ -1,7 +1,11 @@
 """What may be set, how Python values and text become settings, and what contradicts."""
 
 import inspect
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -11,12 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+import seqpart
 from seqpart import BadInput, Trainer
+from seqpart.config import IN_PYTHON, Settings
 from seqpart.errors import OptionError
-from seqpart.kinds import per_partition
+from seqpart.fields import per_partition
 from seqpart.options import Options
-from seqpart.settings import Settings
-from seqpart.values import IN_PYTHON
+from tools import write_options
 
 
 def test_a_limit_and_a_method_are_all_that_must_be_given():
@@ -245,9 +250,58 @@ def test_no_method_is_taken_silently():
 def test_what_an_editor_completes_are_the_settings():
     """Trainer took **options: Any, so that no editor and no type checker knew a name or a type of them."""
     assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer", "loss"}
+    assert write_options.TARGET.read_text() == write_options.options(), "run python tools/write_options.py"
     for name in ("method", "lr_schedule", "objective", "sil_inputs"):
         for value in _choices(Options.__annotations__[name]):
             Settings(mem_limit="2GB", **({"method": "sil"} | {name: value} | ({"subnets": 2} if value == "ist" else {})))
+
+
+FIELD = '''    look_ahead: Annotated[PerPartition[float], Note(most=9, number="numbers above 0"), Also("--ahead")] = 5.0
+    """How far, per partition."""
+'''
+EVERYWHERE = """
+from pathlib import Path
+from torch import nn
+from seqpart import BadInput, Trainer
+from seqpart.cli.arguments import gathered, groups_of, kept_options, options_of
+from seqpart.cli.job import Job
+from seqpart.options import Options
+
+def typed(*words):
+    return options_of(Job, gathered(["--mem-limit", "1GB", *words], Job), "test")
+
+job = typed("--look-ahead", "1,2")
+assert job.look_ahead == typed("--ahead=1,2").look_ahead == (1.0, 2.0) and typed().look_ahead == 5.0
+Path("run.toml").write_text("look-ahead = [1, 2]")
+assert typed("--config", "run.toml").look_ahead == (1.0, 2.0)
+assert kept_options(job)["look_ahead"] == (1.0, 2.0)
+assert "look_ahead" in groups_of(Job)["training"] and "look_ahead" in Options.__annotations__
+settings = Trainer([lambda: nn.Linear(2, 2)], mem_limit="2GB", method="auto", look_ahead=[1, 2]).settings
+assert (settings.look_ahead, settings.texts()["look_ahead"], settings.to_json()["look_ahead"]) == ((1, 2), "1,2", (1, 2))
+for value in ("far", [1, 10]):
+    try:
+        Trainer([lambda: nn.Linear(2, 2)], mem_limit="2GB", method="auto", look_ahead=value)
+    except BadInput as error:
+        print(error)
+typed("--help")
+"""
+
+
+def test_an_option_is_one_field(tmp_path):
+    """It was a field, an entry of a TypedDict, of a group of the help, and of the checks, each by hand."""
+    root = Path(seqpart.__file__).parents[1]
+    shutil.copytree(root / "seqpart", tmp_path / "seqpart", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(root / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    config = tmp_path / "seqpart" / "config.py"
+    config.write_text(config.read_text().replace("    momentum: float", f"{FIELD}    momentum: float"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "tools/write_options.py"], cwd=tmp_path, env=environment, check=True)
+    ran = subprocess.run([sys.executable, "-c", EVERYWHERE], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "look_ahead: expected a number, or a list of them; found 'far'." in ran.stdout
+    assert "look_ahead: expected numbers above 0, at most 9; found 10.0." in ran.stdout
+    assert "--ahead FLOAT[,...], --look-ahead FLOAT[,...]" in ran.stdout
+    assert "How far, per partition. (default: 5.0)" in ran.stdout
 
 
 def _choices(kind):

@@ -19,8 +19,8 @@ MOST_LINES = 40_000
 """Of Python in seqpart/; the goal is 25,000."""
 SHOWN = 5
 """Of the widest."""
-OPTIONS = ("settings", "Settings")
-"""The module and class that declare every option."""
+OPTIONS = "config"
+"""The module whose classes declare every option."""
 
 PROBE = """
 import sys, traceback
@@ -99,9 +99,8 @@ def widths(known: dict[str, Path]) -> tuple[list[tuple[int, str]], list[tuple[in
 
 
 def listed_again(known: dict[str, Path]) -> list[str]:
-    """Options that another class of what users meet declares, too."""
-    module, owner = OPTIONS
-    front = (module, "options", "trainer", "cli")
+    """Options that another class of what users meet declares, too. (options.py is written from them.)"""
+    front = (OPTIONS, "trainer", "cli")
     declared: dict[str, set[str]] = {}
     for name, path in known.items():
         for node in ast.walk(tree(path)):
@@ -109,7 +108,9 @@ def listed_again(known: dict[str, Path]) -> list[str]:
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                         declared.setdefault(item.target.id, set()).add(f"{name}.{node.name}")
-    return [option for option, owners in declared.items() if f"{module}.{owner}" in owners and len(owners) > 1]
+    declared.pop("heading")  # of each group
+    ours = f"{OPTIONS}."
+    return [name for name, owners in declared.items() if len(owners) > 1 and any(one.startswith(ours) for one in owners)]
 
 
 def frames() -> list[str]:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from seqpart.config import Settings
 from seqpart.errors import OptionError
+from seqpart.fields import flag_of
 from seqpart.schedule.lengths import interval_of
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.steps import Position
-from seqpart.settings import Settings
-from seqpart.values import flag_of
 
 FREE = {
     "mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size",

@@ -1,29 +1,34 @@
-"""Options from three places: a config file, the run that is resumed, and the command line, which wins."""
+"""Options from three places: a config file, the run that is resumed, and the command line, which wins.
 
+The parser fills in a form that is made from the fields: every option under the heading of its group.
+"""
+
+import ast
 import dataclasses
 import inspect
 import itertools
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.marker import MARKER
 from seqpart.checkpoint.publication import latest
 from seqpart.checkpoint.resume import as_state, refuse_finished
 from seqpart.cli.config_file import read_config
-from seqpart.cli.form import filled, form_of
-from seqpart.cli.spelling import flags_of, one_spelling, spelled_out
+from seqpart.config import GROUPS, NO_LIMIT, hints_of
 from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
+from seqpart.fields import as_text, checked_value, flags_of, metavar_of, said_of
 from seqpart.files import opened
 from seqpart.report.terminal import wrapped
 from seqpart.schema import as_type
 from seqpart.store.checksummed import checked_body
 from seqpart.store.scratch import JOB, has_checkpoint
 from seqpart.text import refuse_unusable, short
-from seqpart.values import NO_LIMIT, said_of
 
 T = TypeVar("T")
 
@@ -31,6 +36,9 @@ _NOT_KEPT = {
     "config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "trace", "quiet", "debug",
 }  # fmt: skip
 """Options that a resumed run does not take over."""
+_BF16 = "--bf16"
+"""Short for --dtype bf16."""
+_DEFAULT = " Default: "
 Option = bool | int | float | str | None
 """As JSON has it."""
 
@@ -40,19 +48,78 @@ def options_of(kind: type[T], arguments: list[str], program: str) -> T:
     asks_for_help = bool({"-h", "--help"} & set(arguments))
     if not asks_for_help:
         _refuse_unparsable(kind, arguments)
-    form = form_of(kind, with_help=asks_for_help)
     about = wrapped(inspect.getdoc(kind) or "", shutil.get_terminal_size().columns)
-    flags = (tyro.conf.OmitArgPrefixes,)
-    return filled(kind, tyro.cli(form, args=arguments, prog=program, description=about, config=flags))
+    form = _form_of(kind, _said_under_fields(kind) if asks_for_help else {})
+    filled = tyro.cli(form, args=arguments, prog=program, description=about, config=(tyro.conf.OmitArgPrefixes,))
+    return kind(**{name: value for group in vars(filled).values() for name, value in vars(group).items()})
+
+
+def groups_of(kind: Any) -> dict[str, list[str]]:
+    """heading -> the options of `kind` that --help shows under it, in the order of the groups of Settings."""
+    groups: dict[str, list[str]] = {group.heading: [] for group in GROUPS}
+    names = [field.name for field in dataclasses.fields(kind)]
+    for owner in reversed(kind.__mro__[:-1]):
+        for name in inspect.get_annotations(owner):
+            if name in names:  # and no override of a field that has its place
+                names.remove(name)
+                groups[owner.heading].append(name)
+    return groups
+
+
+def _form_of(kind: type[Any], said: dict[str, str]) -> type[Any]:
+    """A dataclass with one field for each group, which holds that group's options. said: the help of each."""
+    hints, defaults = hints_of(kind), {field.name: field.default for field in dataclasses.fields(kind)}
+    groups = []
+    for heading, names in groups_of(kind).items():
+        asked = [_argument(name, hints[name], defaults[name], said.get(name, "")) for name in names]
+        group = dataclasses.make_dataclass(heading.replace("-", "_"), asked, kw_only=True)
+        group.__doc__ = ""
+        groups.append((group.__name__, group))
+    return dataclasses.make_dataclass(kind.__name__, groups, kw_only=True)
+
+
+def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any]:
+    """Where there is no default but one in words, the parser shows these behind the text, and no `None`. (Shown in one, they
+    would leave a blank line where they fill their last line.)"""
+    said, word, in_words = said.rpartition(_DEFAULT) if default is None and _DEFAULT in said else (said, "", "")
+    behaviour = f"{word.lstrip()}{in_words}" if default is None else None
+    kind = bool if hint is bool else Annotated[
+        Any,
+        PrimitiveConstructorSpec(
+            nargs=1, metavar=metavar_of(hint), instance_from_str=lambda words: _read(name, words[0], hint),
+            is_instance=lambda _: True, str_from_instance=lambda value: [as_text(value)],
+        ),
+    ]  # fmt: skip
+    told = tyro.conf.arg(help=said, help_behavior_hint=behaviour, aliases=flags_of(name, hint)[1:])
+    return name, Annotated[kind, told], dataclasses.field(default=default)
+
+
+def _read(name: str, text: str, hint: Any) -> Any:
+    """What `text` means; or why it means nothing, which the options say together with all else that is wrong."""
+    try:
+        return checked_value(name, text, hint, typed=True)
+    except OptionError as error:
+        return error
+
+
+def _said_under_fields(kind: type[Any]) -> dict[str, str]:
+    """name -> the text that stands under a field in the source of its class, or of one that it inherits from."""
+    said = {}
+    for owner in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
+        (body,) = (node.body for node in ast.parse(inspect.getsource(owner)).body if isinstance(node, ast.ClassDef))
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                said[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return said
 
 
 def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
     """Raises OptionError for unknown flags, for required ones that are missing, and for words that belong to no flag: the
     parser draws a box around those."""
-    fields = dataclasses.fields(kind)
-    required = {flag for field in fields if field.default is dataclasses.MISSING for flag in flags_of(field.name)}
-    switches = {flag for field in fields if field.type is bool for flag in flags_of(field.name)}
-    known = [flag for field in fields for flag in flags_of(field.name)]
+    flags = {field: flags_of(field.name, field.type) for field in dataclasses.fields(kind)}
+    required = {flag for field in flags if field.default is dataclasses.MISSING for flag in flags[field]}
+    switches = {flag for field in flags if field.type is bool for flag in flags[field]}
+    known = [flag for several in flags.values() for flag in several]
     given = {(flag := word.partition("=")[0]): flag.replace("_", "-") for word in arguments if word.startswith("-")}
     unknown = [flag for flag, word in given.items() if flag[:2] == "--" != flag and word.replace("--no-", "--", 1) not in known]
     if unknown:
@@ -85,7 +152,7 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
         table, source = read_config(Path(config)), f"--config: {config}"
     elif resume is not None:
         table, source = _kept(Path(resume)), f"--resume: {resume}"
-    arguments, table = spelled_out(arguments), one_spelling(table, source)
+    arguments, table = _spelled_out(arguments), _one_spelling(table, source, known.values())
     unknown = sorted(key for key in table if key not in known)
     if unknown:
         raise OptionError(
@@ -97,6 +164,37 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
         for word in _as_arguments(source, key.replace("_", "-"), value, known[key].type is bool)
     ]
     return [*found, *arguments]
+
+
+def _spelled_out(arguments: list[str]) -> list[str]:
+    """`arguments` with `--dtype bf16` in the place of `--bf16`. Raises OptionError where both are there and differ."""
+    if _BF16 not in arguments:
+        return arguments
+    if (dtype := _given(arguments, "--dtype")) not in (None, "bf16"):
+        raise OptionError(f"--bf16 is short for --dtype bf16; found --dtype {dtype} beside it. Leave one of them out.")
+    return ["--dtype=bf16" if word == _BF16 else word for word in arguments]
+
+
+def _one_spelling(table: dict[str, Any], source: str, fields: Iterable[dataclasses.Field[Any]]) -> dict[str, Any]:
+    """Options of a file by the names of their fields: `learning_rate` is `lr`, and `bf16 = true` is `dtype = "bf16"`.
+
+    Raises OptionError where an option stands there in two spellings.
+    """
+    names = {flag.lstrip("-").replace("-", "_"): field.name for field in fields for flag in flags_of(field.name, field.type)}
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        name = names.get(name, name)
+        if name == "bf16":
+            if not isinstance(value, bool):
+                raise OptionError(f"{source}: {key} must be true or false; found {value!r}.")
+            if not value:
+                continue
+            name, value = "dtype", "bf16"
+        if name in found:
+            raise OptionError(f"{source} says {name} twice, in two spellings. Leave one of them out.")
+        found[name] = value
+    return found
 
 
 def kept_options(job: Any) -> dict[str, Any]:

@@ -4,23 +4,22 @@ import dataclasses
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
+from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, OptimizerName, Output, Precision, Settings
 from seqpart.data.classes import count_classes
 from seqpart.data.loaders import test_rows, training_rows
 from seqpart.data.splits import Split, count_tokens
 from seqpart.device.limit import limit_of
 from seqpart.errors import OptionError
-from seqpart.kinds import CACHE_DTYPES, MOST, LrSchedule, Method, OptimizerName, Precision
+from seqpart.fields import PerPartition, nearest
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.settings import Settings
 from seqpart.store.scratch import has_checkpoint
 from seqpart.text import read_text, short
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.values import nearest
 from seqpart.zoo import convolutional, datasets, images, libraries, models
 from seqpart.zoo.loading import called
 
@@ -29,20 +28,10 @@ DIGITS = "the default: scikit-learn's 8 x 8 digits as rows of 64 numbers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Settings):
-    """Train a neural network under a memory limit, one partition at a time.
+class Model:
+    """What is trained, and on what."""
 
-    Without --model and --data: scikit-learn's real digits and a residual MLP whose full training state is twice the limit.
-    """
-
-    method: Method = "sil"
-    """sil (the default: partitions one after the other, approximate), ist (subnets in turn, approximate), or exact training:
-    streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of
-    the three that fits), psl (one pair of scores of the partially-separable loss at a time; a model that ends in separable
-    layers, such as --model psnet)."""
-    optimizer: OptimizerName | tuple[OptimizerName, ...] = "adam"
-    lr_schedule: LrSchedule = "constant"
-    """constant, linear or cosine (down to zero at the last update)."""
+    heading: ClassVar[str] = Data.heading
     model: str = "mlp"
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
@@ -74,18 +63,30 @@ class Job(Settings):
     Transformer blocks of --model gpt. Default: 4."""
     heads: int | None = None
     """Attention heads of --model gpt. Default: 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where more options stand."""
+
+    heading: ClassVar[str] = Files.heading
     config: Path | None = None
     """A TOML file, or a YAML file (.yaml, .yml), with these options as keys; options on the command line win."""
     resume: Path | None = None
     """Go on with the run in this directory (or from one of its checkpoint files), to the bits it would have reached.
     Its options are taken over. Limits, places and --save-every may be others; so may the learning rate, its schedule, clipping,
     weight decay and epochs, which hold from there on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What the command shows, and whether that is all."""
+
+    heading: ClassVar[str] = Output.heading
     dry_run: bool = False
     """Print the plan and train nothing."""
     plan_out: Path | None = None
     """Save the plan as JSON."""
-    plan: Path | None = None
-    """Use the cut and the micro-batch of a plan that --plan-out saved."""
     print_schedule: bool = False
     """Print the first steps of the schedule."""
     quiet: bool = False
@@ -93,8 +94,25 @@ class Job(Settings):
     debug: bool = False
     """Show the traceback of an error."""
 
-    def settings(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Shown, Sources, Settings, Model):
+    """Train a neural network under a memory limit, one partition at a time.
+
+    Without --model and --data: scikit-learn's real digits and a residual MLP whose full training state is twice the limit.
+    """
+
+    heading: ClassVar[str] = Limits.heading
+    method: Method = "sil"
+    """sil (the default: partitions one after the other, approximate), ist (subnets in turn, approximate), or exact training:
+    streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit whole), auto (the fastest of
+    the three that fits), psl (one pair of scores of the partially-separable loss at a time; a model that ends in separable
+    layers, such as --model psnet)."""
+    optimizer: PerPartition[OptimizerName] = "adam"
+    lr_schedule: LrSchedule = "constant"
+    """constant, linear or cosine (down to zero at the last update)."""
+    plan: Path | None = None
+    """Use the cut and the micro-batch of a plan that --plan-out saved."""
 
 
 def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
@@ -104,7 +122,7 @@ def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, T
 
     Raises OptionError, ModelError or DataError for what cannot be honoured.
     """
-    trainer = Trainer(None, **job.settings(), quiet=job.quiet)
+    trainer = Trainer(None, **job.values(), quiet=job.quiet)
     if alone:
         trainer.count_from_start()
     train, test = data_of(job)
@@ -202,7 +220,7 @@ def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) 
     asked = libraries.Asked(
         classes=_outputs(job, train, test), shape=train.shape, seed=job.seed, weights=job.weights,
         partial=job.weights_partial or whole, resumes=resumes,
-        dtype=CACHE_DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
+        dtype=DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
         predicts_tokens=train.tokens and tuple(train.labels.shape[1:]) == train.shape,
     )  # fmt: skip
     made = libraries.made(library, name, asked)

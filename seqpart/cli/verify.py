@@ -7,10 +7,10 @@ from pathlib import Path
 from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job, opened, saved_plan
 from seqpart.cli.sizing import smallest_limit_named
+from seqpart.config import Method
 from seqpart.errors import OptionError
-from seqpart.kinds import Method
+from seqpart.fields import flag_of
 from seqpart.report.reporter import Reporter
-from seqpart.values import flag_of
 from seqpart.verify.verification import verify
 
 
@@ -48,7 +48,7 @@ def verified(arguments: Sequence[str]) -> None:
     if given:
         raise OptionError(f"{', '.join(given)}: verify trains a few updates and keeps nothing. Leave it out.")
     reporter = Reporter(quiet=job.quiet, flags=True)
-    reuse, options = saved_plan(job), job.settings()
+    reuse, options = saved_plan(job), job.values()
     if reuse is not None and not has_flag(given_arguments, "--method"):
         options.pop("method")
     _, trainer, train, test = opened(job, reporter)

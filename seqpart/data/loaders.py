@@ -20,6 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from seqpart.config import Settings
 from seqpart.data.draws import generators_kept
 from seqpart.data.padded import padded, padded_source
 from seqpart.data.padding import Padding
@@ -28,8 +29,7 @@ from seqpart.data.source import RowTaker, Source, SourceReader, kept_type
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, spread, tested_on
 from seqpart.data.workers import Job, Part, empty, fill
 from seqpart.errors import DataError, OptionError
-from seqpart.kinds import values_of
-from seqpart.settings import Settings
+from seqpart.fields import values_of
 
 _FLOOR = -1
 """Rows of an epoch of a stream that is yet to be counted: as many as make whole batches."""

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from seqpart.config import WITH_DIRECTIONS
 from seqpart.device.device import keyed_seed
-from seqpart.kinds import WITH_DIRECTIONS
 from seqpart.methods.labels import SyntheticLabels
 from seqpart.methods.method import SyntheticLoss, Targets
 

@@ -122,17 +122,3 @@ def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: 
                     "--lr-schedule: the scheduler begins without momentum and sets it later, which needs memory that was not "
                     "planned. Let it begin with a small one."
                 )
-
-
-def problems(schedule: str | SchedulerFactory, warmup: int, ema: float | None, method: str, *, recovers: bool) -> Iterator[str]:
-    """What is wrong with settings of rates and averages, and of what they do not go with."""
-    if warmup and not isinstance(schedule, str):
-        yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
-    if ema is None:
-        return
-    if not 0 < ema < 1:
-        yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {ema}"
-    if method == "ist":
-        yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
-    if recovers:
-        yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.capture.tracing import chain_and_loss, chain_of
+from seqpart.config import Settings
 from seqpart.data.classes import are_mixed, count_classes
 from seqpart.data.labels import loss_for
 from seqpart.data.reading import Reading
@@ -20,7 +21,7 @@ from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.device.device import Device, host_memory_free
 from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, measure_runtime, warm_up
 from seqpart.errors import DoesNotFit, OptionError
-from seqpart.kinds import per_partition, values_of
+from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
@@ -43,10 +44,8 @@ from seqpart.profile.machine import existing, measure_speeds
 from seqpart.profile.partition import LossCost
 from seqpart.profile.trials import Trials
 from seqpart.schedule.lengths import Length, length_of, refuse_endless_warmup
-from seqpart.settings import Settings
 from seqpart.store.layout import TensorSpec
 from seqpart.units import format_limit, format_size
-from seqpart.values import as_text
 
 T = TypeVar("T", int, float, str)
 

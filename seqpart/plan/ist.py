@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from seqpart.config import Settings
 from seqpart.device.limit import left_of, limit_for, margin_of, refused
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.methods.ist.method import IST
@@ -21,7 +22,6 @@ from seqpart.plan.preparation import Preparation
 from seqpart.plan.problem import Candidate, Problem
 from seqpart.plan.simulator import simulate
 from seqpart.profile.partition import Parting, PartitionCost, state_layouts
-from seqpart.settings import Settings
 from seqpart.units import format_size
 
 LOCAL_STEPS, GROUP = 20, 64

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import seqpart.plan.problem as planning
+from seqpart.config import Sil, given_of
 from seqpart.data.row_packs import RowPack
 from seqpart.device.limit import margin_of, refused
 from seqpart.errors import DoesNotFit, OptionError
-from seqpart.kinds import OF_SIL, values_of
+from seqpart.fields import flag_of, values_of
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
@@ -36,7 +37,6 @@ from seqpart.profile.partition import PartitionCost, growing, state_layouts
 from seqpart.schedule.phases import Phases, counted
 from seqpart.store.row_file import RowLayout
 from seqpart.units import format_size, parse_size
-from seqpart.values import flag_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +263,7 @@ class Preparation(Inputs):
         return found
 
     def _idle_options(self, count: int) -> list[str]:
-        given = [flag_of(name) for name in OF_SIL if getattr(self.settings, name) is not None]
+        given = list(map(flag_of, given_of(Sil, self.settings)))
         if given and count == 1:
             return [f"without effect on one partition, which has the true loss: {', '.join(given)}"]
         spare = len(self.settings.prototype_scales) - max(1, count - 1)

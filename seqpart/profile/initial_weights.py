@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from seqpart.config import Data
 from seqpart.errors import ModelError, StoreError
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import packed_parts
@@ -16,7 +17,6 @@ from seqpart.model.weight_files import WeightFiles
 from seqpart.model.weight_names import Named, matched, named_tensors, names_in_base
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.fake_mode import FakeMode
-from seqpart.settings import Settings
 from seqpart.store.layout import Layout, TensorSpec
 
 _NAMED = 4
@@ -24,16 +24,16 @@ _NAMED = 4
 
 
 def initial_weights(
-    settings: Settings, trained: Path | None, blocks: Sequence[Block], costs: Sequence[BlockCost], live: LiveModules
+    data: Data, trained: Path | None, blocks: Sequence[Block], costs: Sequence[BlockCost], live: LiveModules
 ) -> "InitialWeights | None":
     """Those that the settings name; or the `trained` ones, of blocks that do not hold theirs. None where there are none."""
-    path = trained or settings.weights
+    path = trained or data.weights
     if path is None or (trained is not None and not live.empty and all(block.alive is not None for block in blocks)):
         return None
     if trained is not None and not trained.exists():
         raise StoreError(f"{trained} cannot be read: it is gone, and blocks take from it what the last fit has trained.")
     return InitialWeights(
-        WeightFiles(path), blocks, [cost.layout for cost in costs], live.empty_tensors, partial=settings.weights_partial,
+        WeightFiles(path), blocks, [cost.layout for cost in costs], live.empty_tensors, partial=data.weights_partial,
         values_stay=trained is not None and not live.empty,  # else no module got back what it has learned
     )  # fmt: skip
 

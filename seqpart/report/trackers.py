@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from seqpart.config import TrackerName
 from seqpart.errors import OptionError
-from seqpart.kinds import TrackerName
 
 
 class Tracker(Protocol):

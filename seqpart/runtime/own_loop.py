@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart.capture.inputs import PADS, Form, in_order, is_several
+from seqpart.config import MOST, Settings
 from seqpart.data.fed_rows import FedRows
 from seqpart.data.loaders import first_batch, is_loader, kept_rows
 from seqpart.data.padded import padded
@@ -25,8 +26,8 @@ from seqpart.data.splits import Split, as_split, first_rows, said_of_labels, sai
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.fields import flag_of, values_of
 from seqpart.interrupts import Interrupts
-from seqpart.kinds import EPOCHS, MOST, values_of
 from seqpart.methods import methods_named
 from seqpart.model.metrics import ComputeMetrics, own_metrics
 from seqpart.plan.preparation import Prepared
@@ -36,9 +37,7 @@ from seqpart.runtime.session import Session
 from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Position
-from seqpart.settings import Settings
 from seqpart.store.row_file import RowLayout
-from seqpart.values import flag_of
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
 _OF_FIT = (
@@ -57,7 +56,7 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
             "full, checkpointed or streamed."
         )
     given = [name for name in _OF_FIT if getattr(settings, name) not in (None, False, "auto")]
-    given += ["epochs"] if settings.epochs != EPOCHS else []
+    given += ["epochs"] if settings.epochs != Settings.epochs else []
     given += ["save_every"] if settings.save_every not in (Settings.save_every, "never") else []
     if given:
         raise OptionError(f"{', '.join(map(flag_of, given))}: a loop of your own decides that itself. Leave it out.")

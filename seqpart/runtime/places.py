@@ -11,13 +11,13 @@ from seqpart.checkpoint.leftovers import tell_leftovers
 from seqpart.checkpoint.resume import ResumePoint
 from seqpart.checkpoint.run_directory import RunDirectory, new_name, refuse_taken
 from seqpart.checkpoint.scratch_directory import open_scratch
+from seqpart.config import Settings
 from seqpart.device.device import describe_versions
 from seqpart.device.timeline import MEMORY
 from seqpart.errors import BadInput, DiskFull, Interrupted, shown
 from seqpart.plan.plan import Plan
 from seqpart.profile.machine import existing
 from seqpart.report.reporter import EVENTS, Reporter
-from seqpart.settings import Settings
 from seqpart.store.atomic import write_text
 from seqpart.store.checksummed import with_checksum
 from seqpart.store.scratch import JOB, PLAN

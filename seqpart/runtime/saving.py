@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import seqpart.checkpoint.manifest as manifests
+from seqpart.config import Files
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import Interrupted, resuming
 from seqpart.interrupts import Interrupts
@@ -20,7 +21,6 @@ from seqpart.runtime.executor import Executor
 from seqpart.runtime.partition import Partition
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.steps import Position
-from seqpart.settings import Settings
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS
 from seqpart.store.store import Store
 
@@ -32,10 +32,10 @@ class Saving:
     """The checkpoints of the run in `root`, whose homes and rows are in `scratch`; `state` says the rest of a position."""
 
     def __init__(
-        self, settings: Settings, state: Callable[[Position, Metrics], dict[str, Any]],
+        self, files: Files, state: Callable[[Position, Metrics], dict[str, Any]],
         *, root: Path, scratch: Path, store: Store, boundaries: Boundaries, reporter: Reporter, interrupts: Interrupts,
     ) -> None:  # fmt: skip
-        self._saves, self._every = settings.saves, settings.saving
+        self._saves, self._every = files.saves, files.saving
         self._state, self._root, self._scratch = state, root, scratch
         self._store, self._boundaries, self._reporter, self._interrupts = store, boundaries, reporter, interrupts
         self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False

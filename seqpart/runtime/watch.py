@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from seqpart.callbacks import BeginEvent, Ending, EpochEvent, EvalEvent, Event, MetricValue, StepEvent, callers
+from seqpart.config import Testing
 from seqpart.device.sampler import Sampler
 from seqpart.model.inspection import without_stop
 from seqpart.model.metrics import Heard, Metrics
@@ -19,7 +20,6 @@ from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.rounds import Rounds
 from seqpart.schedule.steps import Position, Verb
-from seqpart.settings import Settings
 
 
 class Watch:
@@ -29,17 +29,17 @@ class Watch:
     """
 
     def __init__(
-        self, observer: Observer, settings: Settings, sampler: Sampler, state: Kept,
+        self, observer: Observer, asked: Testing, sampler: Sampler, state: Kept,
         pause: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         """pause: what a callback is called in."""
         self._calls, self._pause = callers(observer.callbacks), pause
-        self.evaluations = Evaluations.of(criterion_of(settings.best_by), state.evaluations)
+        self.evaluations = Evaluations.of(criterion_of(asked.best_by), state.evaluations)
         self.ending = Ending()
         why, self._ends_in = state.ending
         """Why, and the stretch of phases whose end was asked for."""
         self.ending.ask(why)
-        self._patience, self._keeps, self._sampler = settings.early_stopping, settings.keep_best, sampler
+        self._patience, self._keeps, self._sampler = asked.early_stopping, asked.keep_best, sampler
         self._metrics = observer.metrics
         self._sums = Metrics() if self._calls["on_step"] or observer.counts_updates else None
         self._over: list[PhaseDone] = []

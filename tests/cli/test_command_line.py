@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from seqpart.__main__ import console
 from seqpart.plan.plan import Plan
-from seqpart.settings import Settings
 from seqpart.train import Job, main
 from tests.command import SMALL, Ran, call, files, refused, run
 
@@ -82,7 +81,8 @@ def said_under_the_fields(kind):
 
 
 def test_every_flag_has_its_help_under_the_field(help_words):
-    said = {**said_under_the_fields(Settings), **said_under_the_fields(Job)}
+    owners = [owner for owner in reversed(Job.__mro__) if dataclasses.is_dataclass(owner)]
+    said = {name: text for owner in owners for name, text in said_under_the_fields(owner).items()}
     assert set(said) == {field.name for field in dataclasses.fields(Job)}
     missing = [name for name, text in said.items() if " ".join(text.split()) not in help_words]
     assert not missing

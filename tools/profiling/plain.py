@@ -38,7 +38,7 @@ from seqpart.model.optimizers import choose
 from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.plan.inputs import limit_of
 from seqpart.report.reporter import Reporter
-from seqpart.kinds import values_of
+from seqpart.fields import values_of
 from seqpart.store.row_file import RowLayout
 from seqpart.model.metrics import Metrics
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job
+from seqpart.config import Ist, Recovery, Sil
 from seqpart.errors import OptionError
-from seqpart.kinds import OF_IST, OF_SIL
+from seqpart.fields import as_text, flag_of
 from seqpart.methods import methods_named
-from seqpart.values import as_text, flag_of
 
 PLAIN = ("full", "checkpointed", "save_on_cpu")
 OURS = ("streamed", "sil", "ist", "auto", "psl", "seqpart:checkpointed", "seqpart:full")
@@ -20,7 +20,8 @@ DEFAULT = "full,checkpointed,save_on_cpu,streamed,sil"
 
 _OWN = ("method", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "quiet", "debug")
 """Options of a single run, which mean nothing here."""
-_SIL_ONLY = (*OF_SIL, "recovery_epochs", "recover", "recovery_batch_size", "recovery_lr")
+_OF_IST = [field.name for field in dataclasses.fields(Ist)]
+_SIL_ONLY = [field.name for group in (Sil, Recovery) for field in dataclasses.fields(group)]
 _PER_PARTITION = ("epochs", "batch_size", "lr", "optimizer")
 
 
@@ -71,7 +72,7 @@ def asked(words: list[str], description: str) -> Question:
 def parsed(arguments: list[str]) -> Job:
     """The options of `python -m seqpart.train`, --config included. Those of one method alone say that it is among the ways."""
     words = gathered(arguments, Job)
-    if any(has_flag(words, flag_of(name)) for name in OF_IST) and not has_flag(words, "--method"):
+    if any(has_flag(words, flag_of(name)) for name in _OF_IST) and not has_flag(words, "--method"):
         words = [*words, "--method=ist"]
     return options_of(Job, words, "profile_memory.py ...")
 
@@ -115,7 +116,7 @@ def job_of(job: Job, way: Way) -> Job:
     defaults = {field.name: field.default for field in dataclasses.fields(Job)}
     changed: dict[str, Any] = {"method": defaults["method"] if way.plain else way.method}
     if way.method != "ist":
-        changed |= dict.fromkeys(OF_IST)
+        changed |= dict.fromkeys(_OF_IST)
     if way.method != "sil":
         changed |= {name: defaults[name] for name in _SIL_ONLY}
     if way.plain or not any(method.cuts for method in methods_named(way.method)):

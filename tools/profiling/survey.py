@@ -13,14 +13,13 @@ from profiling.question import parsed
 from seqpart.cli.job import opened
 from seqpart.device.device import describe_versions
 from seqpart.errors import SeqpartError
-from seqpart.kinds import values_of
+from seqpart.fields import as_text, values_of
 from seqpart.model.blocks import as_chain
 from seqpart.model.optimizers import choose
 from seqpart.plan.inputs import limit_of
 from seqpart.profile.blocks import measure_chain
 from seqpart.profile.machine import measure_speeds, seconds_of
 from seqpart.report.reporter import Reporter
-from seqpart.values import as_text
 
 _ROWS, _WIDTH = 256, 2048
 
