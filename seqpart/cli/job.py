@@ -1,6 +1,7 @@
 """A job: everything that the command line says, and the trainer, data and model that it means."""
 
 import dataclasses
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -97,14 +98,16 @@ class Job(Settings):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
 
 
-def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
+def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
     """The job with what it left open decided, its trainer with the model, training and test data.
 
-    alone: this process does nothing else, and the limit counts from its start.
+    stack: the data are read as in a run, which goes on until it ends. alone: this process does nothing else, and the limit
+    counts from its start.
 
     Raises OptionError, ModelError or DataError for what cannot be honoured.
     """
     trainer = Trainer(None, **job.settings(), quiet=job.quiet)
+    stack.enter_context(trainer.device.running())
     if alone:
         trainer.count_from_start()
     train, test = data_of(job)

@@ -140,10 +140,10 @@ def test_what_needs_the_compiler_has_it_before_the_plan_is_made_and_keeps_its_li
 
 def test_who_imports_the_compiler_while_it_has_a_stand_in_gets_the_real_one(tmp_path):
     code = """
-from seqpart.launch.compiler import without_compiler
+from seqpart.device.compiler import without_compiler
 with without_compiler():
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
-    assert type(torch._dynamo).__module__ == "seqpart.launch.compiler"
+    assert type(torch._dynamo).__module__ == "seqpart.device.compiler"
     import torch._dynamo.eval_frame
     assert torch._dynamo.eval_frame is sys.modules["torch._dynamo.eval_frame"] and torch._dynamo.eval_frame.__spec__.loader
     assert torch.compile(torch.sin, backend="eager")(torch.zeros(2)).sum() == 0
@@ -155,7 +155,7 @@ assert sys.modules["torch._dynamo"].__file__
 
 def test_a_stand_in_leaves_nothing_behind(tmp_path):
     code = """
-from seqpart.launch.compiler import without_compiler
+from seqpart.device.compiler import without_compiler
 before = list(sys.meta_path), set(sys.modules)
 with without_compiler(), without_compiler():
     torch.optim.Adam([nn.Parameter(torch.zeros(2))]).step()
@@ -168,7 +168,7 @@ assert "__dynamo_disable" not in vars(torch.optim.Optimizer.add_param_group.__wr
 def test_a_block_that_asks_for_symbols_gets_them_and_one_that_checks_a_number_needs_none(tmp_path):
     """Attention with a mask of padding loaded sympy, 40 MB, which a limit that a refusal named did not know of."""
     code = """
-from seqpart.launch.compiler import without_symbols
+from seqpart.device.compiler import without_symbols
 before = set(sys.modules)
 with without_symbols():
     torch._check(True, lambda: "never said")

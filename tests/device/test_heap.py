@@ -132,7 +132,6 @@ from torch import nn
 
 libc, device = ctypes.CDLL("libc.so.6"), Device()
 libc.mallinfo2.restype = _Allocated
-device.settle()
 blocks = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(12)]
 
 
@@ -152,7 +151,7 @@ def update():
         del entered
 
 
-with device.heap.kept(1 << 20):
+with device.settled(), device.heap.kept(1 << 20):
     for _ in range(40):
         update()
     heap = libc.mallinfo2()
