@@ -371,14 +371,14 @@ class Trainer:
             settings, reporter = loop_settings(self.settings, folder), Reporter(quiet=self._quiet)
             padding = for_data(self._padding, (example,))
             rows = largest_batch(example, settings, padding)
-            sampler = self._begun(stack, reporter, shares_random=True)
+            opening = ExitStack()
+            sampler = self._begun(stack, reporter, opening)
 
             def prepare(model: object) -> Preparation:
-                with self.device.own_random_state():
-                    return Preparation(
-                        model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
-                        optimizer=self._optimizer, folder=folder, whole=False,
-                    )  # fmt: skip
+                return Preparation(
+                    model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
+                    optimizer=self._optimizer, folder=folder, whole=False,
+                )  # fmt: skip
 
             with told(self.device, "the session was planned"):
                 plan = partial(self._planned, sampler, Preparation.planned)
@@ -390,6 +390,7 @@ class Trainer:
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):
                 loop.begin(run)
+                opening.close()  # the loop draws the caller's random numbers
                 yield loop
                 loop.finish()
             reporter.proof(run.proof())
@@ -403,8 +404,8 @@ class Trainer:
         sampler.known = sampler.peak
         return prepared
 
-    def _begun(self, stack: ExitStack, reporter: Reporter, *, shares_random: bool = False) -> Sampler:
-        """What watches the memory of a run, which `stack` ends. shares_random: the caller draws random numbers meanwhile."""
+    def _begun(self, stack: ExitStack, reporter: Reporter, random: ExitStack | None = None) -> Sampler:
+        """What watches the memory of a run, which `stack` ends. random: ends the run's own random state before that."""
         gc.collect()  # a model that the program has let go of, in a cycle, would count
         stack.enter_context(self.device.running())
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
@@ -412,8 +413,8 @@ class Trainer:
         stack.enter_context(like_ctrl_c())
         stack.callback(reporter.close)
         stack.enter_context(self.device.at_work())
-        if not shares_random:
-            stack.enter_context(self.device.own_random_state())
+        random = stack.enter_context(random or ExitStack())
+        random.enter_context(self.device.own_random_state())
         sampler.start()
         stack.callback(sampler.stop)
         return sampler
