@@ -25,7 +25,6 @@ from seqpart.device.device import Device
 from seqpart.device.limit import told
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.interrupts import end_at_once, like_ctrl_c
-from seqpart.launch.process import without_distributed_tensors
 from seqpart.model.pretrained import MODEL
 from seqpart.plan.plan import Plan
 from seqpart.report.log import printing
@@ -143,7 +142,6 @@ def _train(arguments: list[str], *, alone: bool) -> None:
         with told(Device(), "the data and the model were read"):
             if alone:
                 gc.freeze()  # what libraries have made stays: collections need not look at it
-                without_distributed_tensors()
             asked, (job, trainer, train, test) = job, opened(job, reporter, stack, alone=alone)
         try:
             with smallest_limit_named(asked, trainer, train, test, reuse):

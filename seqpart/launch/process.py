@@ -23,8 +23,9 @@ _PROGRAMS = ("seqpart", "seqpart.train")
 def prepare() -> None:
     """Load torch into a process that does nothing but runs: with less memory, and with threads that do not starve our I/O.
 
-    Raises OptionError where torch is loaded already: then it is too late. A working directory that is gone, and a process that
-    is too small for torch, end the program in words; the libraries would end it in theirs.
+    Distributed tensors cannot be used there. A working directory that is gone, and a process that is too small for torch, end
+    the program in words; the libraries would end it in theirs. Raises OptionError where torch is loaded already: then it is too
+    late.
     """
     if "torch" in sys.modules:
         raise OptionError("seqpart.launch.prepare() comes before torch, and torch is loaded already. Call it first of all.")
@@ -37,6 +38,7 @@ def prepare() -> None:
     if not may_use_gpu():
         sys.meta_path.insert(0, _Notice())  # what is held while torch loads counts too
     _load_torch()
+    _without_distributed_tensors()
 
 
 def prepare_command(*, plans: bool = True) -> None:
@@ -51,8 +53,8 @@ def prepare_command(*, plans: bool = True) -> None:
     prepare()
 
 
-def without_distributed_tensors() -> None:
-    """For a process that does nothing but a run: their package, 7 MB and 0.4 s, is not loaded for fake tensors.
+def _without_distributed_tensors() -> None:
+    """Let fake tensors not load their package, 7 MB and 0.4 s.
 
     With the first of these torch asks, once and for good, which class distributed tensors have. Here it is told one that none
     has: who makes some in this process later could not use them.
@@ -63,8 +65,6 @@ def without_distributed_tensors() -> None:
     from seqpart.device.compiler import without_compiler
 
     name = "torch.distributed.tensor"
-    if name in sys.modules:
-        return
     stand_in = sys.modules[name] = ModuleType(name)
     vars(stand_in)["DTensor"] = type("DTensor", (), {})
     try:

@@ -6,7 +6,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, run
 
 pytestmark = pytest.mark.skipif(not Device().keeps_heap, reason="the C library is not glibc")
-ROOT = Path(__file__).parents[2]
 NETWORK = ("--model", "mlp", "--width", "512", "--depth", "6", "--batch-size", "512", "--epochs", "4")
 
 
