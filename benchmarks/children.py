@@ -82,5 +82,5 @@ def answer(found: object) -> None:
 
 
 def own_settings() -> dict[str, str]:
-    """This process's environment with PyTorch's own settings: importing seqpart has set others for what runs beside a disk."""
+    """This process's environment with PyTorch's own settings, whatever it was started with."""
     return {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "THP_"))}

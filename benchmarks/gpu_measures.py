@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from seqpart.device.card import Hardware
+from seqpart.device.compiler import take_step
 from seqpart.device.device import DOWN, UP, Device
 from seqpart.device.limit import margin_of, measure_runtime, warm_up
 from seqpart.device.pages import aligned, bytes_of
 from seqpart.device.simulated import SimulatedDevice
 from seqpart.device.usage import MemoryUsage
-from seqpart.launch.compiler import take_step
 from seqpart.store.direct import REQUEST, DirectFile
 
 KIB, MIB = 1 << 10, 1 << 20

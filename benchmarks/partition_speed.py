@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.children import InTurn, answer, wait
@@ -27,6 +28,9 @@ PAIRS, WARM = 7, 1
 
 
 def seqpart_worker(folder: Path) -> None:
+    from seqpart.launch import prepare
+
+    prepare()  # before torch: the settings of the command
     import torch
 
     from seqpart import Trainer
@@ -54,10 +58,13 @@ def seqpart_worker(folder: Path) -> None:
 
 
 def plain_worker(*, settled: bool) -> None:
-    if settled:
-        from seqpart.device.device import Device
+    from seqpart.device.device import Device
 
-        Device().settle()
+    with Device().settled() if settled else nullcontext():
+        plain_epochs()
+
+
+def plain_epochs() -> None:
     import torch
     import torch.nn.functional as F
 
@@ -122,7 +129,6 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     from seqpart.zoo.models import ResidualBlock
 
     device = open_device("cpu")
-    device.settle()
     chain = as_chain([lambda: ResidualBlock(WIDTH)] * 20)
     costs, adam = measure_chain(chain, (WIDTH,), 8), choose("adam", lr=1e-4)
     store = Store(folder, device)
@@ -196,10 +202,13 @@ def main() -> None:
     if options.worker:
         return plain_worker(settled=options.worker == "settled")
     from benchmarks.record import save
+    from seqpart.device.device import Device
 
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        result = {"epoch": epochs(Path(folder)), "homes": homes(Path(folder))}
-    epoch, home = result["epoch"], result["homes"]
+        epoch = epochs(Path(folder))
+        with Device().settled():
+            result = {"epoch": epoch, "homes": homes(Path(folder))}
+    home = result["homes"]
     for name, seconds in epoch["median_seconds"].items():
         print(f"one SIL epoch, {name}: {seconds:.2f} s")
     print(

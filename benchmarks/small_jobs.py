@@ -85,9 +85,12 @@ def layers(job: Job) -> Iterator[Any]:
 
 
 def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
-    from seqpart import Trainer  # before torch: then it has the settings that seqpart gives it
-    import torch  # isort: skip
+    from seqpart.launch import prepare
 
+    prepare()  # before torch: the settings of the command
+    import torch
+
+    from seqpart import Trainer
     from seqpart.report.reporter import Reporter
     from seqpart.schedule.events import PhaseBegun, PhaseDone
     from seqpart.schedule.phase import PhaseKind

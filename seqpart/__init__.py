@@ -4,22 +4,7 @@ from seqpart import Trainer
 Trainer(model, mem_limit="2GB", method="sil").fit(train, test)
 """
 
-import os
-import sys
 from typing import TYPE_CHECKING, Any
-
-# Read by the libraries when they load, so set before torch. OpenMP's threads that wait spin for microseconds, which small steps
-# need, and then sleep: spinning on they would starve the I/O threads. Tensors aligned for huge pages leave holes in a heap that
-# is kept (seqpart/device/heap.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
-
-if "torch" not in sys.modules:
-    try:
-        os.getcwd()  # noqa: PTH109 (pathlib is not needed for it)
-    except OSError as error:  # the matrix library would end the process while torch loads, in words of its own
-        sys.stderr.write(f"seqpart: the working directory cannot be used: {error.strerror}. Go to one that exists.\n")
-        sys.exit(6)
 
 from seqpart.errors import (
     BadInput,
@@ -31,10 +16,6 @@ from seqpart.errors import (
     StoreError,
     VerifyMismatch,
 )
-from seqpart.launch.gpu_tables import release_when_loaded as _release_when_loaded
-
-if "torch" not in sys.modules:
-    _release_when_loaded()  # what a process held while torch was loading counts too
 
 if TYPE_CHECKING:
     from seqpart.config import Settings

@@ -21,13 +21,9 @@ def console() -> None:
     """`seqpart train`, `plan` (a dry run), `verify`, `report` or `doctor`. Leaves with the exit code."""
     command, *arguments = sys.argv[1:] or [""]
     if command in COMMANDS:
-        if command in PLANNING:
-            from seqpart.device.heap import restarted
+        from seqpart.launch.process import prepare_command
 
-            restarted()
-        from seqpart.device.process_limits import load_torch
-
-        load_torch()
+        prepare_command(plans=command in PLANNING)
         from seqpart.train import run_command
 
         sys.exit(run_command(command, arguments))

@@ -7,13 +7,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 if __name__ == "__main__":
-    from seqpart.device.heap import restarted
-    from seqpart.device.process_limits import load_torch
+    from seqpart.launch.process import prepare_command
 
-    restarted()  # before torch is loaded
-    load_torch()
+    prepare_command()  # before torch is loaded
 
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
 from seqpart.cli.doctor import doctor
@@ -26,7 +25,6 @@ from seqpart.device.device import Device
 from seqpart.device.limit import told
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.interrupts import end_at_once, like_ctrl_c
-from seqpart.launch.compiler import without_distributed_tensors
 from seqpart.model.pretrained import MODEL
 from seqpart.plan.plan import Plan
 from seqpart.report.log import printing
@@ -140,18 +138,18 @@ def _train(arguments: list[str], *, alone: bool) -> None:
     reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet, flags=True)
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)
-    with told(Device(), "the data and the model were read"):
-        if alone:
-            gc.freeze()  # what libraries have made stays: collections need not look at it
-            without_distributed_tensors()
-        asked, (job, trainer, train, test) = job, opened(job, reporter, alone=alone)
-    try:
-        with smallest_limit_named(asked, trainer, train, test, reuse):
-            _carried_out(job, trainer, train, test, reuse, reporter)
-    except (DataError, ModelError) as error:
-        if ":" in job.model and not job.resume and not has_flag(arguments, "--data"):
-            error.add_note(f"no --data given: digits, {DIGITS}.")
-        raise
+    with ExitStack() as stack:
+        with told(Device(), "the data and the model were read"):
+            if alone:
+                gc.freeze()  # what libraries have made stays: collections need not look at it
+            asked, (job, trainer, train, test) = job, opened(job, reporter, stack, alone=alone)
+        try:
+            with smallest_limit_named(asked, trainer, train, test, reuse):
+                _carried_out(job, trainer, train, test, reuse, reporter)
+        except (DataError, ModelError) as error:
+            if ":" in job.model and not job.resume and not has_flag(arguments, "--data"):
+                error.add_note(f"no --data given: digits, {DIGITS}.")
+            raise
 
 
 def _carried_out(job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None, reporter: Reporter) -> None:

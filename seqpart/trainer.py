@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
-
 from seqpart.arguments import (
     refuse_labels_as_test,
     refuse_no_loss,
@@ -27,7 +25,6 @@ from seqpart.data.reading import with_fewer_workers
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.device.limit import limit_of, told
 from seqpart.device.opening import open_device
-from seqpart.device.process_limits import one_thread, refuse_poor_surroundings
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import Interrupted, OptionError
@@ -102,7 +99,6 @@ class Trainer:
         self, model: object, loss: LossChoice = None, optimizer: str | Build | None = None,
         *, padding: Padding | None = None, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
     ) -> None:  # fmt: skip
-        refuse_poor_surroundings(torch.get_num_threads() - 1)
         refuse_no_modules(model)
         refuse_no_loss(loss)
         refuse_optimizer(optimizer)
@@ -130,7 +126,6 @@ class Trainer:
         self.settings = settings
         load(settings.trackers)  # the plan is to see what they hold
         self._held = highest()
-        self.device.settle()
         self._sampler: Sampler | None = None
         self._asked: tuple[Settings, Settings] | None = None
         """The settings with what the last loader said, and without."""
@@ -151,7 +146,7 @@ class Trainer:
         dry: no file of any name is made for that, not for a moment.
         """
         gc.collect()
-        with one_thread(), self.device.at_work(), ExitStack() as stack:
+        with self.device.running(), self.device.at_work(), ExitStack() as stack:
             prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
 
@@ -376,14 +371,14 @@ class Trainer:
             settings, reporter = loop_settings(self.settings, folder), Reporter(quiet=self._quiet)
             padding = for_data(self._padding, (example,))
             rows = largest_batch(example, settings, padding)
-            sampler = self._begun(stack, reporter, shares_random=True)
+            opening = ExitStack()
+            sampler = self._begun(stack, reporter, opening)
 
             def prepare(model: object) -> Preparation:
-                with self.device.own_random_state():
-                    return Preparation(
-                        model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
-                        optimizer=self._optimizer, folder=folder, whole=False,
-                    )  # fmt: skip
+                return Preparation(
+                    model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
+                    optimizer=self._optimizer, folder=folder, whole=False,
+                )  # fmt: skip
 
             with told(self.device, "the session was planned"):
                 plan = partial(self._planned, sampler, Preparation.planned)
@@ -395,6 +390,7 @@ class Trainer:
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):
                 loop.begin(run)
+                opening.close()  # the loop draws the caller's random numbers
                 yield loop
                 loop.finish()
             reporter.proof(run.proof())
@@ -408,17 +404,17 @@ class Trainer:
         sampler.known = sampler.peak
         return prepared
 
-    def _begun(self, stack: ExitStack, reporter: Reporter, *, shares_random: bool = False) -> Sampler:
-        """What watches the memory of a run, which `stack` ends. shares_random: the caller draws random numbers meanwhile."""
+    def _begun(self, stack: ExitStack, reporter: Reporter, random: ExitStack | None = None) -> Sampler:
+        """What watches the memory of a run, which `stack` ends. random: ends the run's own random state before that."""
         gc.collect()  # a model that the program has let go of, in a cycle, would count
+        stack.enter_context(self.device.running())
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
-        stack.enter_context(one_thread())
         stack.enter_context(like_ctrl_c())
         stack.callback(reporter.close)
         stack.enter_context(self.device.at_work())
-        if not shares_random:
-            stack.enter_context(self.device.own_random_state())
+        random = stack.enter_context(random or ExitStack())
+        random.enter_context(self.device.own_random_state())
         sampler.start()
         stack.callback(sampler.stop)
         return sampler

@@ -11,9 +11,13 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # other tests need the processors that waiting threads would spin on
 
-from seqpart.device.device import Device, describe_versions  # before torch: seqpart sets what torch reads when it loads
+from seqpart.launch.process import prepare_command
 
-import torch  # isort: skip
+prepare_command(plans=False)  # before torch: most tests are about the command's own process
+
+import torch  # noqa: E402
+
+from seqpart.device.device import Device, describe_versions  # noqa: E402
 
 # No test depends on time: a law that is checked slowly on a busy machine is no broken law.
 settings.register_profile("seqpart", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,7 +17,12 @@ import time
 from itertools import count
 from pathlib import Path
 
-from seqpart import Trainer  # before torch: seqpart sets what torch reads when it loads
+if __name__ == "__main__":
+    from seqpart.launch import prepare
+
+    prepare()  # before torch is loaded
+
+from seqpart import Trainer
 from seqpart.checkpoint.run_directory import RunDirectory
 from seqpart.errors import Interrupted
 from seqpart.methods.ist.parting import Parting

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from seqpart.device.device import Device  # before torch: seqpart sets what torch reads when it loads
-
-import torch  # isort: skip
+import torch
 
 from seqpart.checkpoint.manifest import load, restore, save
 from seqpart.data.boundary_cache import Boundaries
+from seqpart.device.device import Device
 from seqpart.device.pages import PAGE, aligned
 from seqpart.store import row_file
 from seqpart.store.host_pool import HostPool

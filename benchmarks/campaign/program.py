@@ -10,6 +10,11 @@ second=K:FOLDER            another thread calls fit, and must be refused
 kill=K                     it is killed
 """
 
+if __name__ == "__main__":
+    from seqpart.launch.process import prepare_command
+
+    prepare_command(plans=False)  # before torch is loaded
+
 import os
 import resource
 import signal
@@ -20,6 +25,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 import seqpart.cli.job
 from benchmarks.campaign.optimizers import OPTIMIZERS
 from seqpart import train
@@ -27,8 +34,6 @@ from seqpart.callbacks import BeginEvent, StepEvent
 from seqpart.errors import SeqpartError
 from seqpart.runtime.result import Result
 from seqpart.trainer import Trainer
-
-import torch  # isort: skip (behind seqpart, which holds less while torch loads)
 
 MODULE = "benchmarks.campaign.program"
 

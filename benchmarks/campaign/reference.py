@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import numpy as np
+import torch
 from profiling.plain import Program
 from profiling.question import job_of, parsed, way_named
 from profiling.trace import StepLog
@@ -23,9 +25,6 @@ from benchmarks.campaign.program import changes_of, divided, values_of
 from seqpart.cli.job import Job
 from seqpart.device.device import Device
 from seqpart.model.metrics import Metrics
-
-import numpy as np  # isort: skip
-import torch  # isort: skip
 
 
 class Keyed(Program):

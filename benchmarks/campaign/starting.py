@@ -140,11 +140,9 @@ class Starter:
 
 
 def serve() -> None:
+    importlib.import_module("seqpart.launch").prepare()  # else forked runs begin with all that torch brings
     importlib.import_module(COMMAND)
     importlib.import_module("torch._dynamo")  # every run brings it, with the first optimizer: half of so short a one
-    importlib.import_module(
-        "seqpart.device.device"
-    ).Device().settle()  # else forked runs begin with all that torch brings, and dynamo
     gc.collect()
     gc.freeze()
     pipe = os.dup(1)

@@ -29,9 +29,9 @@ def doctor(arguments: Sequence[str]) -> None:
     if not options.offload_dir.is_dir():
         raise OptionError(f"--offload-dir: expected a directory; {options.offload_dir} is none.")
     device = open_device(options.device)
-    device.settle()
-    warm_up(device)
-    runtime = measure_runtime(device)
+    with device.running():
+        warm_up(device)
+        runtime = measure_runtime(device)
     usage = MemoryUsage(device)
     read, write = probe_disk(options.offload_dir)
     rows = {

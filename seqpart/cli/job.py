@@ -1,6 +1,7 @@
 """A job: everything that the command line says, and the trainer, data and model that it means."""
 
 import dataclasses
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -115,14 +116,16 @@ class Job(Shown, Sources, Settings, Model):
     """Use the cut and the micro-batch of a plan that --plan-out saved."""
 
 
-def opened(job: Job, reporter: Reporter, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
+def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
     """The job with what it left open decided, its trainer with the model, training and test data.
 
-    alone: this process does nothing else, and the limit counts from its start.
+    stack: the data are read as in a run, which goes on until it ends. alone: this process does nothing else, and the limit
+    counts from its start.
 
     Raises OptionError, ModelError or DataError for what cannot be honoured.
     """
     trainer = Trainer(None, **job.values(), quiet=job.quiet)
+    stack.enter_context(trainer.device.running())
     if alone:
         trainer.count_from_start()
     train, test = data_of(job)

@@ -1,6 +1,7 @@
 """`seqpart verify`: what its options say, and what it refuses."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +52,10 @@ def verified(arguments: Sequence[str]) -> None:
     reuse, options = saved_plan(job), job.values()
     if reuse is not None and not has_flag(given_arguments, "--method"):
         options.pop("method")
-    _, trainer, train, test = opened(job, reporter)
-    options |= {"weights": trainer.settings.weights, "weights_partial": trainer.settings.weights_partial}
-    with smallest_limit_named(job, trainer, train, test, reuse):
+    with ExitStack() as stack:
+        _, trainer, train, test = opened(job, reporter, stack)
+        options |= {"weights": trainer.settings.weights, "weights_partial": trainer.settings.weights_partial}
+        stack.enter_context(smallest_limit_named(job, trainer, train, test, reuse))
         verify(
             trainer.model, train, steps=job.steps, reference=job.reference, reuse=reuse, sweep=job.sweep, reporter=reporter,
             **options,

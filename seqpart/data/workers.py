@@ -26,7 +26,8 @@ from seqpart.data.reader import Ints
 from seqpart.data.source import RowTaker, Source, SourceReader
 from seqpart.device.device import Device
 from seqpart.device.pages import bytes_of
-from seqpart.device.usage import highest, read_process, set_mark_back
+from seqpart.device.process_limits import set_mark_back
+from seqpart.device.usage import highest, read_process
 from seqpart.errors import DataError, OutOfMemory, SeqpartError
 from seqpart.units import format_size
 

@@ -1,5 +1,8 @@
 """What devices with memory of their own have in common, whether they are there or simulated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from seqpart.device.device import Device
@@ -16,8 +19,10 @@ class Accelerator(Device):
     growth = 64 << 20
     """Kernel workspaces, and what the caching allocator loses to fragments."""
 
-    def settle(self) -> None:
+    @contextmanager
+    def settled(self) -> Iterator[None]:
         """The limit caps its allocator; the processor's memory is no matter of it."""
+        yield
 
     def own(self, host: torch.Tensor) -> torch.Tensor:
         return self.upload(host)

@@ -27,13 +27,20 @@ class CudaDevice(Accelerator):
         self.torch = torch.device("cuda", index)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.torch)
-        # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
-        # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
-        torch.backends.cudnn.benchmark = False
         self._share = torch.cuda.get_per_process_memory_fraction(self.torch)
         """Of the card, that the program allows itself: no cap of ours is wider, and it is put back."""
         self._copies = {way: torch.cuda.Stream(self.torch) for way in (UP, DOWN)}  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.torch)  # the context is made here, so that NVML knows this process from the start
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        # The library picks cuDNN plans by the memory that is free on the real card: a plan made for 80 GB
+        # breaks a 2 GB limit, so no benchmarking. See PyTorch issue 69688.
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
 
     @property
     def name(self) -> str:

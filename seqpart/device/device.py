@@ -18,10 +18,10 @@ import torch
 
 from seqpart.device import cgroups
 from seqpart.device.card import Hardware
+from seqpart.device.gpu_tables import release_gpu_tables
 from seqpart.device.heap import RETURNED_FROM, Heap
 from seqpart.device.pages import aligned
-from seqpart.device.process_limits import room, room_left
-from seqpart.launch.gpu_tables import release_gpu_tables
+from seqpart.device.process_limits import files_and_threads, in_run, room, room_left
 
 _ALLOCATION_FAILED = (
     "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread",
@@ -82,10 +82,24 @@ class Device:
         """Bytes of it that this process has, where nobody else can say that."""
         return 0
 
-    def settle(self) -> None:
-        """Make freed memory leave the process at once, and put down what only a GPU would need."""
-        self.heap.settle()
-        release_gpu_tables()
+    def running(self) -> AbstractContextManager[None]:
+        """Around a run, from its plan to its proof: what it needs of the process, which is as it was when the last run ends.
+
+        Raises OptionError where another thread is in a run, or the process may not do what one needs.
+        """
+        return in_run(self.kind, self._changes)
+
+    @contextmanager
+    def _changes(self) -> Iterator[None]:
+        with files_and_threads(torch.get_num_threads() - 1), self.settled():
+            yield
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, freed memory leaves the process at once. What only a GPU would need leaves it for good."""
+        with self.heap.returned():
+            release_gpu_tables()
+            yield
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 buffer on the device, page-aligned, owned by the caller."""

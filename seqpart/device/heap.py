@@ -10,20 +10,20 @@ these pieces into a cache of small pieces (tcache), from where small objects tak
 hole which is those bytes too small for the next one of its size. So a heap grew to 1.3 to 1.7 times what is alive at once where
 a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in each update, and
 7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. Without that cache, as the
-command starts itself (`restarted`), 1.0 to 1.4 times were seen, and 1.9 where 31 MB were alive; and up to 2.0 where nearly as
-many bytes of gradients come in a backward pass as of activations go, in other sizes: 1.18 times what is alive and those that
+command starts itself (seqpart/launch), 1.0 to 1.4 times were seen, and 1.9 where 31 MB were alive; and up to 2.0 where nearly
+as many bytes of gradients come in a backward pass as of activations go, in other sizes: 1.18 times what is alive and those that
 replace others. See benchmarks/LOG.md.
 The heap is made larger than that from the beginning, where the limit has room for it: then the prediction holds whatever the
 holes are. A smaller one is tried too, and of all the room that the limit has. Should it grow beyond that until memory runs
-out, the run goes on without it. Tensors aligned for huge pages would double the holes, hence THP_MEM_ALLOC_ENABLE=0 in
-seqpart/__init__.py.
+out, the run goes on without it. Tensors aligned for huge pages would double the holes: THP_MEM_ALLOC_ENABLE, which is off by
+default.
 """
 
 import ctypes
 import mmap
 import os
+import re
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +33,20 @@ from seqpart.errors import OptionError
 
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = 1, -1, -3, -4, -8
 _MMAP_THRESHOLD = 65536
+_OWN = {
+    _M_MMAP_THRESHOLD: ("mmap_threshold", 32 << 20), _M_TRIM_THRESHOLD: ("trim_threshold", 64 << 20),
+    _M_MMAP_MAX: ("mmap_max", 1 << 16), _M_MXFAST: ("mxfast", 128), _M_ARENA_MAX: ("arena_max", 8 * (os.cpu_count() or 1)),
+}  # fmt: skip
+"""What a run sets: glibc's name for it, and its own value. It cannot be read, and its two thresholds grow with what is freed,
+until somebody sets them: to these, where a tensor of 32 MB or several have come and gone."""
+_TRIM_THRESHOLD = 1 << 20
+"""Bytes that may be free at the heap's end: with 128 KiB, as glibc begins, streaming took 7 % more pages."""
 RETURNED_FROM = _MMAP_THRESHOLD - 112
 """Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
 _MOST_MAPPINGS = 1 << 30
 _FOR_ONE, _FOR_SEVERAL, _STREAMED, _LEAST_FOR_ONE = 2, 3, 5, 1.5
 _LEAST_WITHOUT_CACHE, _MORE = 1.4, 16 << 20
 """Without the cache: the least for one partition, and the most bytes beside 1.5 times what is alive."""
-_TUNABLES, _NO_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
-_PROGRAMS = ("seqpart", "seqpart.train")
 _CACHED, _IN_CACHE = 1000, 16
 """Bytes of a piece that glibc's cache takes, of which it holds up to 7 of one size."""
 _PIECE = 64 << 10
@@ -75,19 +81,6 @@ def least_heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bo
 def _with_holes(alive: int) -> int:
     """Bytes of a heap without the cache."""
     return alive * 3 // 2 + min(alive // 2, _MORE)
-
-
-def restarted() -> None:
-    """Start this program anew without glibc's cache of small pieces, which is read when a process begins: before torch loads.
-
-    Does nothing where it began so, where the user has set it, without glibc, within another program (a notebook's %run), and
-    where help is asked for.
-    """
-    tunables, words = os.environ.get(_TUNABLES, ""), {word.rpartition("/")[2] for word in sys.orig_argv}
-    if _libc is None or _NO_CACHE in tunables or words.isdisjoint(_PROGRAMS) or not words.isdisjoint(("-h", "--help")):
-        return
-    os.environ[_TUNABLES] = ":".join(filter(None, (tunables, f"{_NO_CACHE}=0")))
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class _Symbol(ctypes.Structure):
@@ -158,6 +151,13 @@ def pieces_join() -> bool:
     return bool(_libc.mallinfo2().in_use < before - (_IN_CACHE - 1) * _CACHED)
 
 
+def _given(name: str, own: int) -> int:
+    """What the environment says of a setting of glibc's, as one of its tunables or as a variable; `own` without."""
+    words = os.environ.get("GLIBC_TUNABLES", "").split(":") + [f"{key}={value}" for key, value in os.environ.items()]
+    found = (re.fullmatch(rf"(?:glibc\.malloc\.{name}|MALLOC_{name.upper()}_?)=(\d+)", word) for word in words)
+    return next((int(one[1]) for one in found if one), own)
+
+
 class Heap:
     """The C library's heap, of which a process has one. Without glibc nothing is done: the meter still holds the limit."""
 
@@ -166,8 +166,11 @@ class Heap:
     def __init__(self) -> None:
         self._kept = False
 
-    def settle(self) -> None:
-        """Let memory leave the process as soon as it is free. By default glibc keeps 225-290 MB of it.
+    @contextmanager
+    def returned(self) -> Iterator[None]:
+        """Inside, memory leaves the process as soon as it is free: by default glibc keeps 225-290 MB of it. Behind it glibc has
+        its own settings again, or those of the environment; but its thresholds no longer move, and its arenas stay one where it
+        has counted them meanwhile.
 
         Raises OptionError where the process has another allocator: what that keeps is not predicted, and passes limits.
         """
@@ -176,8 +179,18 @@ class Heap:
                 f"expected the C library's own allocator, found that of {other}: how much free memory it keeps cannot be "
                 "predicted, so no limit on CPU would hold. Start without it (env -u LD_PRELOAD ...)."
             )
+        self._return_memory()
+        try:
+            yield
+        finally:
+            if _libc is not None:
+                for setting, (name, own) in _OWN.items():
+                    _libc.mallopt(setting, _given(name, own))
+
+    def _return_memory(self) -> None:
         if _libc is not None:
             _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+            _libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
             _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
             _libc.mallopt(_M_ARENA_MAX, 1)
             if pieces_join():
@@ -216,8 +229,7 @@ class Heap:
             yield
         finally:
             self._kept = False
-            _libc.mallopt(_M_TRIM_THRESHOLD, _MMAP_THRESHOLD)
-            self.settle()
+            self._return_memory()
             self.trim()
 
 

@@ -10,12 +10,12 @@ import psutil
 import torch
 
 from seqpart.device import cgroups
+from seqpart.device.compiler import take_step, without_compiler
 from seqpart.device.device import Device
 from seqpart.device.pages import PAGE
 from seqpart.device.process_limits import room
 from seqpart.device.usage import MemoryUsage, read_process
 from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
-from seqpart.launch.compiler import take_step, without_compiler
 from seqpart.units import format_limit, format_size, parse_size
 
 _SLACK = 16 << 20

@@ -3,9 +3,8 @@ these end the process, each in its own words."""
 
 import contextlib
 import resource
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from seqpart.errors import OptionError
@@ -23,19 +22,9 @@ _LIMITS = {
 """As the process began: a run sets one itself."""
 
 
-def load_torch() -> None:
-    """Import it, or end the program in words where this process may not be large enough for it."""
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        small = [flag for flag, (_, name) in _SIZES.items() if name in _LIMITS]
-        if not small or "map" not in str(error):
-            raise
-        sys.stderr.write(
-            f"seqpart: PyTorch does not fit into this process, whose size is limited (ulimit {' '.join(small)}): {error}. "
-            "Allow more; what a run itself may take is said by --mem-limit.\n"
-        )
-        sys.exit(OptionError.exit_code)
+def limited_sizes() -> list[str]:
+    """Flags of ulimit by which the size of this process is limited."""
+    return [flag for flag, (_, name) in _SIZES.items() if name in _LIMITS]
 
 
 def room() -> int:
@@ -54,49 +43,75 @@ def _figure(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-class _Holder:
-    """The thread that trains, and how many runs it is in: a session, and in a callback an evaluation."""
+def set_mark_back() -> bool:
+    """Let VmHWM begin anew at what is held now; False where that cannot be: /proc is read-only."""
+    try:
+        with open("/proc/self/clear_refs", "wb", buffering=0) as marks:
+            marks.write(b"5")
+    except OSError:
+        return False
+    return True
+
+
+class _Runs:
+    """The thread that trains, how many runs it is in (a session, and in a callback an evaluation), and what they changed."""
 
     def __init__(self) -> None:
-        self.lock, self.thread, self.runs = threading.Lock(), 0, 0
+        self.lock, self.thread, self.count = threading.Lock(), 0, 0
+        self.changes, self.kinds = contextlib.ExitStack(), set[str]()
 
 
-_HOLDER = _Holder()
+_RUNS = _Runs()
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Around a run. Raises OptionError while another thread is in one: the limit on memory, signal handlers, random numbers and
-    the allocator's settings are those of the process, and whoever ended first would take them from the other."""
+def in_run(kind: str, changes: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Around a run on a device of that kind. `changes` of the process are made by the first of those that overlap, and undone
+    with the last.
+
+    Raises OptionError while another thread is in one: the limit on memory, signal handlers, random numbers and the allocator's
+    settings are those of the process, and whoever ended first would take them from the other.
+    """
     me = threading.get_ident()
-    with _HOLDER.lock:
-        if _HOLDER.runs and _HOLDER.thread != me:
+    with _RUNS.lock:
+        if _RUNS.count and _RUNS.thread != me:
             raise OptionError(
                 "another thread of this program is in a fit, plan, evaluate or session of seqpart, and the memory limit is one "
                 "on the whole process. Wait until it is over (a threading.Lock around both), or start a process for each: "
                 "multiprocessing.get_context('spawn')."
             )
-        _HOLDER.thread, _HOLDER.runs = me, _HOLDER.runs + 1
+        _RUNS.thread, _RUNS.count = me, _RUNS.count + 1
+    try:
+        if kind not in _RUNS.kinds:
+            _RUNS.changes.enter_context(changes())
+            _RUNS.kinds.add(kind)
+        yield
+    finally:
+        if _RUNS.count == 1:
+            _RUNS.kinds.clear()
+            _RUNS.changes.close()
+        with _RUNS.lock:
+            _RUNS.count -= 1
+
+
+@contextlib.contextmanager
+def files_and_threads(computing: int) -> Iterator[None]:
+    """Inside, the process may open the files of a run. Raises OptionError where it may not, or may not start the threads.
+
+    computing: threads that the libraries start beside ours.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < FILES
+    if few and hard != resource.RLIM_INFINITY and hard < FILES:
+        raise OptionError(f"this process may open {hard} files, and a run needs {FILES}. Allow more: ulimit -n {FILES}.")
+    _try_threads(THREADS + computing)
+    if few:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
     try:
         yield
     finally:
-        with _HOLDER.lock:
-            _HOLDER.runs -= 1
-
-
-def refuse_poor_surroundings(computing: int) -> None:
-    """Raises OptionError. `computing`: threads that the libraries start beside ours."""
-    _allow_files()
-    _try_threads(THREADS + computing)
-
-
-def _allow_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= FILES:
-        return
-    if hard != resource.RLIM_INFINITY and hard < FILES:
-        raise OptionError(f"this process may open {hard} files, and a run needs {FILES}. Allow more: ulimit -n {FILES}.")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
+        if few:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _try_threads(count: int) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from seqpart.device.device import Device
 from seqpart.device.nvml import NvmlUsage
+from seqpart.device.process_limits import set_mark_back
 
 _FELL = 1 << 20
 """Bytes of file pages."""
@@ -182,16 +183,6 @@ def _field(text: bytes, name: bytes) -> int:
     at = text.find(name)
     begin = at + len(name)
     return int(text[begin : text.index(b"k", begin)]) * 1024 if at >= 0 else 0
-
-
-def set_mark_back() -> bool:
-    """Let VmHWM begin anew at what is held now; False where that cannot be: /proc is read-only."""
-    try:
-        with open("/proc/self/clear_refs", "wb", buffering=0) as marks:
-            marks.write(b"5")
-    except OSError:
-        return False
-    return True
 
 
 class Reservations:

@@ -1,1 +1,9 @@
-"""What only our own process may do before torch loads: keeping the compiler and NVIDIA's tables out of memory."""
+"""What only a process that does nothing but runs may do before torch loads, as the command's own does.
+
+from seqpart.launch import prepare  # before torch
+prepare()
+"""
+
+from seqpart.launch.process import prepare
+
+__all__ = ["prepare"]

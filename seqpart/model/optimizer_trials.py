@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
 from seqpart.interrupts import put_off
-from seqpart.launch.compiler import take_step, without_compiler
 from seqpart.store.layout import DTYPES, TensorSpec, spec_of
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from seqpart.device.compiler import without_compiler
 from seqpart.errors import OptionError
-from seqpart.launch.compiler import without_compiler
 from seqpart.model.optimizer_trials import (
     Build,
     State,

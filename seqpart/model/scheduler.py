@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
-from seqpart.launch.compiler import take_step, without_compiler
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from seqpart.device.compiler import enter, leave, without_compiler
 from seqpart.errors import ModelError
 from seqpart.interrupts import put_off
-from seqpart.launch.compiler import enter, leave, without_compiler
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import beside, listed
 from seqpart.model.packs import has_gradients

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from seqpart.device.card import Hardware
+from seqpart.device.compiler import take_step
 from seqpart.device.device import DOWN, UP, Device
-from seqpart.launch.compiler import take_step
 from seqpart.model.optimizers import Optimizer
 from seqpart.profile.partition import PartitionCost
 from seqpart.store.direct import probe_disk

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from seqpart.device.compiler import back_propagate, without_symbols
 from seqpart.device.device import Device
 from seqpart.device.heap import page_faults, seconds_per_fault
 from seqpart.device.limit import Grant
@@ -23,7 +24,6 @@ from seqpart.device.pages import round_up
 from seqpart.device.usage import HighWater, Reservations
 from seqpart.errors import ModelError
 from seqpart.interrupts import put_off
-from seqpart.launch.compiler import back_propagate, without_symbols
 from seqpart.model.asking import generators_left_alone
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import Kind, remembered, structure_of

@@ -16,9 +16,9 @@ import torch
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, BatchReader, ReaderThread, open_reader
 from seqpart.data.row_packs import PackReader, PackWriter, RowPack
+from seqpart.device.compiler import back_propagate
 from seqpart.device.device import Device
 from seqpart.errors import ModelError, OptionError
-from seqpart.launch.compiler import back_propagate
 from seqpart.methods.ist.statistics import as_it_is, observed
 from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
 from seqpart.model.metrics import Heard, Metrics

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from seqpart.data.reader import Batch
-from seqpart.launch.compiler import back_propagate
+from seqpart.device.compiler import back_propagate
 from seqpart.model.losses import element_pair
 from seqpart.model.packs import Pack
 from seqpart.runtime.partition import Partition

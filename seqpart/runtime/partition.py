@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from seqpart.device.compiler import take_step, without_symbols
 from seqpart.device.device import Device
-from seqpart.launch.compiler import take_step, without_symbols
 from seqpart.methods.ist.statistics import Around, EarlierBuffers, as_it_is
 from seqpart.model.blocks import Block, Tied
 from seqpart.model.clipping import GradientNorm

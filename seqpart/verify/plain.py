@@ -15,8 +15,8 @@ from torch import nn
 
 from seqpart.capture.tracing import judged_output, run_on_rows
 from seqpart.data.reader import Batch, open_reader
+from seqpart.device.compiler import take_step
 from seqpart.device.pages import aligned
-from seqpart.launch.compiler import take_step
 from seqpart.methods.method import PartitionLoss
 from seqpart.model.blocks import Block
 from seqpart.model.reductions import Verdict

@@ -119,6 +119,7 @@ def verify(
             return Variant.planned("limited", trainer(), train, reuse=reuse), trainer
 
         asked = Trainer(model, loss, optimizer, quiet=True, **options)
+        stack.enter_context(asked.device.running())
         sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(model, asked.device.kind))
         model = stack.enter_context(KeptModes(model))
         limited, trainer = first_that_fits(stack, model, sizes, planned)

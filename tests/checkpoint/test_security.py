@@ -30,13 +30,13 @@ ATTRIBUTES = {
     ("builtins", "eval"), ("yaml", "unsafe_load"), ("yaml", "full_load"), ("yaml", "Loader"), ("yaml", "UnsafeLoader"),
     ("yaml", "FullLoader"), ("yaml", "load_all"),
 }  # fmt: skip
-IMPORTS_BY_NAME = {"zoo.loading", "launch.compiler"}
+IMPORTS_BY_NAME = {"zoo.loading", "device.compiler"}
 """Where the user's own `package.module:function` is imported, as the command line names it; and torch's own compiler."""
 
 PLAIN_YAML = {"cli.config_file"}
 """Where YAML is read by a SafeLoader, which makes plain values alone; test_bad_options gives it a tag that calls."""
 
-BEGINS_ANEW = {"device.heap"}
+BEGINS_ANEW = {"launch.process"}
 """Where the command starts itself again: the words that it was started with, and nothing that it has read."""
 
 

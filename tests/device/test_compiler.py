@@ -140,10 +140,10 @@ def test_what_needs_the_compiler_has_it_before_the_plan_is_made_and_keeps_its_li
 
 def test_who_imports_the_compiler_while_it_has_a_stand_in_gets_the_real_one(tmp_path):
     code = """
-from seqpart.launch.compiler import without_compiler
+from seqpart.device.compiler import without_compiler
 with without_compiler():
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
-    assert type(torch._dynamo).__module__ == "seqpart.launch.compiler"
+    assert type(torch._dynamo).__module__ == "seqpart.device.compiler"
     import torch._dynamo.eval_frame
     assert torch._dynamo.eval_frame is sys.modules["torch._dynamo.eval_frame"] and torch._dynamo.eval_frame.__spec__.loader
     assert torch.compile(torch.sin, backend="eager")(torch.zeros(2)).sum() == 0
@@ -155,7 +155,7 @@ assert sys.modules["torch._dynamo"].__file__
 
 def test_a_stand_in_leaves_nothing_behind(tmp_path):
     code = """
-from seqpart.launch.compiler import without_compiler
+from seqpart.device.compiler import without_compiler
 before = list(sys.meta_path), set(sys.modules)
 with without_compiler(), without_compiler():
     torch.optim.Adam([nn.Parameter(torch.zeros(2))]).step()
@@ -168,7 +168,7 @@ assert "__dynamo_disable" not in vars(torch.optim.Optimizer.add_param_group.__wr
 def test_a_block_that_asks_for_symbols_gets_them_and_one_that_checks_a_number_needs_none(tmp_path):
     """Attention with a mask of padding loaded sympy, 40 MB, which a limit that a refusal named did not know of."""
     code = """
-from seqpart.launch.compiler import without_symbols
+from seqpart.device.compiler import without_symbols
 before = set(sys.modules)
 with without_symbols():
     torch._check(True, lambda: "never said")
@@ -187,11 +187,11 @@ assert sys.modules["torch.fx.experimental.symbolic_shapes"].__file__
     assert "sympy" in said(tmp_path, code)[0]
 
 
-def test_the_command_s_own_process_loads_no_distributed_tensors_and_others_may_use_them(tmp_path):
-    code = "import sys; from seqpart.train import main; main({}); print('torch.distributed.tensor' in sys.modules)"
-    for alone, told in (("", "False"), ("sys.argv[1:]", "True")):
+def test_a_process_of_our_own_loads_no_distributed_tensors_and_others_may_use_them(tmp_path):
+    code = "import sys; {}from seqpart.train import main; main(); print('torch.distributed.tensor' in sys.modules)"
+    for prepared, told in (("from seqpart.launch import prepare; prepare(); ", "False"), ("", "True")):
         done = subprocess.run(
-            [sys.executable, "-c", code.format(alone), *SMALL, "--dry-run"], cwd=tmp_path, env=ENVIRONMENT,
+            [sys.executable, "-c", code.format(prepared), *SMALL, "--dry-run"], cwd=tmp_path, env=ENVIRONMENT,
             capture_output=True, text=True, timeout=SECONDS, check=False,
         )  # fmt: skip
         assert done.stdout.splitlines()[-1] == told, done.stderr

@@ -254,17 +254,16 @@ def test_the_versions_name_what_a_bug_report_needs():
 def test_once_settled_freed_memory_leaves_the_process():
     """In a process of its own: the allocator's settings hold for all of it. One late block pins a heap that is not settled."""
     program = """
-import sys, torch
+import contextlib, sys, torch
 from seqpart.device.device import Device
 from seqpart.device.usage import read_process
-if sys.argv[1] == "settled":
-    Device().settle()
-before = read_process().anon
-many = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1000)]
-last = torch.ones(100_000, dtype=torch.uint8)
-full = read_process().anon
-del many
-print(full - before, read_process().anon - before)
+with Device().settled() if sys.argv[1] == "settled" else contextlib.nullcontext():
+    before = read_process().anon
+    many = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1000)]
+    last = torch.ones(100_000, dtype=torch.uint8)
+    full = read_process().anon
+    del many
+    print(full - before, read_process().anon - before)
 """
 
     def kept(how):

@@ -1,13 +1,11 @@
 """The heap that a plan with room keeps: fewer pages from the kernel, the peak that was predicted, the same bits."""
 
 import json
-import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +16,6 @@ from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, run
 
 pytestmark = pytest.mark.skipif(not Device().keeps_heap, reason="the C library is not glibc")
-ROOT = Path(__file__).parents[2]
 NETWORK = ("--model", "mlp", "--width", "512", "--depth", "6", "--batch-size", "512", "--epochs", "4")
 
 
@@ -132,7 +129,6 @@ from torch import nn
 
 libc, device = ctypes.CDLL("libc.so.6"), Device()
 libc.mallinfo2.restype = _Allocated
-device.settle()
 blocks = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(12)]
 
 
@@ -152,7 +148,7 @@ def update():
         del entered
 
 
-with device.heap.kept(1 << 20):
+with device.settled(), device.heap.kept(1 << 20):
     for _ in range(40):
         update()
     heap = libc.mallinfo2()
@@ -172,30 +168,6 @@ def test_a_heap_has_fewer_holes_without_the_cache_of_small_pieces(tmp_path):
         held.append(int(done.stdout.split()[1]))
     assert joined == ["False", "True"] * 2
     assert min(held[1::2]) < max(held[::2])  # where the heap begins differs, and with it how pieces are cut
-
-
-STARTS = """
-import os
-with open("starts", "a") as file:
-    print(os.environ.get("GLIBC_TUNABLES", ""), file=file)
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "starts"),
-    [
-        ("", ["", "glibc.malloc.tcache_count=0"]),
-        ("glibc.malloc.perturb=0", ["glibc.malloc.perturb=0", "glibc.malloc.perturb=0:glibc.malloc.tcache_count=0"]),
-        ("glibc.malloc.tcache_count=3", ["glibc.malloc.tcache_count=3"]),
-    ],
-)
-@pytest.mark.few(1)
-def test_the_command_begins_anew_without_that_cache_unless_the_user_has_set_it(given, starts, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(STARTS)
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "GLIBC_TUNABLES": given}
-    command = [sys.executable, "-m", "seqpart.train", *NETWORK, "--mem-limit", "1GB", "--method", "full", "--dry-run"]
-    subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
-    assert (tmp_path / "starts").read_text().splitlines() == starts
 
 
 OTHER_ALLOCATOR = r"""

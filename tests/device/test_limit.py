@@ -206,16 +206,15 @@ def test_what_is_done_before_a_plan_takes_no_more_than_the_least_peak(tmp_path):
     if not meter.works:
         pytest.skip("/proc is read-only: the kernel's mark cannot be set back")
 
-    Device().heap.settle()  # as runs do: what was free before would hide what is taken
-
     def work():
         warm_up(Device())
         measure_speeds(Device(), chosen("adam", 0.1, 0.0, 0.0, 0.9), 256, tmp_path)
 
-    work()  # libraries are loaded, and threads started
-    held = meter.restart()
-    work()
-    assert 1 << 20 < meter.peak() - held <= WARM_UP_BYTES
+    with Device().settled():  # as in a run: what was free before would hide what is taken
+        work()  # libraries are loaded, and threads started
+        held = meter.restart()
+        work()
+        assert 1 << 20 < meter.peak() - held <= WARM_UP_BYTES
 
 
 def test_the_proof_says_all_in_one_line():

@@ -218,7 +218,7 @@ def test_too_few_files_are_one_message(tmp_path):
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="takes root, to become a user with a limit")
 def test_too_few_threads_are_refused_in_words():
     """A number of processes is limited for users other than root; the one here may read what root may."""
-    code = "from seqpart.device.process_limits import refuse_poor_surroundings as refuse; refuse(1)"
+    code = "from seqpart.device.process_limits import files_and_threads; files_and_threads(1).__enter__()"
     may = ["+dac_override,+dac_read_search"]
     user = ["setpriv", "--reuid", "54321", "--clear-groups", "--inh-caps", *may, "--ambient-caps", *may]
     line = f"ulimit -u 3; OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 exec '{sys.executable}' -c '{code}'"

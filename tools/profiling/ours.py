@@ -1,6 +1,12 @@
 """A child process: one method of seqpart, under the limit. `python -m profiling.ours WAY FOLDER [options of a job]`"""
 
+if __name__ == "__main__":
+    from seqpart.launch import prepare
+
+    prepare()  # before torch is loaded
+
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +68,9 @@ def main() -> None:
     reporter = Tracing(log)
     try:
         job = job_of(parsed(arguments), way)
-        job, trainer, train, test = opened(job, reporter)
-        result = trainer.fit(train, test, reporter=reporter)
+        with ExitStack() as stack:
+            job, trainer, train, test = opened(job, reporter, stack)
+            result = trainer.fit(train, test, reporter=reporter)
     except DoesNotFit as error:
         answer.write(place / "answer.json", answer.NO_ROOM, asked=error.smallest, message=error.with_flags)
     except (LimitExceeded, OutOfMemory) as error:

@@ -4,11 +4,6 @@ Of seqpart it takes what both sides must share to be comparable, the model with 
 order, and nothing of how seqpart trains: no executor, no plan, no limit. PyTorch's own settings, whole model on the device.
 """
 
-import os
-
-os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # as it is for seqpart
-import torch  # noqa: I001 (before seqpart, whose settings for OpenMP this program must not have)
-
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -18,29 +13,30 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from profiling import answer
 from profiling.question import Way, job_of, parsed, way_named
 from profiling.trace import StepLog
-from seqpart.data.reader import windows
-from seqpart.model.blocks import as_chain
-from seqpart.device.opening import open_device
-from seqpart.device.device import Device
-from seqpart.errors import SeqpartError
-from seqpart.device.usage import read_process
-from seqpart.data.classes import count_classes
-from seqpart.data.splits import Split, write_rows
 from seqpart.cli.job import Job, data_of, model_of
+from seqpart.data.classes import count_classes
+from seqpart.data.reader import windows
+from seqpart.data.splits import Split, write_rows
+from seqpart.device.device import Device
+from seqpart.device.opening import open_device
+from seqpart.device.usage import read_process
+from seqpart.errors import SeqpartError
+from seqpart.fields import values_of
+from seqpart.model.blocks import as_chain
 from seqpart.model.losses import label_dtype, loss_named
+from seqpart.model.metrics import Metrics
 from seqpart.model.optimizers import choose
-from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.plan.inputs import limit_of
 from seqpart.report.reporter import Reporter
-from seqpart.fields import values_of
+from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.store.row_file import RowLayout
-from seqpart.model.metrics import Metrics
 
 
 class Rows:

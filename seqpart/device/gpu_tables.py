@@ -11,7 +11,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -45,27 +44,9 @@ class _Mapping:
         return self.end - self.start
 
 
-class _Notice:
-    """Among the finders of modules: notices that torch's libraries are loaded, and finds nothing."""
-
-    def find_spec(self, *_: object) -> None:
-        if "torch._C" in sys.modules:
-            sys.meta_path.remove(self)
-            if release_gpu_tables():
-                _forget_the_copying()
-
-
-def _forget_the_copying() -> None:
-    """Let the kernel's mark of the most memory begin anew: it counts file pages, of which there were many for a moment. What
-    was held before, the tables and torch's libraries, is less than all of torch is."""
-    with suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as marks:
-        marks.write(b"5")
-
-
-def release_when_loaded() -> None:
-    """Where no GPU can be in use: as soon as torch's libraries are there, before the rest of torch is loaded on top."""
-    if not any(path.exists() for path in _DRIVER_FILES):
-        sys.meta_path.insert(0, _Notice())
+def may_use_gpu() -> bool:
+    """Whether the driver is there."""
+    return any(path.exists() for path in _DRIVER_FILES)
 
 
 @cache

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from seqpart.device import gpu_tables
+from seqpart.device.gpu_tables import _gpu_tables, _Mapping, _release
 from seqpart.device.usage import read_process
-from seqpart.launch import gpu_tables
-from seqpart.launch.gpu_tables import _gpu_tables, _Mapping, _release
 
 SIZE = 8 << 20
 LIBC = ctypes.CDLL(None)
@@ -83,12 +83,12 @@ def test_only_mappings_that_lie_within_one_library_are_taken():
 def test_a_process_with_cuda_libraries_loses_their_tables_and_ends_well():
     program = """
 import torch
-from seqpart.launch.gpu_tables import _gpu_tables, _mappings
+from seqpart.device.gpu_tables import _gpu_tables, _mappings
 from seqpart.device.device import Device
 from seqpart.device.usage import read_process
 promised, before = sum(mapping.anonymous for mapping in _gpu_tables(_mappings())), read_process().anon
-Device().settle()
-torch.nn.Linear(64, 64)(torch.ones(8, 64)).sum().backward()
+with Device().settled():
+    torch.nn.Linear(64, 64)(torch.ones(8, 64)).sum().backward()
 print(promised, before - read_process().anon)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)

@@ -28,7 +28,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 COMPILER = "torch._dynamo"
 _UNCOMPILED = (
@@ -98,24 +97,6 @@ def leave() -> None:
     _inside -= 1
     if not _inside and _PARTS in sys.meta_path:
         _give_way(_STAND_INS)
-
-
-def without_distributed_tensors() -> None:
-    """For a process that does nothing but a run: their package, 7 MB and 0.4 s, is not loaded for fake tensors.
-
-    With the first of these torch asks, once and for good, which class distributed tensors have. Here it is told one that none
-    has: who makes some in this process later could not use them.
-    """
-    name = "torch.distributed.tensor"
-    if name in sys.modules:
-        return
-    stand_in = sys.modules[name] = ModuleType(name)
-    vars(stand_in)["DTensor"] = type("DTensor", (), {})
-    try:
-        with without_compiler(), FakeTensorMode():
-            torch.empty(1).uniform_()
-    finally:
-        del sys.modules[name]
 
 
 class _StandIn(ModuleType):

@@ -1,0 +1,76 @@
+"""The command's process before torch loads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqpart.launch.process import VARIABLES
+from tests.command import ENVIRONMENT, SECONDS, SMALL
+
+ROOT = Path(__file__).parents[2]
+STARTS = """
+import os
+with open("starts", "a") as file:
+    print(os.environ.get("GLIBC_TUNABLES", ""), file=file)
+"""
+
+
+def printed(tmp_path, code, **environment):
+    clean = {name: value for name, value in ENVIRONMENT.items() if name not in VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=clean | environment, capture_output=True, text=True, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("given", "starts"),
+    [
+        ("", ["", "glibc.malloc.tcache_count=0"]),
+        ("glibc.malloc.perturb=0", ["glibc.malloc.perturb=0", "glibc.malloc.perturb=0:glibc.malloc.tcache_count=0"]),
+        ("glibc.malloc.tcache_count=3", ["glibc.malloc.tcache_count=3"]),
+    ],
+)
+@pytest.mark.few(1)
+def test_the_command_begins_anew_without_glibcs_cache_unless_the_user_has_set_it(given, starts, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(STARTS)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "GLIBC_TUNABLES": given}
+    command = [sys.executable, "-m", "seqpart.train", *SMALL, "--method", "full", "--dry-run"]
+    subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
+    assert (tmp_path / "starts").read_text().splitlines() == starts
+
+
+def test_a_script_may_have_the_process_of_the_command(tmp_path):
+    """With what the user has set, and without the tables that torch's libraries bring."""
+    code = """
+import json, os, sys
+from seqpart.launch import prepare
+finders = list(sys.meta_path)
+prepare()
+from seqpart.device.gpu_tables import _gpu_tables, _mappings
+left = sum(mapping.anonymous for mapping in _gpu_tables(_mappings()))
+print(json.dumps([os.environ["GOMP_SPINCOUNT"], os.environ["THP_MEM_ALLOC_ENABLE"], "torch" in sys.modules,
+    sys.meta_path[: len(finders)] == finders, left if not os.path.exists("/dev/nvidiactl") else 0]))
+"""
+    assert printed(tmp_path, code, GOMP_SPINCOUNT="7") == ["7", VARIABLES["THP_MEM_ALLOC_ENABLE"], True, True, 0]
+
+
+def test_it_is_refused_where_torch_is_loaded_already(tmp_path):
+    code = """
+import json, os, torch
+from seqpart.launch import prepare
+from seqpart import SeqpartError
+before = dict(os.environ)
+try:
+    prepare()
+except SeqpartError as error:
+    print(json.dumps([str(error), dict(os.environ) == before]))
+"""
+    said, unchanged = printed(tmp_path, code)
+    assert said.startswith("seqpart.launch.prepare() comes before torch") and unchanged
