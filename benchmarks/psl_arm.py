@@ -15,7 +15,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import PhaseKind
 from seqpart.zoo import datasets
-from seqpart.zoo.convolutional import lenet, psnet
+from seqpart.zoo.models import lenet, psnet
 
 NETWORKS = {"lenet": lenet, "psnet": psnet}
 LOSSES = {"nll": "cross-entropy", "psl": "psl"}

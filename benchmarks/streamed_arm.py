@@ -162,8 +162,7 @@ def idle(arm: str) -> None:
     from seqpart.model.metrics import Metrics
     from seqpart.runtime.compute import Compute
     from seqpart.runtime.partition import Partition
-    from seqpart.store.store import Store
-    from seqpart.store.transfer import Transfer
+    from seqpart.store.store import Store, Transfer
 
     if arm == "compute":
         real_get, real_put = Store.begin_get, Store.begin_put

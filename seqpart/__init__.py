@@ -20,7 +20,7 @@ from seqpart.errors import (
 if TYPE_CHECKING:
     from seqpart.config import Settings
     from seqpart.data.padding import Padding
-    from seqpart.model.empty import parameters_on_meta
+    from seqpart.model.weight_files import parameters_on_meta
     from seqpart.runtime.result import Evaluation, Result
     from seqpart.trainer import Trainer
 
@@ -47,12 +47,12 @@ def __getattr__(name: str) -> Any:
     if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "parameters_on_meta"):
         from seqpart import config, trainer
         from seqpart.data import padding
-        from seqpart.model import empty
+        from seqpart.model import weight_files
         from seqpart.runtime import result
 
         globals().update(
             Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=config.Settings,
-            Trainer=trainer.Trainer, parameters_on_meta=empty.parameters_on_meta,
+            Trainer=trainer.Trainer, parameters_on_meta=weight_files.parameters_on_meta,
         )  # fmt: skip
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ import sys
 from difflib import get_close_matches
 
 from seqpart.errors import BadInput, StoreError
-from seqpart.report.output import lasting_output
+from seqpart.report.terminal import lasting_output
 
 COMMANDS = {
     "train": "train a model under a memory limit: seqpart train --mem-limit 2GB",

@@ -25,14 +25,12 @@ from seqpart.device.device import Device
 from seqpart.device.limit import told
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.interrupts import end_at_once, like_ctrl_c
-from seqpart.model.pretrained import MODEL
+from seqpart.model.weight_files import MODEL
 from seqpart.plan.plan import Plan
-from seqpart.report.log import printing
-from seqpart.report.output import lasting_output
 from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter
-from seqpart.report.terminal import fitted
-from seqpart.runtime.places import refuse_small_disk, refuse_taken_places
+from seqpart.report.terminal import fitted, lasting_output, printing
+from seqpart.runtime.homes import refuse_small_disk, refuse_taken_places
 from seqpart.schedule.steps import steps_of, to_text
 from seqpart.store.atomic import write_text
 from seqpart.trainer import Trainer

@@ -18,8 +18,7 @@ from seqpart.arguments import (
 )
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
 from seqpart.config import Settings
-from seqpart.data.loaders import test_rows, training_rows, with_loader
-from seqpart.data.longest import for_data
+from seqpart.data.loaders import for_data, test_rows, training_rows, with_loader
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
@@ -32,15 +31,14 @@ from seqpart.fields import values_of
 from seqpart.interrupts import like_ctrl_c
 from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
-from seqpart.model.adapter import is_adapted
+from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice
 from seqpart.model.metrics import ComputeMetrics, own_metrics
-from seqpart.model.modes import KeptModes
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
-from seqpart.model.quantized_intake import PlainTensors
-from seqpart.model.separation import Separation
-from seqpart.model.tiling import first_that_fits, possible_tile, sizes_to_try
+from seqpart.model.quantized import PlainTensors
+from seqpart.model.tiling import Separation, first_that_fits, possible_tile, sizes_to_try
+from seqpart.model.weight_files import is_adapted
 from seqpart.options import Options
 from seqpart.plan.ist import preparation_of
 from seqpart.plan.plan import Plan
@@ -49,12 +47,11 @@ from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter, WarningsAlone, figures
 from seqpart.report.trackers import load
 from seqpart.runtime.evaluation import evaluated, evaluation_settings
-from seqpart.runtime.fitting import carry_out, with_average
+from seqpart.runtime.homes import refuse_taken_places
 from seqpart.runtime.observer import BeforeUpdate, Observer
 from seqpart.runtime.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
 from seqpart.runtime.pauses import PlanAnew, let_learn
-from seqpart.runtime.places import refuse_taken_places
-from seqpart.runtime.result import Evaluation, Result
+from seqpart.runtime.result import Evaluation, Result, carry_out, with_average
 from seqpart.runtime.run_trace import traced
 from seqpart.runtime.session import Session
 from seqpart.runtime.tracking import tracked

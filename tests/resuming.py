@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from seqpart import Trainer
 from seqpart.checkpoint.run_directory import RunDirectory
 from seqpart.errors import Interrupted
-from seqpart.methods.ist.parting import Parting
+from seqpart.methods.ist.moving import Parting
 from seqpart.plan.preparation import Preparation
 from seqpart.report.reporter import Reporter
 from seqpart.runtime import homes

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.architectures.rows import CLASSES
 from seqpart.model import SeparableLinear
-from seqpart.zoo import convolutional as networks
+from seqpart.zoo import models as networks
 
 Blocks = list[Callable[[], nn.Module]]
 WIDTH = 256

@@ -12,7 +12,7 @@ import xxhash
 
 from seqpart.checkpoint.manifest import CHECKPOINT
 from seqpart.checkpoint.marker import MARKER
-from seqpart.store.checksummed import with_checksum
+from seqpart.store.atomic import with_checksum
 
 Place = tuple[str | int, ...]
 """Where something stands in JSON: the names and numbers that lead to it."""

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from seqpart.model.tiled_modules import Tiled
+from seqpart.model.tiling import Tiled
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MANY = 800

@@ -21,9 +21,8 @@ from seqpart.model.blocks import Chain, as_chain, refuse_without_values
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
-from seqpart.model.separation import Score
 from seqpart.model.tensors import with_tensors
-from seqpart.model.tiling import tile_of
+from seqpart.model.tiling import Score, tile_of
 from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
 
 _ROWS, _OTHER_ROWS = 4, 6

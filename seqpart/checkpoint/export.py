@@ -10,7 +10,7 @@ from seqpart.device.pages import aligned, bytes_of, round_up
 from seqpart.files import remove
 from seqpart.model.blocks import Block
 from seqpart.model.optimizers import AVERAGE
-from seqpart.model.weight_names import named_tensors
+from seqpart.model.weight_files import named_tensors
 from seqpart.profile.blocks import BlockCost
 from seqpart.store.direct import REQUEST, DirectFile, explained
 from seqpart.store.layout import Layout, TensorSpec, encode_header

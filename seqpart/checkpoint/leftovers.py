@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from seqpart.checkpoint.marker import LOCK, MARKER, Marker, lives, locked, marker_of
-from seqpart.checkpoint.publication import finish_publishing
+from seqpart.checkpoint.marker import LOCK, MARKER, Marker, finish_publishing, lives, locked, marker_of
 from seqpart.errors import StoreError, shown
 from seqpart.files import Folder, folder_inside
 from seqpart.store.scratch import clear_scratch, has_checkpoint, named_scratch, scratch_bytes

@@ -25,8 +25,7 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.errors import CorruptFile, OptionError, resuming, shown
 from seqpart.files import made, opened, remove
 from seqpart.schema import Digest, PathText, Whole, as_type, matching, word_of
-from seqpart.store.atomic import write_synced
-from seqpart.store.checksummed import checked_body, with_checksum
+from seqpart.store.atomic import checked_body, with_checksum, write_synced
 from seqpart.store.direct import explained, sync
 from seqpart.store.layout import DTYPES, Layout
 from seqpart.store.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES, ROWS

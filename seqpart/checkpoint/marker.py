@@ -4,6 +4,7 @@ A directory that was copied or moved carries the marker of another place, and on
 `id`: what belongs to whom is then not known.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -16,10 +17,12 @@ from typing import Literal
 
 import msgspec
 
-from seqpart.errors import DirectoryUnusable
-from seqpart.files import PRIVATE, Folder
+from seqpart.errors import CorruptFile, DirectoryUnusable
+from seqpart.files import PRIVATE, Folder, remove
 from seqpart.schema import Digest, PathText, Whole, as_type
-from seqpart.store.atomic import write_text
+from seqpart.store.atomic import checked_body, unusable, with_checksum, write_text
+from seqpart.store.direct import sync
+from seqpart.store.scratch import NEW, PUBLISHING
 from seqpart.text import parsed
 
 MARKER = "seqpart-run.json"
@@ -136,3 +139,57 @@ def _in_use(root: Path) -> DirectoryUnusable:
 
 def is_half_written_marker(name: str) -> bool:
     return re.fullmatch(rf"{re.escape(MARKER)}(\.seqpart-[0-9a-f]{{8}})?\.part", name) is not None
+
+
+_RESULT = re.compile(r"\w[\w.-]*")
+
+
+def latest(root: Path, name: str) -> Path:
+    """Where the run in `root` wrote its result `name`: while it replaces an earlier run's, beside that one."""
+    new = root / (name + NEW)
+    return new if new.exists() else root / name
+
+
+def is_begun_anew(root: Path) -> bool:
+    """Whether a run was to replace the results in `root`, and was killed before it did."""
+    return any(root.glob("*" + NEW))
+
+
+def publish(root: Path) -> None:
+    """Let the new results take the place of the earlier ones. Raises StoreError."""
+    try:
+        with Folder.at(root) as folder:
+            new = [name for name in folder.names() if name.endswith(NEW)]
+        for name in new:
+            sync(root / name)
+        if new:
+            write_text(root / PUBLISHING, with_checksum("results", [name.removesuffix(NEW) for name in new]))
+            finish_publishing(root)
+    except OSError as error:
+        raise unusable(error, root) from None
+
+
+def finish_publishing(root: Path) -> None:
+    """Go on where a killed run was letting its results take their places. The caller holds the lock of `root`.
+
+    Raises CorruptFile where the list of them is damaged, OSError where they cannot be moved.
+    """
+    try:
+        with Folder.at(root) as folder:
+            names = checked_body("results", folder.read(PUBLISHING)[0])
+        if not all(isinstance(name, str) and _RESULT.fullmatch(name) for name in names):
+            raise ValueError
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ELOOP, errno.EISDIR, errno.ESPIPE):
+            raise
+        raise CorruptFile(
+            f"{root / PUBLISHING} is damaged: its run was killed while results took their places, and which is not known. "
+            f"Look at the files in {root} that end in {NEW}, then remove it.", root / PUBLISHING,
+        ) from None  # fmt: skip
+    for name in names:
+        if (root / (name + NEW)).exists():
+            (root / (name + NEW)).replace(root / name)
+    sync(root)
+    remove(root / PUBLISHING)

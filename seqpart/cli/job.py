@@ -21,8 +21,8 @@ from seqpart.store.scratch import has_checkpoint
 from seqpart.text import read_text, short
 from seqpart.trainer import Trainer
 from seqpart.units import format_size
-from seqpart.zoo import convolutional, datasets, images, libraries, models
-from seqpart.zoo.loading import called
+from seqpart.zoo import datasets, images, libraries, models
+from seqpart.zoo.libraries import called
 
 DIGITS = "the default: scikit-learn's 8 x 8 digits as rows of 64 numbers"
 """What whoever gave no --data has not heard of."""
@@ -177,7 +177,7 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
     _refuse_misplaced(job)
     if job.model in ("lenet", "psnet"):
         try:
-            return getattr(convolutional, job.model)(train.shape, classes), None
+            return getattr(models, job.model)(train.shape, classes), None
         except OptionError as error:
             error.add_note(f"found {_found(job, train)}. Give --data mnist, emnist, idx:DIR or folder:DIR.")
             raise

@@ -23,10 +23,9 @@ from seqpart.device.accelerator import Accelerator
 from seqpart.device.caching_allocator import CachingAllocator
 from seqpart.device.card import Hardware
 from seqpart.device.device import DOWN, UP
-from seqpart.device.ordering import HOST, Memory, Unordered, act, touch
 from seqpart.device.pages import aligned, watched
 from seqpart.device.streams import COMPUTING, Event, Stream, Streams
-from seqpart.device.watching import Used, Watching, waits
+from seqpart.device.watching import HOST, Memory, Unordered, Used, Watching, act, touch, waits
 
 _COPIES = {UP: "the stream of copies to the device", DOWN: "the stream of copies home"}
 

@@ -31,8 +31,8 @@ from seqpart.integrations.hf_arguments import (
     wanted_of,
 )
 from seqpart.integrations.hf_callbacks import Relay
+from seqpart.integrations.hf_data import Predictions
 from seqpart.integrations.hf_optimizers import Given, OwnOptimizer
-from seqpart.integrations.hf_predictions import Predictions
 from seqpart.options import Options
 from seqpart.runtime.result import Result
 

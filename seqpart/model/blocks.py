@@ -17,8 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from seqpart.device.device import Device
 from seqpart.errors import ModelError
-from seqpart.model.inspection import beside, left_as_they_are, packed_in, structure_of
-from seqpart.model.modes import said_of
+from seqpart.model.inspection import beside, left_as_they_are, packed_in, said_of, structure_of
 from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.store.layout import stride_of
 from seqpart.units import format_size

@@ -5,7 +5,7 @@ and a layout like weights do, so it must be known ahead: a step on tensors of th
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from seqpart.device.compiler import without_compiler
 from seqpart.errors import OptionError
@@ -277,3 +278,29 @@ def _described(name: str, build: Build, is_known: bool) -> Optimizer:
         name or type(optimizer).__name__, build, options, tuned,
         has_rate=any("lr" in group for group in optimizer.param_groups), is_known=is_known,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNorm:
+    """Of one gradient."""
+
+    norm: torch.Tensor
+    dtype: torch.dtype
+    """The gradient's; the norm of a complex one is real."""
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> "GradientNorm":
+        return cls(torch.linalg.vector_norm(gradient), gradient.dtype)
+
+
+def total_norm(norms: Sequence[GradientNorm]) -> torch.Tensor | None:
+    """The norm of all gradients, a scalar, of norms in the order of the model's parameters; None where there are none."""
+    if not norms:
+        return None
+    order: Sequence[int] = range(len(norms))
+    if len({one.dtype for one in norms}) > 1:
+        like: list[torch.Tensor | None] = [torch.empty(0, dtype=one.dtype, device=one.norm.device) for one in norms]
+        groups = _group_tensors_by_device_and_dtype([like], with_indices=True)
+        order = [place for _, places in groups.values() for place in places]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[place].norm for place in order]))
+    return total

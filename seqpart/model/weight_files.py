@@ -1,19 +1,28 @@
-"""Tensors of safetensors files by name: of one file, or of all that the index of a directory names. Read piece by piece."""
+"""Weights in safetensors files: their names, what a model begins with, tensors without memory, and what is written back."""
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import safe_open
+from torch import nn
 
 from seqpart.device.pages import bytes_of
 from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.files import opened
+from seqpart.model.blocks import Block
+from seqpart.model.tensors import tensors_of
 from seqpart.store.direct import explained
-from seqpart.store.layout import DTYPES, TensorSpec, decode_entries
+from seqpart.store.layout import DTYPES, Layout, TensorSpec, decode_entries
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -168,3 +177,208 @@ def _refuse_types(head: bytes, path: Path) -> None:
         return  # it is damaged, which is found when it is decoded
     if unknown := sorted(map(str, found - set(DTYPES))):
         raise ModelError(f"{path} holds tensors of type {', '.join(unknown)}, which have no home. Convert them.")
+
+
+Modules = Callable[[Block], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor of the model's state_dict. pieces: blocks whose homes it is in, and where it lies there; several have its rows
+    one after the other."""
+
+    name: str
+    pieces: tuple[tuple[Block, TensorSpec], ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0][1].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        (_, first), *others = self.pieces
+        return (sum(spec.shape[0] for _, spec in self.pieces), *first.shape[1:]) if others else first.shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for _, spec in self.pieces)
+
+
+def named_tensors(blocks: Sequence[Block], layouts: Sequence[Layout], module_of: Modules) -> Iterator[Named]:
+    """The model's, widest elements first so that no tensor of a file is misaligned.
+
+    A state_dict leaves some buffers out and may name one parameter twice: it decides, by identity.
+    """
+    found = []
+    for block, layout in zip(blocks, layouts, strict=True):
+        module, place = module_of(block), {spec.name: spec for spec in layout.specs}
+        tensors = tensors_of(module)
+        source = {id(tensor): (block, place[name]) for name, tensor in block.own(tensors).items() if name in place}
+        for tie in block.tied:  # under both names, as a state_dict has it
+            owned = next(spec for spec in layouts[tie.owner.number].specs if spec.name == tie.owner_name)
+            source[id(tensors[tie.name])] = tie.owner, owned
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) in source:
+                owner, spec = source[id(tensor)]
+                found.append((owner, block.exported(name), spec))
+    known = {name: (owner, spec) for owner, name, spec in found}
+    for alias, name in getattr(blocks, "aliases", {}).items():
+        found.append((known[name][0], alias, known[name][1]))
+    pieces: dict[str, list[tuple[Block, TensorSpec]]] = {}
+    wholes: Mapping[str, str] = getattr(blocks, "wholes", {})
+    for owner, name, spec in found:
+        own = pieces.setdefault(wholes.get(name, name), [])
+        if (owner, spec) not in own:  # a module that is called twice is in two blocks
+            own.append((owner, spec))
+    named = [Named(name, tuple(own)) for name, own in pieces.items()]
+    yield from sorted(named, key=lambda one: -one.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """found: {name in the model: name in the file}. missing: names in the model; unexpected: names in the file."""
+
+    found: Mapping[str, str]
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    prefix: str
+    """What the names of the one have before those of the other; "" where they are the same."""
+    adapter: Sequence[str] = ()
+    """Names in the model of an adapter's own tensors, which are not in the file: it is its base's."""
+
+
+def matched(wanted: Collection[str], stored: Collection[str]) -> Match:
+    """Names are taken as they are; or all of the file's, or all of the model's, without a first part that the others have not:
+    `module.` of DataParallel, `transformer.` of a GPT-2 that was saved without its head. Those of a model of peft are also
+    taken as its base has them."""
+    best: dict[str, str] = {}
+    prefix, own = "", frozenset[str]()
+    for names in filter(None, ({name: name for name in wanted}, names_in_base(wanted))):
+        for first in ["", *sorted({f"{name.partition('.')[0]}." for name in (*names.values(), *stored) if "." in name})]:
+            more = {name.removeprefix(first) if first else name: name for name in stored}
+            less = {f"{first}{name}": name for name in stored}
+            for known in (more, less):
+                found = {name: known[base] for name, base in names.items() if base in known}
+                if len(found) > len(best):
+                    best, prefix, own = found, first, frozenset(wanted) - names.keys()
+    missing, used = [name for name in wanted if name not in best], set(best.values())
+    return Match(
+        best, [name for name in missing if name not in own], [name for name in stored if name not in used], prefix,
+        [name for name in missing if name in own],
+    )  # fmt: skip
+
+
+_IN_PEFT, _WRAPPED = "base_model.model.", ".base_layer."
+
+
+def names_in_base(names: Collection[str]) -> dict[str, str]:
+    """{name in a model of peft: name in the model that it was made of}, without those of the adapter itself: what lies in a
+    layer beside its `base_layer`. A module that is trained whole is there twice. Empty for another model."""
+    wrapped = {name.partition(_WRAPPED)[0] for name in names if _WRAPPED in name}
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        inside = any(".".join(parts[:end]) in wrapped for end in range(1, len(parts)))
+        if name.startswith(_IN_PEFT) and (_WRAPPED in name or not inside):
+            base = name.removeprefix(_IN_PEFT).replace(_WRAPPED, ".").replace(".original_module.", ".")
+            found[name] = re.sub(r"\bmodules_to_save\.[^.]+\.", "", base)
+    return found
+
+
+def is_adapted(model: object) -> bool:
+    """Whether it is a model of peft."""
+    return hasattr(model, "peft_config") and hasattr(model, "save_pretrained") and hasattr(model, "active_adapters")
+
+
+def write_adapter(folder: Path, weights: Path, model: Any) -> None:
+    """What `PeftModel.from_pretrained(base, folder)` reads, from the file `weights` of all the model's tensors, of which only
+    those of adapters are read. Raises OptionError for a model of another kind, StoreError where that cannot be written."""
+    if not is_adapted(model):
+        raise OptionError(
+            f"save_adapter: expected a run of a peft model, as get_peft_model makes it; found {type(model).__name__}. "
+            "`weights` and save_pretrained have the whole model."
+        )
+    try:
+        with safe_open(weights, framework="pt") as file:
+            learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            named = [name for name in file.keys() if name in learned or _is_of(model, name)]  # noqa: SIM118
+            state = {name: file.get_tensor(name) for name in named}
+        # Whether embeddings were made larger, peft would ask the hub; those that learn are among its modules to save.
+        model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+    except OSError as error:
+        raise explained(error, folder) from None
+
+
+def _is_of(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to an adapter, which is a part of its name."""
+    return bool(set(model.peft_config) & set(name.split(".")))
+
+
+_META = "_seqpart_on_meta"
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, modules that are built have their parameters on the meta device, so that a model never exists whole; buffers are
+    real."""
+    register = nn.Module.register_parameter
+
+    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param if param is None or param.is_meta else _on_meta(param))
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    """The same one for the same parameter, which several modules may share."""
+    known = getattr(param, _META, None)
+    if known is None:
+        known = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        setattr(param, _META, known)
+    return known
+
+
+MODEL = "model.safetensors"
+
+
+def write_pretrained(folder: Path, weights: Path, config: Any) -> None:
+    """`folder` with `weights` as model.safetensors, and for a model of transformers with its `config` and what lies beside the
+    weights that it was loaded from. Raises StoreError, and OptionError where there are other weights already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if there := sorted(path.name for path in folder.iterdir() if _is_weights(path)):
+            raise OptionError(f"{folder} holds weights already: {there[0]}. Give another directory, or remove them.")
+        if hasattr(config, "save_pretrained"):
+            _write_config(folder, weights, config)
+        _link_or_copy(weights, folder / MODEL)  # last: with it the directory is whole
+    except OSError as error:
+        raise explained(error, folder) from None
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in (".safetensors", *PICKLES) or path.name.endswith(INDEX)
+
+
+def _write_config(folder: Path, weights: Path, config: Any) -> None:
+    source = Path(getattr(config, "_name_or_path", "") or "nowhere")
+    for path in sorted(source.iterdir()) if (source / "config.json").is_file() else ():
+        if path.is_file() and not _is_weights(path):
+            shutil.copyfile(path, folder / path.name)
+    own = copy.deepcopy(config)
+    types = {stored.spec.dtype for stored in WeightFiles(weights).tensors.values() if stored.spec.dtype.is_floating_point}
+    if len(types) == 1:
+        own.dtype = types.pop()
+    own.save_pretrained(folder)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        part = target.with_name(target.name + ".part")
+        shutil.copyfile(source, part)
+        part.replace(target)

@@ -34,12 +34,11 @@ from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_unlike_pieces, scheduled
 from seqpart.model.reductions import Reduction, Verdict, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
-from seqpart.model.separation import starts_of
+from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
-from seqpart.profile.blocks import BlockCost, measure_chain, measure_loss
+from seqpart.profile.blocks import BlockCost, measure_chain, measure_loss, refuse_lost_gradients
 from seqpart.profile.fake_mode import quiet_log
 from seqpart.profile.initial_weights import initial_weights
-from seqpart.profile.inplace import refuse_lost_gradients
 from seqpart.profile.machine import existing, measure_speeds
 from seqpart.profile.partition import LossCost
 from seqpart.profile.trials import Trials

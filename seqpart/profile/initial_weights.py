@@ -13,8 +13,7 @@ from seqpart.errors import ModelError, StoreError
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import packed_parts
 from seqpart.model.live_modules import LiveModules
-from seqpart.model.weight_files import WeightFiles
-from seqpart.model.weight_names import Named, matched, named_tensors, names_in_base
+from seqpart.model.weight_files import Named, WeightFiles, matched, named_tensors, names_in_base
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.fake_mode import FakeMode
 from seqpart.store.layout import Layout, TensorSpec

@@ -2,16 +2,216 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from seqpart.plan.plan import Plan, as_text_rows
 from seqpart.report.page_data import Pass, Run
-from seqpart.report.page_figures import Axis, Level, Series, bars, figure, seconds_axis
-from seqpart.report.page_style import STYLE
 from seqpart.report.reporter import plan_notes, plan_title
 from seqpart.units import format_seconds, format_size
+
+STYLE = """
+:root{color-scheme:light dark;--page:#f9f9f7;--card:#fff;--ink:#0b0b0b;--soft:#52514e;--line:#e4e3df;--s1:#2a78d6;--s2:#c2570c;
+--s3:#0f8a63;--s4:#7a5cc7;--s5:#a8326e;--s6:#7a6a00;--test:#0b0b0b;--limit:#c4232b;--predicted:#6b6a66}
+@media(prefers-color-scheme:dark){:root{--page:#121211;--card:#1c1c1a;--ink:#f5f4f0;--soft:#b4b2aa;--line:#35342f;--s1:#5aa2f5;
+--s2:#f0924a;--s3:#3cc795;--s4:#ab94f0;--s5:#ea79b0;--s6:#d3bf45;--test:#fff;--limit:#ff6b6b;--predicted:#a3a199}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,sans-serif;-webkit-text-size-adjust:100%}
+main{max-width:960px;margin:0 auto;padding:16px}
+h1{font-size:1.5rem;margin:8px 0 0;overflow-wrap:anywhere}
+h2{font-size:1.15rem;margin:0 0 8px}
+p{margin:8px 0;color:var(--soft);overflow-wrap:anywhere}
+section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px;margin:16px 0}
+.missing{border-left:4px solid var(--limit)}
+.state{margin:0}
+ul{margin:8px 0;padding-left:20px;color:var(--soft);overflow-wrap:anywhere}
+.tiles,.legend{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:8px 12px}
+.tiles li{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 14px;
+flex:1 1 130px;font-size:.85rem}
+.tiles b{display:block;font-size:1.1rem;color:var(--ink)}
+figure{margin:0 0 24px}
+figcaption{font-weight:600}
+.legend{font-size:.85rem;margin:4px 0 12px}
+.legend li:empty{display:none}
+.legend li::before{content:"";display:inline-block;width:14px;height:4px;border-radius:2px;margin-right:6px;
+vertical-align:middle;background:var(--c)}
+.legend .test::before{width:8px;height:8px;border-radius:50%}
+.plot{position:relative;height:240px;margin:12px 12px 32px 76px;font-size:.75rem;color:var(--soft)}
+.plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
+.plot span{position:absolute;white-space:nowrap}
+.y{right:calc(100% + 8px);transform:translateY(50%)}
+.x{top:calc(100% + 6px);transform:translateX(-50%)}
+path{fill:none;stroke:var(--c);vector-effect:non-scaling-stroke}
+.line{stroke-width:2;stroke-linejoin:round}
+.dots{stroke-width:8;stroke-linecap:round}
+.grid,.mark{stroke:var(--line);stroke-width:1}
+.mark{stroke:var(--soft);stroke-dasharray:2 4}
+.level{stroke-width:2;stroke-dasharray:8 5}
+.s1{--c:var(--s1)}.s2{--c:var(--s2)}.s3{--c:var(--s3)}.s4{--c:var(--s4)}.s5{--c:var(--s5)}.s6{--c:var(--s6)}
+.test{--c:var(--test)}.limit{--c:var(--limit)}.predicted{--c:var(--predicted)}
+.bar{display:grid;grid-template-columns:minmax(110px,2fr) 3fr minmax(110px,2fr);gap:10px;align-items:center;margin:8px 0;
+font-size:.85rem}
+.bar i{height:14px;background:var(--line);border-radius:4px;overflow:hidden}
+.bar b{display:block;height:100%;background:var(--s1);border-radius:4px}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
+th,td{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+.pairs td{text-align:left;white-space:normal;overflow-wrap:anywhere}
+.pairs td:first-child{color:var(--soft);min-width:9em}
+summary{cursor:pointer;padding:4px 0}
+@media(max-width:560px){main{padding:10px}section{padding:12px}.plot{margin-left:64px;height:200px}
+.bar{grid-template-columns:1fr 1fr}.bar span:last-child{grid-column:1/-1;color:var(--soft)}}
+@media print{body{background:#fff}section{break-inside:avoid}}
+"""
+
+
+_SIDE = 1000
+"""Units of the drawing, in either direction."""
+_TICKS = 4
+_MOST_POINTS = 700
+_SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """Points of one thing. `look`: the class that colours it. `joined`: by a line, else each is a dot."""
+
+    name: str
+    look: str
+    points: Sequence[Point]
+    joined: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """A value that lies across the figure."""
+
+    name: str
+    look: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """What the numbers of one direction look like. `whole`: they begin at 0. `counts`: they are whole numbers."""
+
+    name: str
+    text: Callable[[float], str]
+    whole: bool = False
+    steps: tuple[float, ...] = ()
+
+
+def seconds_axis(text: Callable[[float], str]) -> Axis:
+    return Axis(name="time", text=text, whole=True, steps=tuple(map(float, _SECONDS)))
+
+
+def figure(
+    title: str, series: Sequence[Series], x: Axis, y: Axis, *, levels: Sequence[Level] = (), marks: Sequence[Point] = ()
+) -> str:
+    """A figure with lines and points over `x`. marks: (place on x, 0) of thin upright lines."""
+    points = [point for one in series for point in one.points]
+    across = _range([at for at, _ in points], x)
+    up = _range([value for _, value in points] + [level.value for level in levels], y)
+    place = _Place(across, up)
+    drawn = [
+        *(f'<path class="grid" d="M0 {place.y(value)}H{_SIDE}"/>' for value in ticks(*up, y.steps)),
+        *(f'<path class="mark" d="M{place.x(at)} 0V{_SIDE}"/>' for at, _ in marks),
+        *(f'<path class="level {level.look}" d="M0 {place.y(level.value)}H{_SIDE}"/>' for level in levels),
+        *(_drawn(one, place) for one in series),
+    ]
+    beside = [
+        f'<span class="y" style="bottom:{place.share_up(value):.2f}%">{escape(y.text(value))}</span>'
+        for value in ticks(*up, y.steps)
+    ]
+    below = [
+        f'<span class="x" style="left:{place.share_across(value):.2f}%">{escape(x.text(value))}</span>'
+        for value in ticks(*across, x.steps)
+    ]
+    shown = [*((one.look, one.name) for one in series), *((level.look, level.name) for level in levels)]
+    names = "".join(f'<li class="{look}">{escape(name)}</li>' for look, name in shown)
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><ul class="legend">{names}</ul><div class="plot">{"".join(beside)}'
+        f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f"{''.join(drawn)}</svg>{''.join(below)}</div></figure>"
+    )
+
+
+def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
+    """(name, size, words behind it) of each bar."""
+    largest = max((size for _, size, _ in rows), default=0.0) or 1.0
+    lines = [
+        f'<div class="bar"><span>{escape(name)}</span><i><b style="width:{100 * size / largest:.1f}%"></b></i>'
+        f"<span>{escape(words)}</span></div>"
+        for name, size, words in rows
+    ]
+    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(lines)}</figure>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where numbers lie in the drawing."""
+
+    across: tuple[float, float]
+    up: tuple[float, float]
+
+    def share_across(self, value: float) -> float:
+        first, last = self.across
+        return 100 * (value - first) / (last - first)
+
+    def share_up(self, value: float) -> float:
+        first, last = self.up
+        return 100 * (value - first) / (last - first)
+
+    def x(self, value: float) -> str:
+        return f"{_SIDE / 100 * self.share_across(value):.1f}"
+
+    def y(self, value: float) -> str:
+        return f"{_SIDE - _SIDE / 100 * self.share_up(value):.1f}"
+
+
+def _drawn(series: Series, place: _Place) -> str:
+    points = thinned([point for point in series.points if all(map(math.isfinite, point))])
+    if not points:
+        return ""
+    where = [f"{place.x(at)} {place.y(value)}" for at, value in points]
+    if series.joined and len(points) > 1:
+        return f'<path class="line {series.look}" d="M{"L".join(where)}"/>'
+    return f'<path class="dots {series.look}" d="{"".join(f"M{point}h0" for point in where)}"/>'
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most so many that they can be told apart: of neighbours the highest, and the last one as it is."""
+    size = -(-len(points) // _MOST_POINTS)
+    if size <= 1:
+        return list(points)
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    found = [max(group, key=lambda point: point[1]) for group in groups]
+    return found if found[-1] == points[-1] else [*found, points[-1]]
+
+
+def _range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
+    """The first and the last number of an axis, with some room; never the same."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    if axis.whole:
+        return 0.0, 1.04 * max(high, 1e-9)
+    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def ticks(low: float, high: float, steps: Sequence[float] = ()) -> list[float]:
+    """Round numbers from `low` to `high`, about four: multiples of one of `steps`, or of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    usual = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * rough)
+    step = next((own for own in steps if own >= rough), usual)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
 
 _STEPS = {
     "load": "waiting for partitions to come (LOAD)", "forward": "forward passes", "backward": "backward passes",

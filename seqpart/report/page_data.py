@@ -9,15 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from seqpart.checkpoint.marker import MARKER, lives, marker_of
-from seqpart.checkpoint.publication import latest
+from seqpart.checkpoint.marker import MARKER, latest, lives, marker_of
 from seqpart.device.timeline import MEMORY
 from seqpart.errors import OptionError, in_arguments, resuming
 from seqpart.files import Folder, opened
 from seqpart.plan.plan import Plan
-from seqpart.report.reporter import EVENTS
-from seqpart.report.tally import Sum
-from seqpart.store.checksummed import checked_body
+from seqpart.report.reporter import EVENTS, Sum
+from seqpart.store.atomic import checked_body
 from seqpart.store.scratch import JOB, PLAN, RESULT, has_checkpoint
 from seqpart.text import MOST_BYTES, refuse_unusable
 

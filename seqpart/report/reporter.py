@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,16 +23,64 @@ from seqpart.device.sampler import Proof
 from seqpart.errors import SeqpartError, in_arguments
 from seqpart.files import added_to, made
 from seqpart.plan.plan import Plan, as_text_rows
-from seqpart.report.log import LOGGER, is_heard
-from seqpart.report.output import standard_output
-from seqpart.report.tally import Tally
-from seqpart.report.terminal import as_lines, as_many, bar_line, plan_table, table_width, width_for_table, width_of, wrapped
+from seqpart.report.terminal import (
+    LOGGER,
+    as_lines,
+    as_many,
+    bar_line,
+    is_heard,
+    plan_table,
+    standard_output,
+    table_width,
+    width_for_table,
+    width_of,
+    wrapped,
+)
 from seqpart.schedule.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Position, Verb
 from seqpart.store.direct import explained
 from seqpart.units import format_seconds, format_size
+
+_SECONDS = 10.0
+"""A run that is killed has left its sums as they were at most so long before, at the end of a step."""
+
+
+@dataclass(slots=True)
+class Sum:
+    count: int = 0
+    seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def add(self, seconds: float, bytes_read: int, bytes_written: int, *, count: int = 1) -> None:
+        self.count += count
+        self.seconds += seconds
+        self.bytes_read += bytes_read
+        self.bytes_written += bytes_written
+
+
+class Tally:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Sum] = {}
+        self._told, self._changed = time.monotonic(), False
+
+    def add(self, kind: str, seconds: float, bytes_read: int, bytes_written: int) -> None:
+        self._sums.setdefault(kind, Sum()).add(seconds, bytes_read, bytes_written)
+        self._changed = True
+
+    def due(self, after: float = _SECONDS) -> bool:
+        """Whether there is something to tell, and it was last told more than `after` seconds ago."""
+        return self._changed and time.monotonic() - self._told > after
+
+    def told(self) -> dict[str, dict[str, int | float]]:
+        """The sums so far, by kind, as JSON."""
+        self._told, self._changed = time.monotonic(), False
+        return {kind: {**asdict(found), "seconds": round(found.seconds, 4)} for kind, found in self._sums.items()}
+
 
 EVENTS = "events.jsonl"
 

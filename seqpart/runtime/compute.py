@@ -25,11 +25,9 @@ from seqpart.model.metrics import Heard, Metrics
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, Verdict
 from seqpart.runtime.elements import Elements
-from seqpart.runtime.exchange import BoundaryExchange
-from seqpart.runtime.graph_offload import GraphOffload
-from seqpart.runtime.handover import Handover, falsified
+from seqpart.runtime.exchange import BoundaryExchange, Handover, falsified
+from seqpart.runtime.graph_offload import Arrival, Graph, GraphOffload, apart_from, entering
 from seqpart.runtime.partition import Partition
-from seqpart.runtime.saved_tensors import Arrival, Graph, apart_from, entering
 from seqpart.schedule.events import PhaseBegun, PhaseDone
 from seqpart.schedule.phase import Phase, PhaseKind, Span
 from seqpart.schedule.steps import Position, Step

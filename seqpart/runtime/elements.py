@@ -16,8 +16,8 @@ from seqpart.data.reader import Batch
 from seqpart.device.compiler import back_propagate
 from seqpart.model.losses import element_pair
 from seqpart.model.packs import Pack
+from seqpart.runtime.graph_offload import apart_from
 from seqpart.runtime.partition import Partition
-from seqpart.runtime.saved_tensors import apart_from
 from seqpart.schedule.phase import Phase
 from seqpart.schedule.steps import Step
 

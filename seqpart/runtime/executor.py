@@ -17,9 +17,9 @@ import torch
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.device.device import Device
 from seqpart.errors import Diverged, OutOfMemory
-from seqpart.methods.ist.parting import Parting
-from seqpart.model.clipping import GradientNorm, total_norm
+from seqpart.methods.ist.moving import Parting
 from seqpart.model.inspection import explained_step
+from seqpart.model.optimizers import GradientNorm, total_norm
 from seqpart.model.scheduler import Groups
 from seqpart.runtime.compute import Compute
 from seqpart.runtime.partition import Partition
@@ -27,11 +27,9 @@ from seqpart.runtime.slots import Slots
 from seqpart.schedule.events import Event, StepDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.prefetch import Lookahead
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import AT_HOME, Position, Step, Verb
-from seqpart.store.store import Store
-from seqpart.store.transfer import Transfer
+from seqpart.schedule.steps import AT_HOME, Lookahead, Position, Step, Verb
+from seqpart.store.store import Store, Transfer
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
 

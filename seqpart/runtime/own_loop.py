@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 
 from seqpart.capture.inputs import PADS, Form, in_order, is_several
 from seqpart.config import MOST, Settings
-from seqpart.data.fed_rows import FedRows
+from seqpart.data.boundary_cache import FedRows
 from seqpart.data.loaders import first_batch, is_loader, kept_rows
-from seqpart.data.padded import padded
-from seqpart.data.padding import Padding
+from seqpart.data.padding import Padding, padded
 from seqpart.data.pairs import as_pair, is_pair
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import parted

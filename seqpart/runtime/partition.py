@@ -21,20 +21,17 @@ from seqpart.device.compiler import take_step, without_symbols
 from seqpart.device.device import Device
 from seqpart.methods.ist.statistics import Around, EarlierBuffers, as_it_is
 from seqpart.model.blocks import Block, Tied
-from seqpart.model.clipping import GradientNorm
-from seqpart.model.optimizers import Optimizer
+from seqpart.model.optimizers import GradientNorm, Optimizer
 from seqpart.model.packs import Pack
 from seqpart.model.scheduler import Groups, note_rates, tune
 from seqpart.model.tensors import attach, detach
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.partition import Flow, borrowed_costs, gradient_layouts, slot_bytes, state_layouts
 from seqpart.runtime.exchange import clone_as_it_lies
-from seqpart.runtime.graph_offload import GraphOffload
-from seqpart.runtime.saved_tensors import Graph, packing
+from seqpart.runtime.graph_offload import Graph, GraphOffload, packing
 from seqpart.runtime.slots import Slot, Wait, bring_back, divided
 from seqpart.store.layout import Layout
-from seqpart.store.store import Store
-from seqpart.store.transfer import Transfer
+from seqpart.store.store import Store, Transfer
 
 
 class Partition:

@@ -20,7 +20,7 @@ from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.timeline import MEMORY
 from seqpart.errors import Diverged, LimitExceeded
 from seqpart.interrupts import Interrupts
-from seqpart.methods.ist.parting import Parting
+from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.metrics import Metrics
 from seqpart.model.scheduler import Groups, Scheduler
@@ -32,11 +32,10 @@ from seqpart.runtime.compute import Compute
 from seqpart.runtime.exchange import BoundaryExchange, open_exchange
 from seqpart.runtime.executor import AllocationFailed, Executor, Hooks
 from seqpart.runtime.graph_offload import GraphOffload, open_graphs
-from seqpart.runtime.homes import Homes
+from seqpart.runtime.homes import UNBEGUN, Homes, open_places
 from seqpart.runtime.observer import Failure, Observer
 from seqpart.runtime.partition import Partition
 from seqpart.runtime.pauses import Pauses, PlanAnew
-from seqpart.runtime.places import UNBEGUN, open_places
 from seqpart.runtime.saving import Saving
 from seqpart.runtime.slots import Slots
 from seqpart.runtime.watch import Watch

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import seqpart.files as owned
-from seqpart.checkpoint.publication import latest
+from seqpart.checkpoint.marker import latest
 from seqpart.checkpoint.resume import ResumePoint
 from seqpart.checkpoint.run_directory import RunDirectory, new_name
 from seqpart.config import Settings, TrackerName

@@ -1,13 +1,18 @@
-"""Small files that are replaced whole or not at all."""
+"""Small files that are replaced whole or not at all, and JSON with a checksum before it."""
 
 import contextlib
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from seqpart.errors import DirectoryUnusable, DiskFull, StoreError, shown
 from seqpart.files import aside, is_device, made, write_all
 from seqpart.store.direct import explained, sync
+from seqpart.text import parsed
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
@@ -48,3 +53,20 @@ def unusable(error: OSError, path: Path) -> StoreError:
             f"cannot make {shown(path)}: {error.strerror}. Give a path in a directory that you may write to."
         )
     return explained(error, path)
+
+
+def with_checksum(kind: str, body: object) -> str:
+    text = json.dumps(body)
+    return f'{{"xxh3_64": "{xxhash.xxh3_64_hexdigest(text.encode())}",\n"{kind}": {text}}}\n'
+
+
+def checked_body(kind: str, text: str) -> Any:
+    """The body. Raises ValueError unless the text is what `with_checksum` gave."""
+    try:
+        body = parsed(text)[kind]
+        whole = text == with_checksum(kind, body)
+    except (ValueError, KeyError, TypeError, IndexError):
+        whole = False
+    if not whole:
+        raise ValueError("its checksum is not the one that was written")
+    return body

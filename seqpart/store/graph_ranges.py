@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from seqpart.device.device import DOWN, UP, Device, Event
-from seqpart.store.buffered_file import BufferedFile
+from seqpart.store.streams import BufferedFile
 
 Key = tuple[int, int]
 """(partition, micro-batch)."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from seqpart.files import HALF_WRITTEN, Folder, folder_inside
-from seqpart.store.checksummed import checked_body
+from seqpart.store.atomic import checked_body
 from seqpart.store.direct import explained
 
 PLAN = "plan.json"

@@ -11,11 +11,12 @@ old (benchmarks/LOG.md).
 """
 
 import os
+import re
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,121 @@ import torch
 from seqpart.device.device import DOWN, UP, Device, Event
 from seqpart.device.pages import PAGE, aligned, bytes_of
 from seqpart.errors import CorruptFile
-from seqpart.store.direct import sync
-from seqpart.store.home import Home, Traffic, named
+from seqpart.files import remove
+from seqpart.store.direct import explained, sync
 from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout
 from seqpart.store.movers import Watched, movers, unwatched
-from seqpart.store.retained import RetainedFiles
 from seqpart.store.scratch import HOME_FILES
 from seqpart.store.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost, WithGaps, WithoutGaps
-from seqpart.store.tensor_file import TensorFiles
-from seqpart.store.transfer import Transfer
+from seqpart.store.tensor_file import TensorFiles, Version
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of tensors read from and written to the disk; headers are not counted."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+@dataclass(slots=True)
+class Home:
+    layout: Layout
+    host: torch.Tensor | None
+    """The bytes, when the home is in host memory; owned by the host pool."""
+    now: Version | None = None
+    """The file with the bytes; of a home in host memory, the copy that was persisted of what it holds now."""
+    marked: Version | None = None
+    """What `now` was at the mark before the last put."""
+    epoch: int = -1
+    """How many marks there were before the last put."""
+    files: set[str] = field(default_factory=set)
+    """All versions on the disk, needed and spare."""
+
+
+def named(version: Version | None) -> set[str]:
+    return set() if version is None else {version.path.name}
+
+
+class Transfer:
+    """Tensors on their way between home and the device; `nbytes` of them by way of the disk."""
+
+    def __init__(self, device: Device, parts: "Sequence[Future[Event]]" = (), nbytes: int = 0) -> None:
+        self._device, self._parts, self.nbytes = device, parts, nbytes
+        """Of each part the event behind it, once it was issued."""
+
+    def wait(self) -> None:
+        """Return when every part is over; raise the first error of any."""
+        wait(self._parts)
+        for part in self._parts:
+            self._device.wait(part.result())
+
+    def follow(self) -> None:
+        """What is issued to the current stream from now on begins when every part is over; raise the first error of any.
+
+        Returns when every part was issued: on the CPU it is over then, and so is what goes by way of the disk."""
+        if not self._parts:
+            return
+        wait(self._parts)
+        for part in self._parts:
+            self._device.after(part.result())
+
+    def settle(self) -> None:
+        """Return when every part is over, however it ended: its error is told elsewhere."""
+        wait(self._parts)
+        for part in self._parts:
+            if part.exception() is None:
+                self._device.wait(part.result())
+
+    def going_on(self) -> "Transfer":
+        """What of it is not over, on the device too, or failed and has not been heard; its bytes were told before."""
+        return Transfer(self._device, [part for part in self._parts if not self._is_over(part)])
+
+    def _is_over(self, part: "Future[Event]") -> bool:
+        return part.done() and part.exception() is None and self._device.is_over(part.result())
+
+    def with_other(self, other: "Transfer") -> "Transfer":
+        return Transfer(self._device, [*self._parts, *other._parts], self.nbytes + other.nbytes)
+
+
+class RetainedFiles:
+    """Names of kept files in `folder`. Whoever wants a file away asks here; a kept one goes as soon as it is let go.
+
+    Raises StoreError where the disk fails.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: frozenset[str] = frozenset()
+        self._unwanted: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def keep(self, names: Iterable[str]) -> None:
+        """From now on these are kept and no others."""
+        self._names = frozenset(names)
+        for name in self._unwanted - self._names:
+            self.remove(name)
+        self._unwanted &= self._names
+
+    def remove(self, name: str) -> None:
+        """Delete `name`, now or when it is let go."""
+        if name in self._names:
+            self._unwanted.add(name)
+        else:
+            try:
+                remove(self._folder / name)
+            except OSError as error:
+                raise explained(error, self._folder / name) from None
+
+    def sweep(self, ours: re.Pattern[str], used: Iterable[str]) -> None:
+        """Remove what a killed run left here beside what is used; `ours` matches the names that runs give."""
+        found = {path.name for path in self._folder.iterdir() if ours.fullmatch(path.name)}
+        for name in found.difference(used):
+            self.remove(name)
+
 
 IO_THREADS = 2
 

@@ -24,18 +24,17 @@ from typing import Any
 
 import xxhash
 
-from seqpart.data.loaders import is_loader
-from seqpart.data.longest import for_data
-from seqpart.data.padded import padded
+from seqpart.data.loaders import for_data, is_loader
+from seqpart.data.padding import padded
 from seqpart.device.limit import limit_for
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.methods import EXACT
+from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice
-from seqpart.model.modes import KeptModes
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.packs import tiers_in_words
-from seqpart.model.quantized_intake import PlainTensors
+from seqpart.model.quantized import PlainTensors
 from seqpart.model.tiling import first_that_fits
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
@@ -44,11 +43,9 @@ from seqpart.schedule.phases import counted
 from seqpart.store.scratch import own_folder
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size
-from seqpart.verify.answers import Answers
-from seqpart.verify.digests import VALUE, Digests, Key, digest_of, keep_tensor
+from seqpart.verify.answers import VALUE, Answers, Digests, Key, digest_of, keep_tensor
 from seqpart.verify.plain import Unlike, train_plainly, why_not
-from seqpart.verify.sweep import agreed, drawn_plans
-from seqpart.verify.variant import Variant
+from seqpart.verify.variant import Variant, agreed, drawn_plans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from seqpart.errors import DataError, OptionError
 from seqpart.fields import nearest
 from seqpart.text import refuse_unusable
 from seqpart.zoo import folders, images, text, tokenized
-from seqpart.zoo.loading import called
+from seqpart.zoo.libraries import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
 _MNISTS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "emnist": "EMNIST"}

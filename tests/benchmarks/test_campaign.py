@@ -25,7 +25,7 @@ from benchmarks.campaign.starting import Ended
 from benchmarks.campaign.surroundings import Desk
 from seqpart.checkpoint.manifest import CHECKPOINT
 from seqpart.checkpoint.marker import MARKER
-from seqpart.store.checksummed import checked_body, with_checksum
+from seqpart.store.atomic import checked_body, with_checksum
 from tools.watch import Watched
 
 MB = 10**6

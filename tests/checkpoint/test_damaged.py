@@ -15,10 +15,10 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.checkpoint import manifest as manifests
 from seqpart.errors import CorruptFile, DiskFull, StoreError
-from seqpart.methods.ist.parting import Parting
+from seqpart.methods.ist.moving import Parting
 from seqpart.model import SeparableLinear
-from seqpart.store.retained import RetainedFiles
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS, has_checkpoint
+from seqpart.store.store import RetainedFiles
 from tests.choice import in_turn, only_quick
 from tests.exactly import How, numbers, split
 from tests.given import classified
@@ -169,7 +169,7 @@ def test_a_home_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
     def broken(_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("seqpart.store.retained.remove", broken)
+    monkeypatch.setattr("seqpart.store.store.remove", broken)
     with pytest.raises(StoreError, match=r"block-00000\.0\.safetensors failed: Input/output error"):
         RetainedFiles(tmp_path).remove("block-00000.0.safetensors")
 

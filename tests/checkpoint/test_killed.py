@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from seqpart.checkpoint.publication import latest
+from seqpart.checkpoint.marker import latest
 from seqpart.store.scratch import JOB, RESULT, has_checkpoint
 from tests.choice import only_quick
 from tests.command import ENVIRONMENT, SECONDS, command, end, start

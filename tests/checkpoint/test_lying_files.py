@@ -27,7 +27,7 @@ from seqpart.errors import CorruptFile, SeqpartError
 from seqpart.files import Folder
 from seqpart.plan.plan import Plan
 from seqpart.report.page_data import read_run
-from seqpart.store.checksummed import with_checksum
+from seqpart.store.atomic import with_checksum
 from tests.checkpoint.test_leftovers import killed as left_behind
 
 ROWS = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3

@@ -14,8 +14,7 @@ from seqpart.cli.arguments import gathered
 from seqpart.cli.job import Job
 from seqpart.errors import CorruptFile, DiskFull, OptionError, StoreError
 from seqpart.files import is_device, made
-from seqpart.store.atomic import write_text
-from seqpart.store.checksummed import checked_body, with_checksum
+from seqpart.store.atomic import checked_body, with_checksum, write_text
 from seqpart.store.scratch import PUBLISHING
 from tests.checkpoint.test_run_directory import finish, kill, names
 

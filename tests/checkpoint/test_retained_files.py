@@ -18,8 +18,7 @@ from seqpart.device.pages import PAGE, aligned
 from seqpart.errors import DiskFull
 from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout, TensorSpec
-from seqpart.store.retained import RetainedFiles
-from seqpart.store.store import Store
+from seqpart.store.store import RetainedFiles, Store
 
 
 def test_a_kept_file_stays_until_it_is_let_go(tmp_path):

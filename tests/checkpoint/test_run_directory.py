@@ -12,8 +12,7 @@ from seqpart.checkpoint.marker import MARKER
 from seqpart.checkpoint.run_directory import RunDirectory, new_name
 from seqpart.errors import CorruptFile, DirectoryUnusable, OptionError, StoreError
 from seqpart.files import Folder
-from seqpart.store.atomic import write_text
-from seqpart.store.checksummed import with_checksum
+from seqpart.store.atomic import with_checksum, write_text
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS, clear_scratch
 
 

@@ -8,7 +8,7 @@ import pytest
 from seqpart.checkpoint.leftovers import unknown
 from seqpart.checkpoint.marker import locked
 from seqpart.errors import CorruptFile, DirectoryUnusable
-from seqpart.store.checksummed import checked_body, with_checksum
+from seqpart.store.atomic import checked_body, with_checksum
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS
 from tests.checkpoint.test_leftovers import tree
 from tests.exactly import How, numbers

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from seqpart.checkpoint.manifest import FORMAT
-from seqpart.checkpoint.publication import latest
-from seqpart.store.checksummed import with_checksum
+from seqpart.checkpoint.marker import latest
+from seqpart.store.atomic import with_checksum
 from seqpart.store.scratch import CHECKPOINT, JOB
 from tests.command import SMALL, call, files
 from tests.test_packages import MODULES

@@ -12,8 +12,7 @@ from seqpart.cli.arguments import gathered, groups_of, kept_options, options_of
 from seqpart.cli.job import Job
 from seqpart.cli.verify import VerifyJob
 from seqpart.errors import OptionError
-from seqpart.store.atomic import write_text
-from seqpart.store.checksummed import with_checksum
+from seqpart.store.atomic import with_checksum, write_text
 from tests.command import call
 
 LIMIT = ("--mem-limit", "1GB")

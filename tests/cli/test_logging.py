@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from torch import nn
 
-from seqpart.report.log import LOGGER, is_heard, printing
+from seqpart.report.terminal import LOGGER, is_heard, printing
 from seqpart.train import main
 from tests.command import ENVIRONMENT, SECONDS, SMALL
 from tests.given import trained

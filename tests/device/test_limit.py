@@ -17,7 +17,7 @@ from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import HighWater, MemoryUsage, Reading, read_process
 from seqpart.errors import DoesNotFit
 from seqpart.model.optimizers import chosen
-from seqpart.profile.counting import LiveBytes
+from seqpart.profile.fake_mode import LiveBytes
 from seqpart.profile.machine import measure_speeds, seconds_of
 from seqpart.units import parse_size
 from tests import machine

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
 
 from seqpart.integrations.hf import Trainer  # noqa: E402
-from seqpart.integrations.hf_fields import HONOURED, WITHOUT_EFFECT  # noqa: E402
+from seqpart.integrations.hf_arguments import HONOURED, WITHOUT_EFFECT  # noqa: E402
 from tests.hugging_face import (  # noqa: E402
     Listening,
     accuracy,

@@ -7,7 +7,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import ModelError
-from seqpart.model.quantized_intake import PlainTensors
+from seqpart.model.quantized import PlainTensors
 from seqpart.verify import verify
 from tests.choice import only_quick
 from tests.methods.test_adapters import BATCH, EPOCHS, plain, scores, text, trained

@@ -10,7 +10,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, OutOfMemory
 from seqpart.methods.ist.hidden import Hidden, Side
-from seqpart.methods.ist.parting import Parting
+from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import parted
 from seqpart.model.blocks import as_chain
 from seqpart.model.tensors import tensors_of

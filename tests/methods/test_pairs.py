@@ -21,12 +21,12 @@ from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.separable import PSL, psl_phases, rows_of_pairs
 from seqpart.model import SeparableLinear
 from seqpart.model.losses import element_pair, partially_separable
-from seqpart.model.separation import Separation
+from seqpart.model.tiling import Separation
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
 from seqpart.store.layout import Layout, TensorSpec
 from seqpart.verify.verification import verify
-from seqpart.zoo.convolutional import psnet
+from seqpart.zoo.models import psnet
 from tests.command import run
 from tests.exactly import split
 from tests.resuming import Killed, Stopping, ended, interrupt, kill

@@ -15,7 +15,7 @@ from seqpart.cli.verify import verified
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.model import SeparableLinear
 from seqpart.model.losses import LINEAR_FROM, partially_separable
-from seqpart.zoo.convolutional import lenet, psnet
+from seqpart.zoo.models import lenet, psnet
 from tests.command import call, refused
 from tests.exactly import FULL, How, Trained, first_difference, numbers
 

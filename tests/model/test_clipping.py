@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from seqpart.model.clipping import GradientNorm, total_norm
+from seqpart.model.optimizers import GradientNorm, total_norm
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 

@@ -13,9 +13,8 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, ModelError
-from seqpart.model import quantized_intake as intake
-from seqpart.model.quantized_intake import PlainTensors
-from seqpart.model.quantized_layers import Quantized
+from seqpart.model import quantized
+from seqpart.model.quantized import PlainTensors, Quantized
 from seqpart.plan.plan import Plan
 from seqpart.schedule.steps import Verb
 from tests.checkpoint.test_killed import COMMON, ended, laid_out, whole_run
@@ -362,7 +361,7 @@ def test_packed_weights_from_a_file_are_those_of_the_same_quantization_or_refuse
 
 @pytest.mark.parametrize("call", ["_places", "get_parameter"])
 def test_ctrl_c_while_layers_are_emptied_or_filled_leaves_them_as_they_were(call, monkeypatch):
-    model, owner = network("4 bits"), intake if call == "_places" else Quantized
+    model, owner = network("4 bits"), quantized if call == "_places" else Quantized
     before, real = load_state(model), getattr(owner, call)
 
     def interrupted(*arguments):

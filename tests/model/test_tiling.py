@@ -17,9 +17,8 @@ from seqpart.device.device import Device
 from seqpart.device.limit import measure_runtime
 from seqpart.device.pages import round_up
 from seqpart.errors import DoesNotFit, OptionError
-from seqpart.model.empty import parameters_on_meta
-from seqpart.model.tiled_modules import Tiled
-from seqpart.model.tiling import SIZES, Tiling, sizes_to_try
+from seqpart.model.tiling import SIZES, Tiled, Tiling, sizes_to_try
+from seqpart.model.weight_files import parameters_on_meta
 from seqpart.plan.plan import Plan
 from seqpart.verify.verification import verify
 from tests.exactly import FULL, HOWS, Trained, first_difference

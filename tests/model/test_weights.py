@@ -14,9 +14,7 @@ from seqpart import Trainer
 from seqpart.device.device import Device
 from seqpart.device.limit import measure_runtime
 from seqpart.errors import CorruptFile, ModelError, OptionError
-from seqpart.model.empty import parameters_on_meta
-from seqpart.model.weight_files import WeightFiles
-from seqpart.model.weight_names import matched
+from seqpart.model.weight_files import WeightFiles, matched, parameters_on_meta
 from seqpart.profile.initial_weights import untie
 from seqpart.verify.verification import verify
 from tests.choice import in_turn

@@ -17,7 +17,7 @@ from seqpart.plan.exact import cuts_of
 from seqpart.plan.prediction import predict, rows_for_memory, rows_held
 from seqpart.plan.problem import buffers_of, exchange_bytes, largest_boundary, parts_of
 from seqpart.plan.simulator import Resources, Simulator
-from seqpart.profile.counting import LiveBytes
+from seqpart.profile.fake_mode import LiveBytes
 from seqpart.report.reporter import Reporter
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.slots import Slots

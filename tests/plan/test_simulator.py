@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import PartitionTraining, Workload
-from seqpart.plan.clock import Clock, Disk
 from seqpart.plan.problem import parts_of
-from seqpart.plan.simulator import Resources, Simulator, simulate
+from seqpart.plan.simulator import Clock, Disk, Resources, Simulator, simulate
 from seqpart.profile.machine import Speeds
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Step, Verb, steps_of

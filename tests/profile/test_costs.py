@@ -17,7 +17,7 @@ from seqpart.model.blocks import as_chain
 from seqpart.model.packs import Value
 from seqpart.model.tensors import layout_of, tensors_of
 from seqpart.profile.blocks import _watch_inference, _watch_training, measure_chain, measure_loss
-from seqpart.profile.counting import LiveBytes
+from seqpart.profile.fake_mode import LiveBytes
 from seqpart.zoo import models
 
 BATCH = 6

@@ -19,9 +19,8 @@ from seqpart.checkpoint.marker import LOCK, MARKER
 from seqpart.cli.report import PAGE
 from seqpart.device.timeline import MEMORY, Timeline
 from seqpart.errors import Interrupted, SeqpartError
-from seqpart.report.page import document
+from seqpart.report.page import Axis, Series, document, figure, thinned, ticks
 from seqpart.report.page_data import read_run
-from seqpart.report.page_figures import Axis, Series, figure, thinned, ticks
 from seqpart.train import run_command
 from seqpart.units import format_size
 from tests.command import SMALL, Ran, end, refused, run, start

@@ -8,8 +8,7 @@ from torch import nn
 
 from seqpart.device.device import Device
 from seqpart.device.pages import aligned
-from seqpart.runtime.graph_offload import GraphOffload
-from seqpart.runtime.saved_tensors import packing
+from seqpart.runtime.graph_offload import GraphOffload, packing
 from seqpart.store.graph_ranges import DiskRanges
 
 CAPACITY, MICRO_BATCHES = 1 << 16, 3

@@ -11,8 +11,7 @@ from seqpart.device.opening import open_device
 from seqpart.device.pages import aligned
 from seqpart.errors import CorruptFile
 from seqpart.model.blocks import as_chain
-from seqpart.model.clipping import total_norm
-from seqpart.model.optimizers import choose
+from seqpart.model.optimizers import choose, total_norm
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import measure_chain
 from seqpart.profile.partition import gradient_layouts, slot_bytes, state_layouts

@@ -13,7 +13,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import OptionError
 from seqpart.train import main
-from seqpart.zoo.convolutional import psnet
+from seqpart.zoo.models import psnet
 from tests.exactly import FULL, How, numbers
 from tests.resuming import Arm, Stopping, ended, interrupt, kill
 from tests.runtime.test_exact import dropping, fresh, statistics

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import seqpart.schedule.prefetch as lookahead
-from seqpart.schedule.prefetch import Lookahead
-from seqpart.schedule.steps import Step, Verb, parse
+import seqpart.schedule.steps as lookahead
+from seqpart.schedule.steps import Lookahead, Step, Verb, parse
 
 steps_of = st.lists(st.builds(Step, st.sampled_from([Verb.LOAD, Verb.UPDATE, Verb.DROP]), st.integers(0, 3)), max_size=30)
 sets = st.sets(st.integers(0, 3))

@@ -12,7 +12,7 @@ from seqpart.device.device import Device
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.runtime.compute import Compute
-from seqpart.verify.digests import Digests, Key
+from seqpart.verify.answers import Digests, Key
 from tests import forced
 from tests.given import write_own
 from tests.runtime.test_failures import REFUSAL

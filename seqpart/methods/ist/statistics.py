@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpart.model.blocks import Block
-from seqpart.model.modes import stays
+from seqpart.model.inspection import stays
 
 Around = Callable[[Iterable[nn.Module]], AbstractContextManager[None]]
 """A context for the forward pass of a block that consists of these modules."""
