@@ -22,7 +22,7 @@ from seqpart.cli.sizing import smallest_limit_named
 from seqpart.cli.verify import verified
 from seqpart.data.splits import Split
 from seqpart.device.device import Device
-from seqpart.device.limit import told
+from seqpart.device.limit import translate_oom
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.model.weight_files import MODEL
@@ -137,7 +137,7 @@ def _train(arguments: list[str], *, alone: bool) -> None:
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)
     with ExitStack() as stack:
-        with told(Device(), "the data and the model were read"):
+        with translate_oom(Device(), "the data and the model were read"):
             if alone:
                 gc.freeze()  # what libraries have made stays: collections need not look at it
             asked, (job, trainer, train, test) = job, opened(job, reporter, stack, alone=alone)

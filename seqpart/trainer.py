@@ -22,7 +22,7 @@ from seqpart.data.loaders import for_data, test_rows, training_rows, with_loader
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
-from seqpart.device.limit import limit_of, told
+from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
@@ -155,7 +155,7 @@ class Trainer:
 
         resumes: weights come from a checkpoint. model: in the place of the trainer's own.
         """
-        with told(self.device, "the model and the machine were measured"), self.device.own_random_state():
+        with translate_oom(self.device, "the model and the machine were measured"), self.device.own_random_state():
             rows = as_split(train, "training")
             tests = tested_on(test, rows)
             refuse_untested(self.settings.between_tests, tests.count)
@@ -168,7 +168,7 @@ class Trainer:
     def _rows(self, train: object, test: object) -> tuple[Split, Split]:
         """What is given as data; settings take what its loader says of batches and their order."""
         refuse_labels_as_test(train, test)
-        with told(self.device, "the data were looked at"):
+        with translate_oom(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
             padding = for_data(self._padding, (train, test))
             rows = training_rows(train, asked, padding=padding)
@@ -287,7 +287,7 @@ class Trainer:
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
                 if resumed.state is not None:
                     let_learn(self.model, resumed.state.loop)
-            stack.enter_context(told(self.device, "the run was planned, begun or ended"))
+            stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
@@ -331,7 +331,7 @@ class Trainer:
             sampler = self._begun(stack, reporter)
             folder = stack.enter_context(own_folder(self.scratch_parent, "evaluate-"))
             settings = evaluation_settings(self.settings, split.count, folder, weights)
-            stack.enter_context(told(self.device, "the evaluation was planned, begun or ended"))
+            stack.enter_context(translate_oom(self.device, "the evaluation was planned, begun or ended"))
 
             def prepare(model: object) -> Preparation:
                 return Preparation(
@@ -377,7 +377,7 @@ class Trainer:
                     optimizer=self._optimizer, folder=folder, whole=False,
                 )  # fmt: skip
 
-            with told(self.device, "the session was planned"):
+            with translate_oom(self.device, "the session was planned"):
                 plan = partial(self._planned, sampler, Preparation.planned)
                 preparation, prepared = self._fitting(stack, prepare, plan)
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))

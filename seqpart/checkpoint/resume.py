@@ -68,7 +68,7 @@ class State(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class SavedHomes:
     """Of the tensors of a run that goes on."""
 
     layouts: Mapping[str, Layout]
@@ -104,7 +104,7 @@ class ResumePoint:
         proven = "the proof at the end is of what runs from here on"
         return f"going on from {shown(self.manifest.path)}, with {where}{other}; {proven}"
 
-    def homes(self, prepared: Prepared) -> Homes:
+    def homes(self, prepared: Prepared) -> SavedHomes:
         at, phases, chain = self.position, prepared.phases, prepared.chain
         now = phases[at.phase] if at.phase < len(phases) else None
         over = [phase for phase, _ in counted(phases[: at.phase])]
@@ -135,7 +135,7 @@ class ResumePoint:
             elif not anew and (midway or merged):
                 needed |= set(states) - fresh
         remembers = options.get("keep_best") == "yes" and self.state.loop.evaluations.best is not None
-        return Homes(layouts, needed, unused, best=whole if remembers else set())
+        return SavedHomes(layouts, needed, unused, best=whole if remembers else set())
 
     def planned(self, preparation: Preparation) -> Prepared:
         """The plan to go on with: the cut and micro-batch of the checkpoint; another cut where that no longer fits.

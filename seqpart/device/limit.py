@@ -240,7 +240,7 @@ def too_small(limit: int, held: int) -> DoesNotFit:
 
 
 @contextmanager
-def told(device: Device, when: str) -> Iterator[None]:
+def translate_oom(device: Device, when: str) -> Iterator[None]:
     """Outside the loop no smaller micro-batch helps: say when memory ran out. Raises OutOfMemory."""
     try:
         yield

@@ -33,7 +33,7 @@ from seqpart.plan.sil import choose_cut
 from seqpart.plan.simulator import Resources, simulate
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.machine import Speeds
-from seqpart.profile.partition import PartitionCost, growing, state_layouts
+from seqpart.profile.partition import PartitionCost, prefix_costs, state_layouts
 from seqpart.schedule.phases import Phases, counted
 from seqpart.store.row_file import RowLayout
 from seqpart.units import format_size, parse_size
@@ -316,7 +316,7 @@ class Preparation(Inputs):
             rows = min(part.micro_batch, part.rows)
             blocks = self.costs_at(rows)[first:last]
             states = state_layouts(blocks, optimizer)
-            *_, cost = growing(
+            *_, cost = prefix_costs(
                 blocks, states, self.loss_cost(request, rows), fused=optimizer.fused, heap_below=self.device.heap_below,
                 shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
             )  # fmt: skip

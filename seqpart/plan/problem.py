@@ -19,7 +19,7 @@ from seqpart.plan.plan import Plan
 from seqpart.plan.simulator import Resources
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.machine import Speeds
-from seqpart.profile.partition import LossCost, PartitionCost, growing
+from seqpart.profile.partition import LossCost, PartitionCost, prefix_costs
 from seqpart.store.graph_ranges import GRAPH_BUFFERS
 from seqpart.store.host_pool import first_piece, pieces_for
 from seqpart.store.layout import Layout
@@ -223,7 +223,7 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
     key = micro_batch, first, counted
     if key not in problem.known:
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
-        grown = growing(
+        grown = prefix_costs(
             costs[first:], problem.states[first:], problem.loss_of(micro_batch), fused=problem.fused,
             heap_below=problem.heap_below, shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip

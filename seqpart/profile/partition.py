@@ -115,7 +115,7 @@ class Parting:
 # dropped. Whether a tensor is small depends on the rows: the last micro-batch of an epoch may have fewer, hence `shares`.
 
 
-def growing(
+def prefix_costs(
     blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True, heap_below: int = 0,
     shares: Sequence[float] = (1.0,),
 ) -> Iterator[PartitionCost]:  # fmt: skip

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from seqpart.plan.plan import Plan, as_text_rows
-from seqpart.report.page_data import Pass, Run
+from seqpart.report.page_data import Pass, RecordedRun
 from seqpart.report.reporter import plan_notes, plan_title
 from seqpart.units import format_seconds, format_size
 
@@ -225,7 +225,7 @@ _VERSIONS = ("seqpart", "torch", "python", "system", "machine", "gpu")
 _TIME = seconds_axis(format_seconds)
 
 
-def document(run: Run) -> str:
+def document(run: RecordedRun) -> str:
     """The whole page."""
     parts = [
         _head(run), _tiles(run), _missing(run), _memory(run), _losses(run), _time(run), _planned(run), _proof(run), _asked(run),
@@ -239,7 +239,7 @@ def document(run: Run) -> str:
     )
 
 
-def _head(run: Run) -> str:
+def _head(run: RecordedRun) -> str:
     settings = run.start.get("settings", {})
     method = run.plan.method if run.plan is not None else settings.get("method", "")
     model, data = run.job.get("model"), run.job.get("data")
@@ -253,7 +253,7 @@ def _head(run: Run) -> str:
     )
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RecordedRun) -> str:
     proof, tiles = run.result.get("proof"), list[tuple[str, str]]()
     limit = _limit(run)
     peak = proof["peak"] if proof else max((held for curve in run.curves for _, held in curve.points), default=None)
@@ -275,17 +275,17 @@ def _tiles(run: Run) -> str:
     return '<ul class="tiles">' + "".join(f"<li><b>{escape(v)}</b>{escape(k)}</li>" for k, v in tiles) + "</ul>"
 
 
-def _missing(run: Run) -> str:
+def _missing(run: RecordedRun) -> str:
     if not run.missing:
         return ""
     return '<section class="missing"><h2>Not there</h2>' + _list(run.missing) + "</section>"
 
 
-def _limit(run: Run) -> int:
+def _limit(run: RecordedRun) -> int:
     return run.plan.limit if run.plan is not None else next((curve.limit for curve in run.curves[::-1]), 0)
 
 
-def _memory(run: Run) -> str:
+def _memory(run: RecordedRun) -> str:
     if not run.curves:
         return ""
     series = [Series(name="", look="s1", points=[(at, float(held)) for at, held in curve.points]) for curve in run.curves]
@@ -303,7 +303,7 @@ def _memory(run: Run) -> str:
     return f"<section><h2>Memory</h2>{drawn}<p>{escape(words)}</p></section>"
 
 
-def _losses(run: Run) -> str:
+def _losses(run: RecordedRun) -> str:
     if not run.passes:
         return ""
     marks = [(at, 0.0) for at in run.resumed_at]
@@ -336,7 +336,7 @@ def _points(passes: Iterable[Pass], what: str) -> list[tuple[float, float]]:
     return [(one.at, getattr(one, what)) for one in passes if math.isfinite(getattr(one, what))]
 
 
-def _time(run: Run) -> str:
+def _time(run: RecordedRun) -> str:
     if not run.steps:
         return ""
     known = sum(found.seconds for found in run.steps.values())
@@ -356,7 +356,7 @@ def _time(run: Run) -> str:
     )
 
 
-def _on_a_card(run: Run) -> bool:
+def _on_a_card(run: RecordedRun) -> bool:
     return run.plan is not None and not run.plan.device.startswith("CPU")
 
 
@@ -365,7 +365,7 @@ def _moved(read: int, written: int) -> str:
     return "".join(f", {word}" for word in moved if word)
 
 
-def _planned(run: Run) -> str:
+def _planned(run: RecordedRun) -> str:
     if run.plan is None:
         return ""
     title, notes = escape(plan_title(run.plan)), _list(plan_notes(run.plan))
@@ -377,7 +377,7 @@ def _plan_table(plan: Plan) -> str:
     return _table(list(rows[0]), [list(map(str, row.values())) for row in rows])
 
 
-def _proof(run: Run) -> str:
+def _proof(run: RecordedRun) -> str:
     proof = run.result.get("proof")
     if not proof:
         return ""
@@ -400,7 +400,7 @@ def _proof(run: Run) -> str:
     return f"<section><h2>Proof of the limit</h2>{_table([], [list(row) for row in rows])}{resumed}</section>"
 
 
-def _asked(run: Run) -> str:
+def _asked(run: RecordedRun) -> str:
     """What was set, and by which versions it ran."""
     options = {**run.start.get("settings", {}), **run.job}
     asked = [[name.replace("_", "-"), _said(value)] for name, value in options.items() if value not in (None, "None")]
@@ -419,7 +419,7 @@ def _said(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _values(run: Run) -> str:
+def _values(run: RecordedRun) -> str:
     """The numbers that the figures show."""
     if not run.passes:
         return ""

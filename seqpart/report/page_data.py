@@ -101,7 +101,7 @@ class _Passes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RecordedRun:
     root: Path
     state: str
     plan: Plan | None
@@ -126,7 +126,7 @@ class Run:
         return _STATES.get(self.state, self.state)
 
 
-def read_run(root: Path) -> Run:
+def read_run(root: Path) -> RecordedRun:
     """Raises OptionError where `root` is not the directory of a run."""
     state, missing = _state(root), list[str]()
     events, passes, processes = _events(root, missing), _Passes(), list[_Process]()
@@ -141,7 +141,7 @@ def read_run(root: Path) -> Run:
         missing.append(f"seconds by kind of step: the run {why}, or is of an older version")
     if not passes.kept:
         missing.append("losses: no pass was over yet")
-    return Run(
+    return RecordedRun(
         root=root, state=state, plan=plan, result=result, start=processes[-1].start if processes else {},
         processes=len(processes), resumed_at=tuple(process.before for process in processes[1:]),
         seconds=sum(process.seconds for process in processes), passes=tuple(one for _, one in passes.kept), curves=curves,

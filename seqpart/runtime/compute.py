@@ -43,7 +43,7 @@ class Compute:
         start: Position, metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None], heard: Heard,
     ) -> None:  # fmt: skip
         self.loaded: dict[int, Partition] = {}
-        self.metrics, self.rested = Metrics(), metrics or Metrics()
+        self.metrics, self.committed = Metrics(), metrics or Metrics()
         """Sums over the pass so far; the same at the end of the last update."""
         self.judged = 0
         """Losses that were computed."""
@@ -157,7 +157,7 @@ class Compute:
             partition.buffers.begin_update()  # it runs forward here only
         partition.buffers.restore()
         with self._offloaded_graph(step) as others:
-            with partition.apart() as tied:
+            with partition.collect_tied_gradients() as tied:
                 arrived = apart_from(others, self._back_propagate(step).gradients)
             partition.part_gradients(arrived.values(), others)
             for tie, gradient in tied.items():
@@ -331,7 +331,7 @@ class Compute:
         phase = self._phases[number]
         split, source = phase.reads
         first_update = self._start.updates if self._resumes else 0
-        self.metrics = replace(self.rested) if self._resumes else Metrics()
+        self.metrics = replace(self.committed) if self._resumes else Metrics()
         self._heard.begin(phase, self.metrics, self._device.torch)
         self._resumes, self._began = False, time.perf_counter()
         if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
@@ -354,7 +354,7 @@ class Compute:
         """An update is finished: what was summed up so far is what a later run goes on with."""
         self._counted = None
         self._elements.rest()
-        self.rested = replace(self.metrics)
+        self.committed = replace(self.metrics)
 
     def refuse_divergence(self, number: int, update: int | None = None) -> None:
         """Raises Diverged where a loss of phase `number` so far, up to `update` (from 1), is not finite. CUDA has to wait."""
@@ -368,7 +368,7 @@ class Compute:
         self.close_reader()
         metrics, phase, seconds = self.metrics, self._phases[number], time.perf_counter() - self._began
         self.refuse_divergence(number)
-        self.rested = Metrics()
+        self.committed = Metrics()
         self._listen(metrics.done(phase, self._earlier, seconds, self._heard.found(phase)))
 
     def forget_loss(self, p: int) -> None:

@@ -83,7 +83,7 @@ class Executor:
         self.learning_rate: float | None = None
         self.gradient_norm: torch.Tensor | None = None
         """Of the last optimizer step; of gradients as they were before they were clipped."""
-        self._marked = start, compute.rested
+        self._marked = start, compute.committed
         """Where the homes stood when all of them were last up to date, and the sums of the pass there."""
         self.went_back = ""
         """Where to, if an error took away updates that were done before the one in which it came."""
@@ -118,7 +118,7 @@ class Executor:
                     if not self._hooks.at_rest(self):
                         break
                 self._begin_next(ahead)
-            self.settle()
+            self.flush()
         except Exception as error:
             if not self._device.is_out_of_memory(error):
                 told = explained_step(error)
@@ -175,7 +175,7 @@ class Executor:
                 where = f"update {done or phase.updates} of {phase}" if phase.kind is PhaseKind.TRAIN else str(phase)
                 raise Diverged(f"training diverged: {name} is not finite behind {where}.")
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
         for partition in self._loaded.values():
             partition.save(keep_state=True, again=True)
@@ -308,7 +308,7 @@ class Executor:
         if not any(partition.changed or partition.unsaved for partition in self._partitions):
             self._wait_for_homes()
             self._store.mark()
-            self._marked = self.position, self.compute.rested
+            self._marked = self.position, self.compute.committed
 
     # --- endings --------------------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class Executor:
                 f"memory ran out in {self.step} in the middle of an update, and the homes in host memory cannot be taken back: "
                 f"{text}. Resume from the last checkpoint with a larger --mem-limit or a smaller --micro-batch-size."
             )
-        before, (position, self.compute.rested) = self.position, self._marked
+        before, (position, self.compute.committed) = self.position, self._marked
         self.went_back = f"update {position.updates} of {self._phases[position.phase]}" if position != before else ""
         self.progress = Progress(self._phases, position)
 

@@ -42,7 +42,7 @@ Told = Callable[[str], AbstractContextManager[None]]
 """Says when memory ran out."""
 
 
-class Homes:
+class WeightStore:
     """The store of weights, the boundary cache of rows, and the rooms in host memory of boundaries and graphs.
 
     `stack` closes them.

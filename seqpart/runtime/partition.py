@@ -293,7 +293,7 @@ class Partition:
             parameter.grad = None
 
     @contextmanager
-    def apart(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
+    def collect_tied_gradients(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
         """Inside, gradients of parameters with a home elsewhere begin at nothing; behind it the dict holds what came."""
         found: dict[Tied, torch.Tensor | None] = {}
         parameters = {tie: block.module.get_parameter(tie.name) for block, tie in self.tied}

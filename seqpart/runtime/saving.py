@@ -64,16 +64,16 @@ class Saving:
         )
         self._look_for_proof(executor)
         if not self._saves and time.monotonic() - self._saved_at >= _HOME_EVERY:
-            executor.settle()
+            executor.flush()
             self._saved_at = time.monotonic()
         if due or self._interrupts.waiting:
             executor.refuse_divergence(weights=True)
-            self.settle(executor, partitions)
-            self.obey(executor.position, executor.compute.rested, due=due)
+            self.flush(executor, partitions)
+            self.obey(executor.position, executor.compute.committed, due=due)
 
-    def settle(self, executor: Executor, partitions: Sequence[Partition]) -> None:
+    def flush(self, executor: Executor, partitions: Sequence[Partition]) -> None:
         """All that changed is at home."""
-        executor.settle()
+        executor.flush()
         for partition in partitions:  # also one that is coming, and may be on its way home before that
             partition.transfer.wait()
 
@@ -82,8 +82,8 @@ class Saving:
         if not self._saves:
             return "Nothing was saved (--save-every never)."
         executor.refuse_divergence(weights=True)
-        self.settle(executor, partitions)
-        self.save(executor.position, executor.compute.rested)
+        self.flush(executor, partitions)
+        self.save(executor.position, executor.compute.committed)
         self.told = True
         there = "as it stood there"
         if executor.went_back:

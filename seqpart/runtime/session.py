@@ -15,7 +15,7 @@ from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.config import Settings
 from seqpart.data.reader import ReaderThread
 from seqpart.device.device import Device
-from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, told
+from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.timeline import MEMORY
 from seqpart.errors import Diverged, LimitExceeded
@@ -32,7 +32,7 @@ from seqpart.runtime.compute import Compute
 from seqpart.runtime.exchange import BoundaryExchange, open_exchange
 from seqpart.runtime.executor import AllocationFailed, Executor, Hooks
 from seqpart.runtime.graph_offload import GraphOffload, open_graphs
-from seqpart.runtime.homes import UNBEGUN, Homes, open_places
+from seqpart.runtime.homes import UNBEGUN, WeightStore, open_places
 from seqpart.runtime.observer import Failure, Observer
 from seqpart.runtime.partition import Partition
 from seqpart.runtime.pauses import Pauses, PlanAnew
@@ -98,7 +98,7 @@ class Session:
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept)
         self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions))
-        self.homes = Homes(preparation, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes = WeightStore(preparation, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
         if self._settings.saves:
             _ = self._identity  # rows are read for it: now, and not beside a partition
@@ -145,7 +145,7 @@ class Session:
         self._state, self._finished = "done", words
 
     def _told(self, when: str) -> AbstractContextManager[None]:
-        return told(self._device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
+        return translate_oom(self._device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -236,10 +236,10 @@ class Session:
                     step=failed.step, text=str(failed), at=executor.position, keeps_heap=stage.heap > 0,
                     micro_batch=max(stage.micro_batch for stage in self.prepared.stages),
                 )  # fmt: skip
-                return failure, executor.position, executor.compute.rested
+                return failure, executor.position, executor.compute.committed
             except Diverged as error:
                 raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
-            return None, executor.position, executor.compute.rested
+            return None, executor.position, executor.compute.committed
 
     def _keep_label(self) -> None:
         """What the sampler says of the step that is under way then no longer holds an executor, and graphs in it."""
@@ -406,7 +406,7 @@ class Session:
 
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
-            self.saving.settle(executor, self._partitions)
+            self.saving.flush(executor, self._partitions)
             self.homes.remember()
             self.watch.has_new_best = False
 

@@ -114,7 +114,7 @@ class Tracking:
     def at_rest(self, executor: Executor) -> bool:
         """An update is over, or a step of a pass without updates."""
         at, now = executor.position, time.monotonic()
-        metrics, since = executor.compute.rested, self._since
+        metrics, since = executor.compute.committed, self._since
         if at.updates and since.metrics is None:
             self._since = replace(since, metrics=replace(metrics), time=now)
         if not at.updates or since.metrics is None or now - since.time < _SECONDS:

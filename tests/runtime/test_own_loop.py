@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
-from seqpart.runtime.homes import Homes
+from seqpart.runtime.homes import WeightStore
 from seqpart.runtime.partition import Partition
 from tests.machine import SPEEDS, known_speeds
 from tests.runtime.test_evaluate import alive, files
@@ -325,9 +325,9 @@ def test_a_second_signal_ends_the_step_at_once_and_the_session_with_it(tmp_path,
 
 def test_a_signal_while_the_loop_ends_leaves_the_trained_weights_in_the_model(tmp_path, monkeypatch):
     """They had been trained and were thrown away."""
-    model, batches, give_back = alive(), list(loader()), Homes.give_back
+    model, batches, give_back = alive(), list(loader()), WeightStore.give_back
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Homes, "give_back", lambda homes: (signal.raise_signal(signal.SIGTERM), give_back(homes)))
+        patched.setattr(WeightStore, "give_back", lambda homes: (signal.raise_signal(signal.SIGTERM), give_back(homes)))
         with trainer(tmp_path, model).session(data()) as session:
             session.step(batches[0])
     assert same(model.state_dict(), plainly(batches[:1])[1])
