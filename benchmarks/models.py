@@ -24,7 +24,7 @@ from benchmarks import children
 from benchmarks.record import load, origin, save
 from benchmarks.whole_models import EXAMPLES, ROWS, Example, judged
 from seqpart import Trainer
-from seqpart.capture.tracing import chain_of
+from seqpart.capture.capture import chain_of
 from seqpart.data.splits import as_split
 from seqpart.errors import SeqpartError
 from seqpart.profile.blocks import measure_chain

@@ -30,7 +30,7 @@ from seqpart.plan.plan import Plan
 from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter
 from seqpart.report.terminal import fitted, lasting_output, printing
-from seqpart.runtime.homes import refuse_small_disk, refuse_taken_places
+from seqpart.runtime.weight_store import refuse_small_disk, refuse_taken_places
 from seqpart.schedule.steps import steps_of, to_text
 from seqpart.store.atomic import write_text
 from seqpart.trainer import Trainer

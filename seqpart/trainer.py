@@ -42,19 +42,19 @@ from seqpart.model.weight_files import is_adapted
 from seqpart.options import Options
 from seqpart.plan.ist import preparation_of
 from seqpart.plan.plan import Plan
-from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.report.planning import planning_shown
 from seqpart.report.reporter import Reporter, WarningsAlone, figures
 from seqpart.report.trackers import load
 from seqpart.runtime.evaluation import evaluated, evaluation_settings
-from seqpart.runtime.homes import refuse_taken_places
 from seqpart.runtime.observer import BeforeUpdate, Observer
-from seqpart.runtime.own_loop import OwnLoop, largest_batch, loop_settings, rows_of_a_window
 from seqpart.runtime.pauses import PlanAnew, let_learn
 from seqpart.runtime.result import Evaluation, Result, carry_out, with_average
+from seqpart.runtime.run import Run
 from seqpart.runtime.run_trace import traced
-from seqpart.runtime.session import Session
 from seqpart.runtime.tracking import tracked
+from seqpart.runtime.training_session import TrainingSession, largest_batch, loop_settings, rows_of_a_window
+from seqpart.runtime.weight_store import refuse_taken_places
 from seqpart.schedule.lengths import refuse_untested
 from seqpart.store.scratch import own_folder
 from seqpart.units import format_size
@@ -137,7 +137,7 @@ class Trainer:
     @contextmanager
     def planned(
         self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False
-    ) -> Iterator[tuple[Preparation, Prepared]]:
+    ) -> Iterator[tuple[Planner, ExecutionPlan]]:
         """Everything checked, measured and planned. Modules given alive are empty inside.
 
         dry: no file of any name is made for that, not for a moment.
@@ -145,12 +145,12 @@ class Trainer:
         gc.collect()
         with self.device.running(), self.device.at_work(), ExitStack() as stack:
             prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
-            yield self._fitting(stack, prepare, Preparation.planned, reuse, in_pairs=self._in_pairs)
+            yield self._fitting(stack, prepare, Planner.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
         self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
         model: object = None,
-    ) -> Preparation:  # fmt: skip
+    ) -> Planner:  # fmt: skip
         """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
 
         resumes: weights come from a checkpoint. model: in the place of the trainer's own.
@@ -177,17 +177,17 @@ class Trainer:
             return rows, test_rows(test, rows, self.settings, padding)
 
     def _fitting(
-        self, stack: ExitStack, prepare: Callable[..., Preparation], plan: Callable[[Preparation], Prepared],
+        self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
         again: Plan | None = None, *, in_pairs: bool = False,
-    ) -> tuple[Preparation, Prepared]:  # fmt: skip
+    ) -> tuple[Planner, ExecutionPlan]:  # fmt: skip
         """What `prepare(model=...)` makes of the model, and the plan: with large layers in tiles where nothing fits without.
 
         stack: closes it. again: see `tiles`. in_pairs: whether it is separated into scores.
         """
 
-        def work(attempt: ExitStack, model: object) -> tuple[Preparation, Prepared]:
-            preparation = attempt.enter_context(closing(prepare(model=model)))
-            return preparation, with_fewer_workers(preparation, lambda: plan(preparation))
+        def work(attempt: ExitStack, model: object) -> tuple[Planner, ExecutionPlan]:
+            planner = attempt.enter_context(closing(prepare(model=model)))
+            return planner, with_fewer_workers(planner, lambda: plan(planner))
 
         model = stack.enter_context(KeptModes(stack.enter_context(PlainTensors(self.model, self.device.kind))))
         if in_pairs:
@@ -290,11 +290,11 @@ class Trainer:
             stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
-            plan = partial(self._planned, sampler, Preparation.planned if resumed is None else resumed.planned)
+            plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
             with planning_shown(reporter):
-                preparation, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
-            run = Session(preparation, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
+                planner, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
+            run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages)
             if tracking is not None:
                 tracking.open(run.places.directory, prepared.phases, resumed, self.settings)
@@ -333,24 +333,24 @@ class Trainer:
             settings = evaluation_settings(self.settings, split.count, folder, weights)
             stack.enter_context(translate_oom(self.device, "the evaluation was planned, begun or ended"))
 
-            def prepare(model: object) -> Preparation:
-                return Preparation(
+            def prepare(model: object) -> Planner:
+                return Planner(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
                     final_loss=self._loss, folder=folder, trains=False, trained=None if weights else self._trained,
                 )  # fmt: skip
 
-            def plan(preparation: Preparation) -> Prepared:
-                return preparation.planned(replace(preparation.request, methods=(EVALUATION,)))
+            def plan(planner: Planner) -> ExecutionPlan:
+                return planner.planned(replace(planner.request, methods=(EVALUATION,)))
 
-            preparation, prepared = self._fitting(stack, prepare, partial(self._planned, sampler, plan))
+            planner, prepared = self._fitting(stack, prepare, partial(self._planned, sampler, plan))
             silent, observer = stack.enter_context(closing(WarningsAlone())), Observer(metrics=own_metrics(metrics))
-            found = evaluated(Session(preparation, prepared, silent, sampler, stack, observer=observer), before)
+            found = evaluated(Run(planner, prepared, silent, sampler, stack, observer=observer), before)
             reporter.say(f"{said}: {figures(found.loss, found.accuracy, found.metrics)}")
             reporter.proof(found.proof)
         return found
 
     @contextmanager
-    def session(self, example: object) -> Iterator[OwnLoop]:
+    def session(self, example: object) -> Iterator[TrainingSession]:
         """A loop of your own under the limit: `with trainer.session(example) as session: loss = session.step(batch)`.
 
         example: (x, y), a data set or a loader, whose rows tell what batches are like; it, or a loader's first batch, has at
@@ -371,19 +371,19 @@ class Trainer:
             opening = ExitStack()
             sampler = self._begun(stack, reporter, opening)
 
-            def prepare(model: object) -> Preparation:
-                return Preparation(
+            def prepare(model: object) -> Planner:
+                return Planner(
                     model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
                     optimizer=self._optimizer, folder=folder, whole=False,
                 )  # fmt: skip
 
             with translate_oom(self.device, "the session was planned"):
-                plan = partial(self._planned, sampler, Preparation.planned)
-                preparation, prepared = self._fitting(stack, prepare, plan)
+                plan = partial(self._planned, sampler, Planner.planned)
+                planner, prepared = self._fitting(stack, prepare, plan)
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))
-            loop = OwnLoop(self.device, folder, rows, self.settings, padding)
-            run = Session(preparation, prepared, silent, sampler, stack, observer=loop.observer)
+            loop = TrainingSession(self.device, folder, rows, self.settings, padding)
+            run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer)
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):
                 loop.begin(run)
@@ -392,12 +392,12 @@ class Trainer:
                 loop.finish()
             reporter.proof(run.proof())
 
-    def _planned(self, sampler: Sampler, plan: Callable[[Preparation], Prepared], preparation: Preparation) -> Prepared:
+    def _planned(self, sampler: Sampler, plan: Callable[[Planner], ExecutionPlan], planner: Planner) -> ExecutionPlan:
         """What `plan` makes, under the limit: what that took counts, and is no matter of the plan's own prediction."""
-        sampler.hold(preparation.limit)
-        prepared = plan(preparation)
+        sampler.hold(planner.limit)
+        prepared = plan(planner)
         if self.device.shares_memory:
-            sampler.heed(preparation.trials.peak)
+            sampler.heed(planner.trials.peak)
         sampler.known = sampler.peak
         return prepared
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from seqpart import Trainer
-from seqpart.capture.tracing import trace
+from seqpart.capture.capture import trace
 from seqpart.zoo.libraries import Asked, made
 from tests.replay import assert_same_as_whole, images, tokens
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from seqpart.capture.tracing import trace
+from seqpart.capture.capture import trace
 
 ROWS = 3
 

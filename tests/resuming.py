@@ -26,9 +26,9 @@ from seqpart import Trainer
 from seqpart.checkpoint.run_directory import RunDirectory
 from seqpart.errors import Interrupted
 from seqpart.methods.ist.moving import Parting
-from seqpart.plan.preparation import Preparation
+from seqpart.plan.planner import Planner
 from seqpart.report.reporter import Reporter
-from seqpart.runtime import homes
+from seqpart.runtime import weight_store
 from seqpart.runtime.partition import Partition
 from seqpart.schedule.events import StepDone
 from seqpart.store.direct import DirectFile
@@ -120,7 +120,7 @@ def flip(path, byte=-1, bit=0):
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 PLACES = {
-    "plan": (Preparation, "prepare"),
+    "plan": (Planner, "prepare"),
     "load": (DirectFile, "read_into"),
     "write": (os, "pwritev"),
     "save": (os, "fsync"),
@@ -128,7 +128,7 @@ PLACES = {
     "update": (Partition, "update"),
     "split": (Parting, "split"),
     "merge": (Parting, "merge"),
-    "export": (homes, "export_weights"),
+    "export": (weight_store, "export_weights"),
     "publish": (RunDirectory, "publish"),
     "close": (RunDirectory, "close"),
 }

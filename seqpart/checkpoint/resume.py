@@ -20,8 +20,8 @@ from seqpart.data.splits import Split
 from seqpart.errors import DoesNotFit, OptionError, shown
 from seqpart.methods import methods_named
 from seqpart.model.metrics import Metrics, Tally
-from seqpart.plan.plan import AS_ASKED, Plan, PlanRequest, Told
-from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.plan.plan import AS_ASKED, Plan, PlanRequest, PlanWording
+from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.partition import state_layouts
 from seqpart.schedule.best import Kept
 from seqpart.schedule.lengths import AT_THE_END
@@ -104,7 +104,7 @@ class ResumePoint:
         proven = "the proof at the end is of what runs from here on"
         return f"going on from {shown(self.manifest.path)}, with {where}{other}; {proven}"
 
-    def homes(self, prepared: Prepared) -> SavedHomes:
+    def homes(self, prepared: ExecutionPlan) -> SavedHomes:
         at, phases, chain = self.position, prepared.phases, prepared.chain
         now = phases[at.phase] if at.phase < len(phases) else None
         over = [phase for phase, _ in counted(phases[: at.phase])]
@@ -137,36 +137,36 @@ class ResumePoint:
         remembers = options.get("keep_best") == "yes" and self.state.loop.evaluations.best is not None
         return SavedHomes(layouts, needed, unused, best=whole if remembers else set())
 
-    def planned(self, preparation: Preparation) -> Prepared:
+    def planned(self, planner: Planner) -> ExecutionPlan:
         """The plan to go on with: the cut and micro-batch of the checkpoint; another cut where that no longer fits.
 
         Raises OptionError where model or data are not those of the checkpoint, DoesNotFit where nothing fits, CorruptFile where
         the checkpoint says of itself what cannot be.
         """
         if self.manifest is None or self.state is None or self.plan is None or self.place is None:
-            return preparation.planned()
+            return planner.planned()
         state = self.state
-        if data_digest(preparation.train, preparation.test) != state.data:
+        if data_digest(planner.train, planner.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
-        refuse_other_rows(self.root, state.rows, row_digests(preparation.train, preparation.test))
+        refuse_other_rows(self.root, state.rows, row_digests(planner.train, planner.test))
         for name, was in (state.functions or {}).items():
-            if (now := preparation.functions.get(name)) != was:
+            if (now := planner.functions.get(name)) != was:
                 raise OptionError(
                     f"--resume: {self.root} was trained with {name} {was}, and this run has {now}. Give the same, or start "
                     "anew elsewhere."
                 )
-        if state.tuned != preparation.tuned:
-            self.said.append(f"the optimizer's options were {state.tuned}, are {preparation.tuned}")
-        request = self._request(preparation, state, self.place)
-        tests_between = preparation.settings.tests != AT_THE_END  # as many phases as there are partitions
-        cut_matters = not preparation.exact or tests_between or self.place.behind is not None
+        if state.tuned != planner.tuned:
+            self.said.append(f"the optimizer's options were {state.tuned}, are {planner.tuned}")
+        request = self._request(planner, state, self.place)
+        tests_between = planner.settings.tests != AT_THE_END  # as many phases as there are partitions
+        cut_matters = not planner.exact or tests_between or self.place.behind is not None
         if cut_matters:  # `auto` must not take another method, whose phases are others
             request = replace(request, methods=methods_named(self.plan.method))
         micro_batches = tuple(state.micro_batches)
-        prepared = preparation.measured(lambda: self._prepared(preparation, request, cut_matters, micro_batches))
+        prepared = planner.measured(lambda: self._prepared(planner, request, cut_matters, micro_batches))
         if prepared.plan.fingerprint != self.plan.fingerprint:
             raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
-        refuse_other_layers(self.root, state.layers, preparation.chain.whole)
+        refuse_other_layers(self.root, state.layers, planner.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
         before, found = max(micro_batches), max(stage.micro_batch for stage in prepared.stages)
@@ -196,44 +196,44 @@ class ResumePoint:
             raise ValueError(f"state: tally: of {tally.rows} rows, where the position is behind {rows}")
         return at
 
-    def _request(self, preparation: Preparation, state: State, place: Place) -> PlanRequest:
+    def _request(self, planner: Planner, state: State, place: Place) -> PlanRequest:
         """Partitions that are trained keep the epochs that they had, whatever --epochs says now."""
-        request = preparation.request
+        request = planner.request
         request = replace(request, label_bytes=state.label_bytes or request.label_bytes)
-        asked = preparation.epochs(len(state.epochs))
-        trained = trained_epochs(place, state.epochs, sorted(self.changed), exact=not preparation.alone)
+        asked = planner.epochs(len(state.epochs))
+        trained = trained_epochs(place, state.epochs, sorted(self.changed), exact=not planner.alone)
         self.said += kept_words(trained, asked)
         return replace(request, trained_epochs=trained)
 
-    def _told(self, request: PlanRequest, settings: Settings) -> Told:
-        return Told(
+    def _told(self, request: PlanRequest, settings: Settings) -> PlanWording:
+        return PlanWording(
             method="as before" if settings.method == "auto" and len(request.methods) == 1 else "",
             cut=AS_ASKED.cut if "partitions" in self.changed else "as before", micro_batch="as before",
             otherwise="not all is as before: what does not fit any more is chosen anew",
         )  # fmt: skip
 
     def _prepared(
-        self, preparation: Preparation, request: PlanRequest, cut_matters: bool, micro_batches: tuple[int, ...]
-    ) -> Prepared:
+        self, planner: Planner, request: PlanRequest, cut_matters: bool, micro_batches: tuple[int, ...]
+    ) -> ExecutionPlan:
         assert self.plan is not None
         starts = None if "partitions" in self.changed else self.plan.starts
-        request = replace(request, told=self._told(request, preparation.settings))
+        request = replace(request, told=self._told(request, planner.settings))
         if "micro_batch_size" in self.changed:
             asked = replace(request.told, micro_batch=AS_ASKED.micro_batch)
-            return preparation.prepare(replace(request, starts=starts, told=asked))
+            return planner.prepare(replace(request, starts=starts, told=asked))
         largest = max(micro_batches)
         ways: list[dict[str, Any]] = [{"micro_batch": largest, "starts": starts}]
         if not _ROOM & self.changed:  # then it is the same plan, whatever the machine is measured to do now
             methods = methods_named(self.plan.method)
             again = replace(request, methods=methods)
-            ways[0] |= {"saved": self.plan, "methods": methods, "told": self._told(again, preparation.settings)}
+            ways[0] |= {"saved": self.plan, "methods": methods, "told": self._told(again, planner.settings)}
         if len(set(micro_batches)) > 1:  # recovery has its own, which only a plan that is free to choose finds again
             ways.append({"starts": starts})
         if not cut_matters:
             ways.append({"micro_batch": largest})
         for way in ways:
             try:
-                prepared = preparation.prepare(replace(request, **way))
+                prepared = planner.prepare(replace(request, **way))
             except DoesNotFit:
                 if way is ways[-1]:
                     raise
@@ -302,18 +302,18 @@ def refuse_finished(root: Path) -> None:
 
 
 def state_of(
-    preparation: Preparation, prepared: Prepared, position: Position, metrics: Metrics,
+    planner: Planner, prepared: ExecutionPlan, position: Position, metrics: Metrics,
     *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
     job: dict[str, Any] | None, loop: Kept,
 ) -> dict[str, Any]:  # fmt: skip
     """A `State` as JSON."""
     return msgspec.to_builtins(  # type: ignore[no-any-return]
         State(
-            settings=preparation.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
+            settings=planner.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
             place=astuple(Place.of(prepared.phases, position)),
-            epochs=preparation.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
+            epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
             micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
-            test=test, data=data, rows=rows, layers=layers, functions=preparation.functions, tuned=preparation.tuned,
+            test=test, data=data, rows=rows, layers=layers, functions=planner.functions, tuned=planner.tuned,
             label_bytes=prepared.request.label_bytes, job=job, loop=loop,
         )
     )  # fmt: skip

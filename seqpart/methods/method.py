@@ -15,8 +15,8 @@ from seqpart.model.losses import LossFunction, scores_of
 from seqpart.model.reductions import (
     BY_ROWS,
     Held,
+    LossValue,
     Reduction,
-    Verdict,
     judged,
     refuse_parts,
     takes_classes_first,
@@ -32,7 +32,7 @@ class PartitionLoss(Protocol):
     nbytes: int
     """Memory that its fixed targets take on the device."""
 
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | Verdict:
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | LossValue:
         """Loss of `output`, (rows, *boundary), with `labels`, (rows, ...): the mean over the rows, a scalar, or a verdict."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -198,7 +198,7 @@ class TrueLoss:
         self._function, self._reduction, self._seen = function, reduction, False
         self._held: Held | None = None
 
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> Verdict:
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> LossValue:
         if self._seen or isinstance(output, FakeTensor):  # nothing is there while a plan is made
             return judged(self._function, self._reduction, output, labels)
         self._seen = True

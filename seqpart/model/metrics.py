@@ -165,7 +165,7 @@ def _values(name: str, found: Any) -> dict[str, MetricValue]:
 
 
 @dataclass(slots=True)
-class Heard:
+class MetricSinks:
     """Who hears of what partitions give, beside the sums of the pass."""
 
     partitions: int

@@ -88,7 +88,7 @@ def _is_of_rows(value: Value) -> bool:
     return value.shape[:1] == (value.rows,) and not value.dtype.is_complex
 
 
-class Handing:
+class BoundaryRouting:
     """Who gives and takes which values, once blocks are joined to partitions: one account for who simulates and who runs.
 
     entering, leaving: of each partition, the values that come from others and those that others take.

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import DataError, OptionError
-from seqpart.model.asking import generators_left_alone, judging, refuse_borrowed, seed_all
+from seqpart.model.loss_probe import generators_left_alone, judging, refuse_borrowed, seed_all
 from seqpart.model.losses import (
     IGNORED,
     OF_MODULES,
@@ -62,7 +62,7 @@ class Reduction:
 BY_ROWS = Reduction()
 
 
-class Verdict(NamedTuple):
+class LossValue(NamedTuple):
     """What a loss says of one micro-batch."""
 
     loss: torch.Tensor
@@ -77,23 +77,23 @@ class Verdict(NamedTuple):
         return self.loss.detach() if self.kind is Kind.SUM else self.loss.detach() * self.weight
 
 
-def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor) -> Verdict:
+def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor) -> LossValue:
     """`loss` of one micro-batch. One that counts nothing has a loss of zero, and gradients of zero.
 
     reduction: None for fake tensors, which can be differentiated, and not counted.
     """
     if reduction is None:
         found: Any = loss(output, labels)
-        return Verdict(_one(found[0] if isinstance(found, tuple) else found), len(output))
+        return LossValue(_one(found[0] if isinstance(found, tuple) else found), len(output))
     if reduction.kind is not Kind.COUNTED:
-        return Verdict(_one(loss(output, labels)), len(output), reduction.kind)
+        return LossValue(_one(loss(output, labels)), len(output), reduction.kind)
     if reduction.counts is None:
         total, count = _pair(loss(output, labels))
-        return Verdict(total / (count or 1.0), count, Kind.COUNTED)
+        return LossValue(total / (count or 1.0), count, Kind.COUNTED)
     count = _number(reduction.counts(labels))
     if not count:  # 0 / 0
-        return Verdict(output.flatten()[:0].sum(), 0.0, Kind.COUNTED)
-    return Verdict(_one(loss(output, labels)), count, Kind.COUNTED)
+        return LossValue(output.flatten()[:0].sum(), 0.0, Kind.COUNTED)
+    return LossValue(_one(loss(output, labels)), count, Kind.COUNTED)
 
 
 def _one(value: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, tiers_in_words, tiers_of
 from seqpart.plan.dynamic import Piece, best_cut
-from seqpart.plan.plan import AS_ASKED, Plan, Told
+from seqpart.plan.plan import AS_ASKED, Plan, PlanWording
 from seqpart.plan.prediction import Kind, Option, Prediction, options_of, predict
 from seqpart.plan.problem import (
     BUFFERS,
@@ -43,7 +43,7 @@ _SPEEDS_ERR = 0.1
 
 
 def choose_exact(
-    problem: Problem, methods: Sequence[Method], told: Told = AS_ASKED
+    problem: Problem, methods: Sequence[Method], told: PlanWording = AS_ASKED
 ) -> tuple[Method, Candidate, tuple[str, ...]]:
     """The fastest that fits, and why. Raises DoesNotFit, naming what would help."""
     available = problem.limit - margin_of(problem.limit)
@@ -230,7 +230,7 @@ def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCo
 
 
 def _reasons(
-    problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]], told: Told
+    problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]], told: PlanWording
 ) -> Iterator[str]:
     if told.method:
         yield f"method {best.method.name} {told.method}"

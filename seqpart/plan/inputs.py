@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from seqpart.capture.tracing import chain_and_loss, chain_of
+from seqpart.capture.capture import chain_and_loss, chain_of
 from seqpart.config import Settings
 from seqpart.data.classes import are_mixed, count_classes
 from seqpart.data.labels import loss_for
@@ -27,12 +27,12 @@ from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.methods.objectives import lack_of
 from seqpart.methods.separable import rows_of_pairs
 from seqpart.methods.sil import refuse_partitions_alone
-from seqpart.model.asking import judging
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
+from seqpart.model.loss_probe import judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_unlike_pieces, scheduled
-from seqpart.model.reductions import Reduction, Verdict, ignored_label, name_of, reduction_of
+from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
 from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
@@ -421,7 +421,7 @@ class Inputs:
                 value = loss(output, labels)
             with torch.no_grad():
                 loss.scores(output.detach(), labels)
-            return value.loss if isinstance(value, Verdict) else value
+            return value.loss if isinstance(value, LossValue) else value
 
         against = f" against {self.classes or 'float'} {'classes' if self.classes else 'labels'}"
         with judging(name_of(self._final_loss), shape, against, values=False), quiet_log():

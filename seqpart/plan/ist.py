@@ -18,9 +18,9 @@ from seqpart.model.losses import LossFunction
 from seqpart.model.optimizers import Optimizer, choose
 from seqpart.model.packs import DEVICE, tier_at, tiers_of
 from seqpart.plan.exact import choose_exact
-from seqpart.plan.plan import Plan, PlanRequest, Told
+from seqpart.plan.plan import Plan, PlanRequest, PlanWording
+from seqpart.plan.planner import Planner
 from seqpart.plan.prediction import Prediction, heaps_of, peaks_by_partition, with_heap, works_of
-from seqpart.plan.preparation import Preparation
 from seqpart.plan.problem import (
     Candidate,
     Part,
@@ -68,7 +68,7 @@ def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, o
     return {"starts": None, "count": None} if number == 0 else {"starts": starts, "count": count}
 
 
-def choose_cuts(problem: Problem, parts: Parts, told: Told) -> Cuts:
+def choose_cuts(problem: Problem, parts: Parts, told: PlanWording) -> Cuts:
     """At the largest micro-batch at which the whole can be tested and a subnet trained. Raises DoesNotFit, in words."""
     whole, subnet = piece_of(problem, 0, trained=False), piece_of(problem, 1)
     refusals: list[DoesNotFit] = []
@@ -88,7 +88,7 @@ def choose_cuts(problem: Problem, parts: Parts, told: Told) -> Cuts:
     raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
 
-def _cuts_at(whole: Problem, subnet: Problem, rows: int, told: Told) -> Cuts:
+def _cuts_at(whole: Problem, subnet: Problem, rows: int, told: PlanWording) -> Cuts:
     tested, asked = _tested(whole, rows), replace(subnet, micro_batch=rows)
     one = (subnet.count or 1) == 1 and len(subnet.starts or (0,)) == 1
     try:
@@ -171,8 +171,8 @@ WITHOUT_STATE = choose("sgd", lr=0.0)
 """Of the whole network's partitions, which are never trained: their moments, if there are any, stay at home."""
 
 
-class SubnetPreparation(Preparation):
-    """`Preparation` of method ist."""
+class SubnetPreparation(Planner):
+    """`Planner` of method ist."""
 
     parts: Parts
 
@@ -353,6 +353,6 @@ class SubnetPreparation(Preparation):
         )  # fmt: skip
 
 
-def preparation_of(settings: Settings) -> type[Preparation]:
+def preparation_of(settings: Settings) -> type[Planner]:
     """What makes the plan."""
-    return SubnetPreparation if settings.method == IST.name else Preparation
+    return SubnetPreparation if settings.method == IST.name else Planner

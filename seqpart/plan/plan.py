@@ -176,7 +176,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class PlanWording:
     """What a plan says of what it was given, and did not choose."""
 
     method: str = ""
@@ -190,7 +190,7 @@ class Told:
     """Where it could not take all answers of a saved plan."""
 
 
-AS_ASKED = Told()
+AS_ASKED = PlanWording()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +215,7 @@ class PlanRequest:
     """Bytes of the limit that the plan must leave, because one that fitted ran out of memory."""
     saved: Plan | None = None
     """A plan whose answers are to be taken again."""
-    told: Told = AS_ASKED
+    told: PlanWording = AS_ASKED
 
     @property
     def recovery(self) -> Plan | None:

@@ -14,7 +14,7 @@ from seqpart.device.pages import PAGE, aligned_bytes, round_up
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
-from seqpart.model.packs import DEVICE, ROWS, Handing, Tiers
+from seqpart.model.packs import DEVICE, ROWS, BoundaryRouting, Tiers
 from seqpart.plan.plan import Plan
 from seqpart.plan.simulator import Resources
 from seqpart.profile.blocks import BlockCost
@@ -286,8 +286,8 @@ def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int
     return digest.hexdigest()
 
 
-def handing_of(parts: Sequence[PartitionCost]) -> Handing:
-    return Handing([cost.entering for cost in parts], [cost.leaving for cost in parts])
+def handing_of(parts: Sequence[PartitionCost]) -> BoundaryRouting:
+    return BoundaryRouting([cost.entering for cost in parts], [cost.leaving for cost in parts])
 
 
 def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int, tiers: Tiers, tier: str) -> int:

@@ -10,7 +10,7 @@ from seqpart.errors import DoesNotFit
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.sil import sil_phases
 from seqpart.plan.dynamic import Piece, best_cut
-from seqpart.plan.plan import AS_ASKED, Told
+from seqpart.plan.plan import AS_ASKED, PlanWording
 from seqpart.plan.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
 from seqpart.plan.problem import (
     Candidate,
@@ -35,7 +35,7 @@ SMALLEST_EASY_MICRO_BATCH = 32
 """Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
 
 
-def choose_cut(problem: Problem, told: Told = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
+def choose_cut(problem: Problem, told: PlanWording = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
     """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words.
 
     Cut, if that does, only where nothing that learns passes by what is judged: of the rest no loss says anything.
@@ -221,7 +221,7 @@ def _named(problem: Problem, first: int, last: int) -> str:
     return str(block) if last - first == 1 else f"blocks {first}..{last - 1}, from {block.kind} on,"
 
 
-def _reasons(problem: Problem, best: Candidate, told: Told) -> tuple[str, ...]:
+def _reasons(problem: Problem, best: Candidate, told: PlanWording) -> tuple[str, ...]:
     count = len(best.parts)
     reasons = []
     if problem.starts is not None:

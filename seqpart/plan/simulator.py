@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from seqpart.model.packs import DEVICE, Handing, Tiers, Value
+from seqpart.model.packs import DEVICE, BoundaryRouting, Tiers, Value
 from seqpart.profile.machine import Speeds
 from seqpart.profile.partition import Parting, PartitionCost
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -199,7 +199,7 @@ class Simulator:
         self._own += sum(partitions[p].weights_slot for p in resources.weights_stay)
         self._own += resources.graph_buffers
         self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
-        self._handing = Handing([part.entering for part in partitions], [part.leaving for part in partitions])
+        self._handing = BoundaryRouting([part.entering for part in partitions], [part.leaving for part in partitions])
         self._held: dict[tuple[str, int, int], int] = {}
         """Bytes on the device by (kind, partition or value, micro-batch): gradients of weights and kept graphs; values that
         partitions hand to each other, and gradients of those that several take."""

@@ -24,9 +24,9 @@ from seqpart.device.pages import round_up
 from seqpart.device.usage import HighWater, Reservations
 from seqpart.errors import ModelError
 from seqpart.interrupts import put_off
-from seqpart.model.asking import generators_left_alone
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import Kind, remembered, structure_of
+from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.packs import has_gradients
 from seqpart.model.tensors import run_fake, with_tensors
 from seqpart.profile.blocks import BlockCost

@@ -21,11 +21,11 @@ from seqpart.device.device import Device
 from seqpart.errors import ModelError, OptionError
 from seqpart.methods.ist.statistics import as_it_is, observed
 from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
-from seqpart.model.metrics import Heard, Metrics
+from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
-from seqpart.model.reductions import Kind, Verdict
+from seqpart.model.reductions import Kind, LossValue
+from seqpart.runtime.boundary_io import BoundaryExchange, BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
-from seqpart.runtime.exchange import BoundaryExchange, Handover, falsified
 from seqpart.runtime.graph_offload import Arrival, Graph, GraphOffload, apart_from, entering
 from seqpart.runtime.partition import Partition
 from seqpart.schedule.events import PhaseBegun, PhaseDone
@@ -40,7 +40,8 @@ class Compute:
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
         losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, row_packs: Sequence[RowPack],
         exchange: BoundaryExchange, graphs: GraphOffload | None, device: Device, reader_thread: ReaderThread, seed: int,
-        start: Position, metrics: Metrics | None, falsify: bool, listen: Callable[[PhaseBegun | PhaseDone], None], heard: Heard,
+        start: Position, metrics: Metrics | None, falsify: bool,
+        listen: Callable[[PhaseBegun | PhaseDone], None], heard: MetricSinks,
     ) -> None:  # fmt: skip
         self.loaded: dict[int, Partition] = {}
         self.metrics, self.committed = Metrics(), metrics or Metrics()
@@ -48,7 +49,7 @@ class Compute:
         self.judged = 0
         """Losses that were computed."""
         self._phases, self._partitions, self._losses = phases, partitions, losses
-        self._handover = Handover(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
+        self._handover = BoundaryIO(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
         self._boundaries, self._row_packs, self._graphs = boundaries, row_packs, graphs
         self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
         self._start, self._resumes, self._heard = start, start.updates > 0, heard
@@ -261,13 +262,13 @@ class Compute:
         found = {number: entering(x, wants_gradient=number in wanted) for number, x in taken.items()}
         return {number: x for number, (x, _) in found.items()}, {number: arrival for number, (_, arrival) in found.items()}
 
-    def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> Verdict | None:
+    def _judge(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> LossValue | None:
         judge = self._loss_of(step.partition)
         if judge is None:
             return None
         with self.loaded[step.partition].autocast():
             found = judge(output, labels)
-        verdict = found if isinstance(found, Verdict) else Verdict(found, len(output))
+        verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
         with torch.no_grad():
             self.metrics.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
             self._heard.judged(self._phases[step.phase], output, labels)
@@ -392,7 +393,7 @@ class Compute:
         self._own_loss.clear()  # the executor that goes on has fixed targets of its own
 
 
-def share_of_update(verdict: Verdict, span: Span) -> tuple[float, float]:
+def share_of_update(verdict: LossValue, span: Span) -> tuple[float, float]:
     """(what a micro-batch's loss is multiplied by in its update, what it counted where that is to be divided by at the end)."""
     part = (span.stop - span.start) / span.update_rows
     if part < 1.0 and verdict.kind is Kind.COUNTED:

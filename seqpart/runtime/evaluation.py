@@ -6,7 +6,7 @@ from seqpart.config import Settings
 from seqpart.device.sampler import Proof
 from seqpart.fields import values_of
 from seqpart.runtime.result import Evaluation
-from seqpart.runtime.session import Session
+from seqpart.runtime.run import Run
 
 
 def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: str | Path | None = None) -> Settings:
@@ -26,7 +26,7 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: st
     )  # fmt: skip
 
 
-def evaluated(session: Session, before: Proof | None = None) -> Evaluation:
+def evaluated(session: Run, before: Proof | None = None) -> Evaluation:
     """What `session` finds: a run without results, after which modules are as they came. before: of a run that it is a part
     of, whose proof then is of both."""
     with session.limited(), session.interrupts:

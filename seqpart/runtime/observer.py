@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from seqpart.model.metrics import OwnMetrics
-from seqpart.plan.preparation import Prepared
+from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.partition import Partition
 from seqpart.schedule.events import Event
@@ -40,7 +40,7 @@ class Observer:
     """The user's, over passes of the test rows."""
     counts_updates: bool = False
     """Whether it asks for the sums of each update."""
-    shaped: Callable[[Prepared], Prepared] = lambda prepared: prepared
+    shaped: Callable[[ExecutionPlan], ExecutionPlan] = lambda prepared: prepared
     """Of a plan that is made anew behind a failed allocation, what the run goes on with."""
     listen: Callable[[Event], None] = lambda _: None
     """Told of each step, and of the beginning and end of each pass."""

@@ -27,7 +27,7 @@ from seqpart.model.scheduler import Groups, note_rates, tune
 from seqpart.model.tensors import attach, detach
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.partition import Flow, borrowed_costs, gradient_layouts, slot_bytes, state_layouts
-from seqpart.runtime.exchange import clone_as_it_lies
+from seqpart.runtime.boundary_io import clone_as_it_lies
 from seqpart.runtime.graph_offload import Graph, GraphOffload, packing
 from seqpart.runtime.slots import Slot, Wait, bring_back, divided
 from seqpart.store.layout import Layout

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from seqpart.errors import DataError, DoesNotFit, ModelError, OutOfMemory
 from seqpart.plan.plan import PlanRequest
-from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.runtime.executor import out_of_memory
 from seqpart.runtime.observer import Failure
 from seqpart.schedule.steps import Verb
@@ -17,29 +17,29 @@ _SPARE, _MOST_SPARE = 32, 8
 """Shares of the limit that are left free behind failed allocations: the first, doubled each time, and the last."""
 
 
-def planned_anew(preparation: Preparation, prepared: Prepared, request: PlanRequest) -> Prepared:
+def planned_anew(planner: Planner, prepared: ExecutionPlan, request: PlanRequest) -> ExecutionPlan:
     """Raises DoesNotFit."""
-    return preparation.prepare(replace(request, methods=(prepared.method,), starts=prepared.plan.starts))
+    return planner.prepare(replace(request, methods=(prepared.method,), starts=prepared.plan.starts))
 
 
-def planned_or_none(preparation: Preparation, prepared: Prepared, request: PlanRequest) -> Prepared | None:
+def planned_or_none(planner: Planner, prepared: ExecutionPlan, request: PlanRequest) -> ExecutionPlan | None:
     try:
-        return planned_anew(preparation, prepared, request)
+        return planned_anew(planner, prepared, request)
     except DoesNotFit:
         return None
 
 
-def planned_smaller(preparation: Preparation, prepared: Prepared, request: PlanRequest) -> Prepared | None:
+def planned_smaller(planner: Planner, prepared: ExecutionPlan, request: PlanRequest) -> ExecutionPlan | None:
     """A plan that needs less at the same micro-batch, so that the results stay what they were; None: there is none."""
     limit, used = prepared.plan.limit, prepared.plan.peak - prepared.request.spare
     spare = max(limit // _SPARE, 2 * request.spare)
     if spare > limit // _MOST_SPARE:
         return None
-    smaller = planned_or_none(preparation, prepared, replace(request, spare=spare, saved=None))
+    smaller = planned_or_none(planner, prepared, replace(request, spare=spare, saved=None))
     return smaller if smaller is not None and smaller.plan.peak - spare < used else None
 
 
-def planned_halved(preparation: Preparation, prepared: Prepared, failure: Failure) -> Prepared:
+def planned_halved(planner: Planner, prepared: ExecutionPlan, failure: Failure) -> ExecutionPlan:
     """With half the micro-batch. Raises OutOfMemory where that cannot help, DoesNotFit."""
     plan, largest = prepared.plan, failure.micro_batch
     if failure.step.verb is Verb.LOAD:
@@ -51,7 +51,7 @@ def planned_halved(preparation: Preparation, prepared: Prepared, failure: Failur
             f"{len(plan.partitions) + 1}."
         )
     try:
-        return planned_anew(preparation, prepared, replace(prepared.request, micro_batch=largest // 2))
+        return planned_anew(planner, prepared, replace(prepared.request, micro_batch=largest // 2))
     except (ModelError, DataError) as error:  # as BatchNorm says of a single row
         raise OutOfMemory(
             f"memory ran out in {failure.step} at micro-batch {largest}, inside the limit of {format_size(plan.limit)}, "

@@ -20,7 +20,7 @@ from seqpart.model.metrics import Metrics
 from seqpart.model.weight_files import write_adapter, write_pretrained
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import figures
-from seqpart.runtime.session import Session
+from seqpart.runtime.run import Run
 from seqpart.schedule.steps import Position
 from seqpart.store.atomic import write_text
 from seqpart.store.scratch import AVERAGE, PLAN, RESULT, WEIGHTS
@@ -110,7 +110,7 @@ _NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "
 """Of a result: what is no JSON, and what only some runs have."""
 
 
-def carry_out(session: Session, began: float) -> Result:
+def carry_out(session: Run, began: float) -> Result:
     """began: the time from which its seconds count."""
     directory = session.places.directory
     with directory.interruptible():
@@ -129,7 +129,7 @@ def carry_out(session: Session, began: float) -> Result:
 
 
 @contextmanager
-def _weights_kept(session: Session) -> Iterator[None]:
+def _weights_kept(session: Run) -> Iterator[None]:
     """An error behind all training, as of rows of the test that the model does not take, does not cost what was trained."""
     try:
         yield
@@ -153,7 +153,7 @@ def with_average(result: Result, found: Evaluation) -> Result:
     )
 
 
-def _conclude(session: Session, seconds: float) -> Result:
+def _conclude(session: Run, seconds: float) -> Result:
     directory, reporter, sampler, plan = session.places.directory, session.reporter, session.sampler, session.prepared.plan
     weights, proof = directory.root / WEIGHTS, session.proof()
     test_loss, accuracy = session.test or (None, None)

@@ -9,7 +9,7 @@ from seqpart.callbacks import BeginEvent, Ending, EpochEvent, EvalEvent, Event, 
 from seqpart.config import Testing
 from seqpart.device.sampler import Sampler
 from seqpart.model.inspection import without_stop
-from seqpart.model.metrics import Heard, Metrics
+from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.report.reporter import Reporter
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.observer import Observer
@@ -48,9 +48,9 @@ class Watch:
         self.has_new_best = False
         """Whether the weights of now are to be kept."""
 
-    def heard(self, partitions: int) -> Heard:
+    def heard(self, partitions: int) -> MetricSinks:
         """What the executor's computations tell."""
-        return Heard(partitions, self._sums, self._metrics)
+        return MetricSinks(partitions, self._sums, self._metrics)
 
     def state(self) -> Kept:
         return Kept(self.evaluations.kept, (self.ending.asked, self._ends_in))
@@ -64,7 +64,7 @@ class Watch:
         if self._calls["on_begin"]:
             self._call("on_begin", BeginEvent(memory=self._sampler.sample(), limit=self._sampler.limit))
 
-    def at_rest(self, executor: Executor, phases: Phases, heard: Heard) -> None:
+    def at_rest(self, executor: Executor, phases: Phases, heard: MetricSinks) -> None:
         """Call whom this concerns. Whatever a callback raises comes through."""
         step = executor.step
         if self._calls["on_step"] and step.verb is Verb.UPDATE and phases[step.phase].kind is PhaseKind.TRAIN:
@@ -78,7 +78,7 @@ class Watch:
         if self.ending.asked and self._ends_in is None:
             self._ends_in = phases.stands(step.phase)[0]
 
-    def _step_done(self, executor: Executor, phase: Phase, heard: Heard) -> None:
+    def _step_done(self, executor: Executor, phase: Phase, heard: MetricSinks) -> None:
         at, now = executor.position, time.perf_counter()
         updates = at.updates if at.phase == executor.step.phase else phase.updates
         sums, norm = heard.latest(), executor.gradient_norm

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.capture.tracing import judged_output, run_on_rows
+from seqpart.capture.capture import judged_output, run_on_rows
 from seqpart.data.reader import Batch, open_reader
 from seqpart.device.compiler import take_step
 from seqpart.device.pages import aligned
 from seqpart.methods.method import PartitionLoss
 from seqpart.model.blocks import Block
-from seqpart.model.reductions import Verdict
+from seqpart.model.reductions import LossValue
 from seqpart.model.scheduler import note_rates, tune
 from seqpart.runtime.compute import share_of_update
-from seqpart.runtime.session import Session
+from seqpart.runtime.run import Run
 from seqpart.schedule.phase import Phase, PhaseKind
 
 
@@ -30,14 +30,14 @@ class Unlike(Exception):
     """A plain loop is another training for a reason of its own, which is the message."""
 
 
-def why_not(session: Session) -> str:
+def why_not(session: Run) -> str:
     """What keeps a run and a plain loop from being compared, in words; "" if nothing does."""
     if session.prepared.chain.tile:
         return "layers in tiles have gradients that are added up in another order"
     return "" if len(session.prepared.plan.partitions) == 1 else "it takes as much memory as --reference full"
 
 
-def train_plainly(session: Session, model: object, updates: int) -> dict[tuple[int, str], torch.Tensor]:
+def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, str], torch.Tensor]:
     """{(number of a block, name in it): tensor} behind so many updates of a plain loop. session: a run as one partition that
     has its homes filled, and has not begun. Raises Unlike where a plain loop is another training."""
     plain, tensors = _filled(session, model)
@@ -70,7 +70,7 @@ def train_plainly(session: Session, model: object, updates: int) -> dict[tuple[i
     return {(number, name): tensor for number, own in tensors.items() for name, tensor in own.items()}
 
 
-def _filled(session: Session, model: object) -> tuple[nn.Module, dict[int, dict[str, torch.Tensor]]]:
+def _filled(session: Run, model: object) -> tuple[nn.Module, dict[int, dict[str, torch.Tensor]]]:
     """A copy of the model with the weights that the run begins with, and its tensors by block and name."""
     chain = session.prepared.chain
     plain: Any
@@ -95,7 +95,7 @@ def _filled(session: Session, model: object) -> tuple[nn.Module, dict[int, dict[
     return plain.to(session.device.torch).train(), found
 
 
-def _initial(session: Session, chain: Sequence[Block]) -> Iterator[dict[str, torch.Tensor]]:
+def _initial(session: Run, chain: Sequence[Block]) -> Iterator[dict[str, torch.Tensor]]:
     """Of each block the tensors that it begins with, in memory of their own."""
     store = session.homes.store
     for block in chain:
@@ -108,7 +108,7 @@ def _initial(session: Session, chain: Sequence[Block]) -> Iterator[dict[str, tor
         yield {name: view.clone() for name, view in layout.views(flat).items()}
 
 
-def _updates(session: Session, phase: Phase) -> Iterator[Iterator[Batch]]:
+def _updates(session: Run, phase: Phase) -> Iterator[Iterator[Batch]]:
     """The micro-batches of each update of a phase; those of one are to be taken before the next."""
     boundaries = session.homes.boundaries
     rows = boundaries.entering(phase.enters, 0)
@@ -131,9 +131,9 @@ def _updates(session: Session, phase: Phase) -> Iterator[Iterator[Batch]]:
             yield one()
 
 
-def _back_propagate(session: Session, plain: nn.Module, judge: PartitionLoss, batches: Iterator[Batch]) -> float:
+def _back_propagate(session: Run, plain: nn.Module, judge: PartitionLoss, batches: Iterator[Batch]) -> float:
     """Gradients of one update. Returns what they are yet to be multiplied by."""
-    device, form, counted, rows = session.device, session.preparation.train.form, 0.0, 1
+    device, form, counted, rows = session.device, session.planner.train.form, 0.0, 1
     becomes = session.prepared.input_layout.becomes or session.prepared.input_layout.dtype
     for batch in batches:
         x = device.own(batch.x).to(becomes)
@@ -144,7 +144,7 @@ def _back_propagate(session: Session, plain: nn.Module, judge: PartitionLoss, ba
             found: Any = judge(output, labels)
         if not torch.equal(torch.get_rng_state(), before):
             raise Unlike("the model draws random numbers (Dropout), of which a plain loop has others")
-        verdict = found if isinstance(found, Verdict) else Verdict(found, len(output))
+        verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
         part, count = share_of_update(verdict, batch.span)
         counted, rows = counted + count, batch.span.update_rows
         if verdict.loss.requires_grad:

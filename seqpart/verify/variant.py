@@ -16,12 +16,12 @@ from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OutOfMemory, VerifyMismatch
 from seqpart.methods import methods_named
 from seqpart.plan.plan import Plan
-from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.plan.problem import starts_of
 from seqpart.report.reporter import Reporter, WarningsAlone
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.observer import Failure, Observer
-from seqpart.runtime.session import Session
+from seqpart.runtime.run import Run
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.steps import Position, Verb
 from seqpart.trainer import Trainer
@@ -38,8 +38,8 @@ class Variant:
 
     name: str
     method: str
-    preparation: Preparation
-    prepared: Prepared
+    planner: Planner
+    prepared: ExecutionPlan
     limit: int
     """What its runs are held to: the user's limit, or more."""
     peak: int = 0
@@ -47,13 +47,13 @@ class Variant:
 
     @classmethod
     def planned(cls, name: str, trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Self:
-        with closing(prepared_to_verify(trainer, train, reuse=reuse)) as preparation:
-            return cls.of(name, preparation, preparation.planned())
+        with closing(prepared_to_verify(trainer, train, reuse=reuse)) as planner:
+            return cls.of(name, planner, planner.planned())
 
     @classmethod
-    def of(cls, name: str, preparation: Preparation, prepared: Prepared) -> Self:
+    def of(cls, name: str, planner: Planner, prepared: ExecutionPlan) -> Self:
         plan = prepared.plan
-        return cls(name=name, method=plan.method, preparation=preparation, prepared=prepared, limit=plan.limit)
+        return cls(name=name, method=plan.method, planner=planner, prepared=prepared, limit=plan.limit)
 
     def run(self, digests: Digests, reporter: Reporter, *, falsify: bool = False) -> None:
         """Train until `digests` have seen enough. Nothing stays on the disk."""
@@ -69,26 +69,26 @@ class Variant:
         reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
 
     @contextmanager
-    def session(self, observer: Observer | None = None, *, falsify: bool = False) -> Iterator[Session]:
+    def session(self, observer: Observer | None = None, *, falsify: bool = False) -> Iterator[Run]:
         """Inside, a run that has not begun. Its peak is known behind it."""
-        preparation = self.preparation
+        planner = self.planner
         prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
-        sampler = Sampler(MemoryUsage(preparation.device), limit=self.limit)
+        sampler = Sampler(MemoryUsage(planner.device), limit=self.limit)
         with ExitStack() as stack:
-            stack.callback(shutil.rmtree, preparation.folder, ignore_errors=True)
+            stack.callback(shutil.rmtree, planner.folder, ignore_errors=True)
             silent = WarningsAlone()
             stack.callback(silent.close)
-            stack.enter_context(preparation.device.at_work())
-            stack.enter_context(preparation.device.own_random_state())
+            stack.enter_context(planner.device.at_work())
+            stack.enter_context(planner.device.own_random_state())
             sampler.start()
             stack.callback(sampler.stop)
-            preparation.live_modules.take()
-            stack.callback(preparation.close)
-            yield Session(preparation, prepared, silent, sampler, stack, observer=observer, falsify=falsify)
+            planner.live_modules.take()
+            stack.callback(planner.close)
+            yield Run(planner, prepared, silent, sampler, stack, observer=observer, falsify=falsify)
         self.peak = sampler.peak
 
 
-def prepared_to_verify(trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Preparation:
+def prepared_to_verify(trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Planner:
     gc.collect()  # what the variant before has left in cycles would count
     split = as_split(train, "training")
     return trainer.prepare(split, first_rows(split, _EVALUATED), reuse=reuse)
@@ -123,7 +123,7 @@ class _Recorder:
             f"--micro-batch-size {max(1, failure.micro_batch // 2)}."
         )
 
-    def record(self, session: Session) -> None:
+    def record(self, session: Run) -> None:
         """Run it until its digests have seen enough, and then over some rows in evaluation."""
         with session.limited(), session.interrupts:
             session.run_stages()
@@ -135,7 +135,7 @@ class _Recorder:
                 session.run_stages(Position(trained + 1))
                 self._digests.evaluation = session.test
 
-    def _see_homes(self, session: Session) -> None:
+    def _see_homes(self, session: Run) -> None:
         """What the last update left. Of optimizer state nothing is kept where no update would follow."""
         store = session.homes.store
         for block in session.prepared.chain:
@@ -156,22 +156,22 @@ _REFUSALS = 10
 def drawn_plans(limited: Variant, trainer: Trainer, train: object, count: int) -> tuple[Variant, ...]:
     """At most `count` ways to train that differ in their answers from `limited` and from each other, in all the memory that
     `trainer` has. The seed of the run draws them, so that they come again."""
-    with closing(prepared_to_verify(trainer, train)) as preparation:
-        found = enumerate(_drawn(limited.prepared.plan, preparation, count), 1)
-        return tuple(Variant.of(f"plan {number}", preparation, prepared) for number, prepared in found)
+    with closing(prepared_to_verify(trainer, train)) as planner:
+        found = enumerate(_drawn(limited.prepared.plan, planner, count), 1)
+        return tuple(Variant.of(f"plan {number}", planner, prepared) for number, prepared in found)
 
 
-def _drawn(plan: Plan, preparation: Preparation, count: int) -> Iterator[Prepared]:
-    space = _space(plan, preparation)
-    random, known, left = Random(preparation.settings.seed), [Answers.of(plan)], count
+def _drawn(plan: Plan, planner: Planner, count: int) -> Iterator[ExecutionPlan]:
+    space = _space(plan, planner)
+    random, known, left = Random(planner.settings.seed), [Answers.of(plan)], count
     for _ in range(_REFUSALS * count):
         answers = space.draw(random, known) if left else None
         if answers is None:
             return
         known.append(answers)
-        asked = replace(preparation.request, saved=answers.asked(plan, len(preparation.chain)))
+        asked = replace(planner.request, saved=answers.asked(plan, len(planner.chain)))
         try:
-            prepared = preparation.planned(asked)
+            prepared = planner.planned(asked)
         except (DoesNotFit, ModelError, DataError):
             continue
         carried_out = Answers.of(prepared.plan)  # what the model refuses is left out of it
@@ -181,8 +181,8 @@ def _drawn(plan: Plan, preparation: Preparation, count: int) -> Iterator[Prepare
             yield prepared
 
 
-def _space(plan: Plan, preparation: Preparation) -> Space:
-    problem = preparation.problem(replace(preparation.request, micro_batch=plan.micro_batch, saved=None))
+def _space(plan: Plan, planner: Planner) -> Space:
+    problem = planner.problem(replace(planner.request, micro_batch=plan.micro_batch, saved=None))
     return Space(
         starts=tuple(starts_of(problem)), tiers=tuple(dict.fromkeys((*problem.boundary_tiers, "disk"))),
         graph_tiers=problem.graph_tiers, heap=problem.may_keep_heap, streams=not methods_named(plan.method)[0].stays,

@@ -236,7 +236,7 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
     Raises VerifyMismatch where the first update's losses agree and later ones do not: its gradients were weighed otherwise.
     """
     micro_batch, starts = limited.prepared.plan.partitions[0].micro_batch, limited.prepared.plan.starts
-    narrow = limited.preparation.settings.autocast is not None
+    narrow = limited.planner.settings.autocast is not None
     close, alike = _CLOSE_NARROW if narrow else _CLOSE, []
     for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
         digests = Digests(first.steps)
@@ -329,7 +329,7 @@ def _refuse_plan(limited: Variant, steps: int, reference: str, reuse: Plan | Non
 
 def _whole(limited: Variant) -> dict[str, Any]:
     """The settings of what is compared with: the same micro-batches, in all the memory that there is."""
-    device = limited.preparation.device
+    device = limited.planner.device
     available = min(device.total_memory(), MemoryUsage(device).read() + device.free_memory())
     return {"mem_limit": available, "micro_batch_size": limited.prepared.plan.micro_batch, "partitions": "auto"}
 

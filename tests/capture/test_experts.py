@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.capture.tracing import trace
+from seqpart.capture.capture import trace
 from seqpart.errors import ModelError
 from seqpart.model.blocks import as_chain
 from seqpart.profile.blocks import _watch_training, measure_chain

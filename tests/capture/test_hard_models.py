@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.capture.tracing import trace
+from seqpart.capture.capture import trace
 from seqpart.errors import ModelError
 from tests import hard_models as models
 from tests.replay import ROWS, assert_same_as_whole

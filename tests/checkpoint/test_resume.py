@@ -11,7 +11,7 @@ from torch import nn
 import seqpart.plan.exact as exactplan
 from seqpart.errors import DoesNotFit, Interrupted, OptionError, OutOfMemory, SeqpartError
 from seqpart.report.reporter import EVENTS
-from seqpart.runtime import homes
+from seqpart.runtime import weight_store
 from seqpart.runtime.executor import Executor
 from seqpart.schedule.steps import Verb
 from seqpart.store.scratch import has_checkpoint
@@ -153,9 +153,9 @@ def test_a_signal_while_the_checkpoint_is_read_leaves_it(arm, monkeypatch):
 
 def test_a_signal_while_the_results_are_written_is_obeyed_behind_them_and_nothing_is_trained_again(arm, monkeypatch):
     whole, _ = arm.whole()
-    export = homes.export_weights
+    export = weight_store.export_weights
     with monkeypatch.context() as patched:
-        patched.setattr(homes, "export_weights", lambda *arguments, **options: (interrupt(), export(*arguments, **options)))
+        patched.setattr(weight_store, "export_weights", lambda *some, **named: (interrupt(), export(*some, **named)))
         with pytest.raises(Interrupted, match="the run is saved"):
             arm.fit()
     reporter = Stopping()

@@ -291,8 +291,8 @@ def test_gradients_that_wait_for_their_norm_wait_in_pinned_memory_like_the_other
         network(), device=SIM, method="streamed", partitions=4, mem_limit="2GB", batch_size=32, epochs=1, quiet=True,
         output_dir=tmp_path / "run", ram_limit="1GB", clip_grad_norm=1.0,
     )  # fmt: skip
-    with closing(trainer.prepare(classes(64), classes(8))) as preparation:
-        prepared = preparation.planned()
+    with closing(trainer.prepare(classes(64), classes(8))) as planner:
+        prepared = planner.planned()
     homes = [block.gradient_home for block in prepared.chain]
     assert set(homes) <= prepared.hosted().keys()
 
@@ -320,10 +320,10 @@ def test_more_host_memory_than_this_machine_has_may_be_planned_with_and_not_used
 
 # --- every wait is needed ---------------------------------------------------------------------------------------------
 
-MODULES = ("runtime.exchange", "runtime.partition", "runtime.slots", "runtime.executor",
+MODULES = ("runtime.boundary_io", "runtime.partition", "runtime.slots", "runtime.executor",
            "store.store", "store.tensor_file", "store.graph_ranges", "data.reader")  # fmt: skip
 NOT_FOUND = {
-    "runtime.exchange:InHost.put: self._device.copying(DOWN)": "in the stream that computes it is right, and slow",
+    "runtime.boundary_io:InHost.put: self._device.copying(DOWN)": "in the stream that computes it is right, and slow",
     "store.graph_ranges:HostRanges.finish: self._device.copying(DOWN)": "in the stream that computes it is right, and slow",
     "store.graph_ranges:HostRanges._bring: self._device.copying(UP)": "in the stream that computes it is right, and slow",
     "store.graph_ranges:HostRanges.close: self._device.wait(event)": "behind an allocation that failed only",

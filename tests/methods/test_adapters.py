@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.capture.tracing import chain_of
+from seqpart.capture.capture import chain_of
 from seqpart.errors import ModelError, OptionError
 from seqpart.profile.blocks import measure_chain
 from seqpart.profile.partition import prefix_costs, state_layouts

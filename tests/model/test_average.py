@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from seqpart import Settings, Trainer
 from seqpart.errors import Interrupted, OptionError
-from seqpart.runtime import homes
+from seqpart.runtime import weight_store
 from tests.choice import in_turn
 from tests.command import run
 from tests.exactly import How, numbers
@@ -195,7 +195,7 @@ def test_a_run_that_ends_between_its_two_files_of_weights_goes_on_with_both(end,
     options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4), "save_every": "1"}
     arm = Arm(monkeypatch, tmp_path, How(), chain, (numbers((6,))[0], None), **options)
     whole, _ = arm.whole()
-    export = homes.export_weights
+    export = weight_store.export_weights
 
     def ends(*arguments, averages=False):
         written = export(*arguments, averages=averages)
@@ -204,7 +204,7 @@ def test_a_run_that_ends_between_its_two_files_of_weights_goes_on_with_both(end,
         return written
 
     with monkeypatch.context() as patched:
-        patched.setattr(homes, "export_weights", ends)
+        patched.setattr(weight_store, "export_weights", ends)
         with pytest.raises((Interrupted, Killed)):
             arm.fit()
     assert ended(arm.fit(resume=arm.root)) == whole

@@ -94,8 +94,8 @@ class Fit:
         options = {"mem_limit": "2GB", "method": "sil", "save_every": "never", **options}
         trainer = Trainer(model(), output_dir=folder / "run", **options)
         train, test = data(model, ROWS, 0), data(model, TEST_ROWS, 1)
-        with closing(trainer.prepare(train, test)) as self.preparation:  # gives the model's tensors back, which `fit` takes
-            self.prepared = self.preparation.planned()
+        with closing(trainer.prepare(train, test)) as self.planner:  # gives the model's tensors back, which `fit` takes
+            self.prepared = self.planner.planned()
         self.steps = watched(patch, lambda reporter: trainer.fit(train, test, reporter=reporter))
 
     def _force(self, patch, *, slots=1, boundary_tier="device", keeps=None, stays=(), weights=(), offloads=()):
@@ -130,7 +130,7 @@ class Fit:
         """Host buffers beside the partition's work: of rows that are read and written, and of boundaries on disk."""
         phase, plan = self.prepared.phases[step.phase], self.prepared.plan
         first, last, kept = plan.partitions[phase.partition], plan.partitions[phase.last], plan.rows_in_memory
-        problem = self.preparation.problem(self.preparation.request)
+        problem = self.planner.problem(self.planner.request)
         reading, _ = buffers_of(problem, first.first, first.last, phase.micro_batch, reads_memory=phase.partition in kept)
         _, writing = buffers_of(problem, last.first, last.last, phase.micro_batch, writes_memory=phase.last + 1 in kept)
         return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0) + self.exchanged(step) + self.rows(step)
@@ -138,7 +138,7 @@ class Fit:
     def rows(self, step):
         """Of rows in memory: those of the data are there before the first step, and not among what is seen."""
         packs = self.prepared.row_packs[:-1] if not self.prepared.method.exact else ()
-        rows = rows_for_memory(self.preparation.problem(self.preparation.request), packs, recovers=False)
+        rows = rows_for_memory(self.planner.problem(self.planner.request), packs, recovers=False)
         kept = {p: rows[p] for p in self.prepared.plan.rows_in_memory if p}
         return rows_held(kept, list(self.prepared.phases), step.phase)
 

@@ -18,7 +18,7 @@ from tests.given import classified, trained
 MODEL = [lambda: nn.Linear(8, 16), lambda: nn.Linear(16, 3)]
 
 
-class Heard:
+class MetricSinks:
     """In the place of a library: what it was told."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Heard:
 
 @pytest.fixture
 def heard(monkeypatch):
-    heard = Heard()
+    heard = MetricSinks()
     monkeypatch.setattr(tracking, "opened", heard.open)
     monkeypatch.setattr("seqpart.trainer.load", lambda names: None)
     return heard

@@ -173,7 +173,7 @@ def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_c
     ("place", "code", "told"),
     [
         ("seqpart.plan.inputs.measure_speeds", 3, "is too small to plan in"),
-        ("seqpart.runtime.session.data_digest", 4, "OutOfMemory: memory ran out while"),
+        ("seqpart.runtime.run.data_digest", 4, "OutOfMemory: memory ran out while"),
     ],
 )
 def test_memory_that_runs_out_before_training_is_one_message_too(place, code, told, tmp_path, monkeypatch, capsys):
@@ -363,11 +363,11 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
     """After a failed allocation --ram-limit was compared with what the run's own host pool had left free, and refused."""
     free = iter([1 << 30])
     monkeypatch.setattr("seqpart.plan.inputs.host_memory_free", lambda: next(free, 0))
-    preparation = Trainer([nn.Linear(4, 3)], mem_limit="2GB", method="sil", ram_limit="64MB", output_dir=tmp_path).prepare(
+    planner = Trainer([nn.Linear(4, 3)], mem_limit="2GB", method="sil", ram_limit="64MB", output_dir=tmp_path).prepare(
         classified(48, (4,)), classified(12, (4,))
     )
-    first = preparation.planned()
-    again = preparation.prepare(replace(first.request, micro_batch=8, starts=first.plan.starts))
+    first = planner.planned()
+    again = planner.prepare(replace(first.request, micro_batch=8, starts=first.plan.starts))
     assert again.host_pool_bytes == first.host_pool_bytes > 0
 
 

@@ -24,21 +24,21 @@ from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.metrics import Metrics
 from seqpart.model.scheduler import Groups, Scheduler
-from seqpart.plan.preparation import Preparation, Prepared, Stage
+from seqpart.plan.planner import ExecutionPlan, Planner, Stage
 from seqpart.profile.partition import state_layouts
 from seqpart.report.reporter import Reporter
 from seqpart.runtime import replanning
+from seqpart.runtime.boundary_io import BoundaryExchange, open_exchange
 from seqpart.runtime.compute import Compute
-from seqpart.runtime.exchange import BoundaryExchange, open_exchange
 from seqpart.runtime.executor import AllocationFailed, Executor, Hooks
 from seqpart.runtime.graph_offload import GraphOffload, open_graphs
-from seqpart.runtime.homes import UNBEGUN, WeightStore, open_places
 from seqpart.runtime.observer import Failure, Observer
 from seqpart.runtime.partition import Partition
 from seqpart.runtime.pauses import Pauses, PlanAnew
 from seqpart.runtime.saving import Saving
 from seqpart.runtime.slots import Slots
 from seqpart.runtime.watch import Watch
+from seqpart.runtime.weight_store import UNBEGUN, WeightStore, open_places
 from seqpart.schedule.best import Kept
 from seqpart.schedule.events import Event, PhaseDone
 from seqpart.schedule.learning_rate import rate_schedule
@@ -55,7 +55,7 @@ Ended = Generator[None, None, tuple[Failure | None, Position, Metrics | None]]
 """What failed, where the run stands, and its sums there; behind all the pauses until then."""
 
 
-class Session:
+class Run:
     """One run, built complete: everything that it opens is closed by `stack`.
 
     observer: sees it as it goes. resumed: what it goes on from. job: JSON for who starts it again. falsify: what backward
@@ -63,13 +63,13 @@ class Session:
     """
 
     def __init__(
-        self, preparation: Preparation, prepared: Prepared, reporter: Reporter, sampler: Sampler, stack: ExitStack,
+        self, planner: Planner, prepared: ExecutionPlan, reporter: Reporter, sampler: Sampler, stack: ExitStack,
         *, observer: Observer | None = None, resumed: ResumePoint | None = None, job: dict[str, Any] | None = None,
         falsify: bool = False,
     ) -> None:  # fmt: skip
         self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
-        self._preparation, self._observer, self._resumed, self._job = preparation, observer or Observer(), resumed, job
-        self._settings, self._device, self._falsify = preparation.settings, preparation.device, falsify
+        self._planner, self._observer, self._resumed, self._job = planner, observer or Observer(), resumed, job
+        self._settings, self._device, self._falsify = planner.settings, planner.device, falsify
         before = resumed.state if resumed is not None else None
         self.losses = list(before.losses) if before is not None else []
         self.test = before.test if before is not None else None
@@ -98,7 +98,7 @@ class Session:
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept)
         self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions))
-        self.homes = WeightStore(preparation, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
         if self._settings.saves:
             _ = self._identity  # rows are read for it: now, and not beside a partition
@@ -120,9 +120,9 @@ class Session:
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:
         """Inside, the limit is enforced, and the homes are filled. rows: also with those of the data."""
-        reading, plan = self._preparation.reading, self.prepared.plan
+        reading, plan = self._planner.reading, self.prepared.plan
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
-        untouched = plan.untouched(self.prepared.costs, self._preparation.full_batch)
+        untouched = plan.untouched(self.prepared.costs, self._planner.full_batch)
         with enforced(self._device, plan.limit, beside=beside, untouched=untouched) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
             self._state = "failed"  # until it is done
@@ -137,8 +137,8 @@ class Session:
         return self._device
 
     @property
-    def preparation(self) -> Preparation:
-        return self._preparation
+    def planner(self) -> Planner:
+        return self._planner
 
     def finish(self, words: str) -> None:
         """The run is done. `words`: for the answer to a signal that waits."""
@@ -325,17 +325,17 @@ class Session:
         # Kernels of another number of rows, as the last batch has, may keep memory of their own.
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
-        if self._grant() and (planned := replanning.planned_or_none(self._preparation, self.prepared, request)) is not None:
+        if self._grant() and (planned := replanning.planned_or_none(self._planner, self.prepared, request)) is not None:
             self._go_on(failure, planned, " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
             self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
-            planned = replanning.planned_anew(self._preparation, self.prepared, replace(request, may_keep_heap=False))
+            planned = replanning.planned_anew(self._planner, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
-        elif (smaller := replanning.planned_smaller(self._preparation, self.prepared, request)) is not None:
+        elif (smaller := replanning.planned_smaller(self._planner, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
         else:
-            halved = replanning.planned_halved(self._preparation, self.prepared, failure)
+            halved = replanning.planned_halved(self._planner, self.prepared, failure)
             self._go_on(failure, halved, f" with micro-batch {halved.request.micro_batch} instead of {failure.micro_batch}")
 
     def _go_back(self, at: Position) -> None:
@@ -355,7 +355,7 @@ class Session:
         ahead = self.prepared.phases[self.failed_at.phase :] if self.failed_at is not None else self.prepared.phases
         return all(phase.kind is not PhaseKind.TRAIN for phase, _ in counted(ahead))
 
-    def _go_on(self, failure: Failure, planned: Prepared, how: str) -> None:
+    def _go_on(self, failure: Failure, planned: ExecutionPlan, how: str) -> None:
         micro_batch, self.prepared = planned.request.micro_batch, self._observer.shaped(planned)
         self.homes.boundaries.keep_in_memory(planned.plan.rows_in_memory)
         self.reporter.record("allocation failed", step=str(failure.step), micro_batch=micro_batch, text=failure.text)
@@ -413,8 +413,8 @@ class Session:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """What tells the data and the model from others."""
-        data = self._preparation.train, self._preparation.test
-        layers = layers_of(self._preparation.chain.whole)
+        data = self._planner.train, self._planner.test
+        layers = layers_of(self._planner.chain.whole)
         return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers}
 
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
@@ -422,7 +422,7 @@ class Session:
         if self.pauses.unplanned:
             self._identity["layers"] = []  # of the plan that comes: others of them are frozen
         return state_of(
-            self._preparation, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
+            self._planner, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
             loop=self.pauses.noted_in(self.watch.state()), **self._identity,
         )  # fmt: skip
 

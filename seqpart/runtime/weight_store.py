@@ -24,7 +24,7 @@ from seqpart.errors import BadInput, CorruptFile, DiskFull, Interrupted, ModelEr
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import attach, bring_to_cpu, detach, layout_of, tensors_of
 from seqpart.plan.plan import Plan
-from seqpart.plan.preparation import Preparation, Prepared
+from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.plan.problem import GraphRooms
 from seqpart.profile.machine import existing
 from seqpart.report.reporter import EVENTS, Reporter
@@ -38,7 +38,7 @@ from seqpart.store.scratch import JOB, PLAN
 from seqpart.store.store import Store
 from seqpart.units import format_size, now
 
-Told = Callable[[str], AbstractContextManager[None]]
+PlanWording = Callable[[str], AbstractContextManager[None]]
 """Says when memory ran out."""
 
 
@@ -49,11 +49,11 @@ class WeightStore:
     """
 
     def __init__(
-        self, preparation: Preparation, prepared: Prepared, scratch: RunDirectory, reporter: Reporter, told: Told,
+        self, planner: Planner, prepared: ExecutionPlan, scratch: RunDirectory, reporter: Reporter, told: PlanWording,
         stack: ExitStack,
     ) -> None:  # fmt: skip
-        self._preparation, self._prepared, self._reporter, self._told = preparation, prepared, reporter, told
-        device, nbytes, room = preparation.device, prepared.host_pool_bytes, prepared.exchange_bytes
+        self._planner, self._prepared, self._reporter, self._told = planner, prepared, reporter, told
+        device, nbytes, room = planner.device, prepared.host_pool_bytes, prepared.exchange_bytes
         self._pool = pool = HostPool(nbytes, device, first=room) if nbytes else None
         self.boundary_room = pool.take(room) if pool is not None and room else None
         self._graphs: dict[int, list[torch.Tensor]] = {}
@@ -88,9 +88,9 @@ class WeightStore:
 
     def fill(self, resumed: ResumePoint | None, *, rows: bool = True) -> None:
         """Weights and, where they are asked for, rows: from the checkpoint, or from the model and the data."""
-        for name, split in (("train", self._preparation.train), ("test", self._preparation.test)):
+        for name, split in (("train", self._planner.train), ("test", self._planner.test)):
             self.boundaries.labels[name], self.boundaries.label_types[name] = split.labels, split.label_type
-            if (passing := self._preparation.reading.rows(name, self._preparation.device)) is not None:
+            if (passing := self._planner.reading.rows(name, self._planner.device)) is not None:
                 self.boundaries.passing[name] = passing
         manifest = resumed.manifest if resumed is not None else None
         with self._told("the blocks were built"):
@@ -103,12 +103,12 @@ class WeightStore:
                 self.store.lay_anew(homes.layouts, growing={block.state_home for block in self._prepared.chain})
                 manifests.refuse_others(manifest, self.store, homes.layouts, homes.needed, homes.best)
                 self._write_missing_rows(resumed.position)
-            if self._preparation.settings.ema is None:  # an average is kept to the end
+            if self._planner.settings.ema is None:  # an average is kept to the end
                 for name in homes.unused:
                     self.store.discard(name)
             return
-        if self._preparation.initial_weights is not None:
-            self._reporter.say(self._preparation.initial_weights.said)
+        if self._planner.initial_weights is not None:
+            self._reporter.say(self._planner.initial_weights.said)
         with self._told("the data were read"):
             for name in ("train", "test") if rows else ():
                 self._write_rows(name)
@@ -132,7 +132,7 @@ class WeightStore:
 
     def _write_rows(self, name: str) -> None:
         """Boundary 0: the data set's rows, checked and sent home, where there are any."""
-        split = self._preparation.train if name == "train" else self._preparation.test
+        split = self._planner.train if name == "train" else self._planner.test
         if not split.count or split.source is not None:
             return
         rows = self.boundaries.create(name, 0, self._prepared.input_layout, split.count)
@@ -141,7 +141,7 @@ class WeightStore:
 
     def _build(self, *, keep: bool) -> None:
         """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""
-        device, seed = self._preparation.device, self._preparation.settings.seed
+        device, seed = self._planner.device, self._planner.settings.seed
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(device, seed)
             tensors = {} if block.alive is not None else block.own(tensors_of(module))
@@ -156,12 +156,12 @@ class WeightStore:
         if block.alive is not None:
             staging = aligned(layout.padded_nbytes)
             found = layout.views(staging)
-            self._preparation.live_modules.read(block, found)
+            self._planner.live_modules.read(block, found)
         else:
             strides = {spec.name: spec.stride for spec in layout.specs}
             found = {name: t.detach() if strides[name] else t.detach().contiguous() for name, t in tensors.items()}
-        if self._preparation.initial_weights is not None:
-            self._preparation.initial_weights.fill(block, found)
+        if self._planner.initial_weights is not None:
+            self._planner.initial_weights.fill(block, found)
         if block.alive is not None:
             self.store.put(block.home, layout, staging)
             return
@@ -183,7 +183,7 @@ class WeightStore:
     def give_back(self) -> None:
         """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early
         leaves them as they came."""
-        if self._preparation.live_modules.empty:
+        if self._planner.live_modules.empty:
             return
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             if block.alive is not None:
@@ -193,7 +193,7 @@ class WeightStore:
                 attach(block.module, cost.layout.views(flat))
                 bring_to_cpu(block.module)
                 block.restore_modes()
-                self._preparation.live_modules.keep(block)
+                self._planner.live_modules.keep(block)
 
 
 UNBEGUN = "unbegun"

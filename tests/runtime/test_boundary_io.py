@@ -11,7 +11,7 @@ from seqpart.device.device import Device
 from seqpart.device.pages import round_up
 from seqpart.errors import StoreError
 from seqpart.plan.problem import BUFFERS, exchange_bytes
-from seqpart.runtime.exchange import InHost, OnDevice, OnDisk
+from seqpart.runtime.boundary_io import InHost, OnDevice, OnDisk
 
 LARGEST = 3 << 12
 ROOM = 1 << 20

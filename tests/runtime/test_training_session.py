@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
-from seqpart.runtime.homes import WeightStore
 from seqpart.runtime.partition import Partition
+from seqpart.runtime.weight_store import WeightStore
 from tests.machine import SPEEDS, known_speeds
 from tests.runtime.test_evaluate import alive, files
 from tests.runtime.test_same_as_plain import OPTIMIZERS, data, network

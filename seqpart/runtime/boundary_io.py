@@ -24,7 +24,7 @@ import torch
 
 from seqpart.device.device import DOWN, Device, Event
 from seqpart.device.pages import round_up
-from seqpart.model.packs import DEVICE, Handing, Pack, Tiers, Value, gradient_of
+from seqpart.model.packs import DEVICE, BoundaryRouting, Pack, Tiers, Value, gradient_of
 from seqpart.plan.problem import BUFFERS, boundary_bytes, handing_of, largest_boundary
 from seqpart.profile.partition import PartitionCost
 from seqpart.store.layout import LINE
@@ -338,13 +338,13 @@ def open_exchange(
     return InPlaces(exchanges, lambda number: handing.tier_of(number, tiers)) if len(exchanges) > 1 else exchanges.popitem()[1]
 
 
-class Handover:
+class BoundaryIO:
     """entering, leaving: of each partition, what comes from others and what others take."""
 
     def __init__(
         self, exchange: BoundaryExchange, entering: Sequence[tuple[Value, ...]], leaving: Sequence[tuple[Value, ...]]
     ) -> None:
-        self._exchange, self._handing = exchange, Handing(entering, leaving)
+        self._exchange, self._handing = exchange, BoundaryRouting(entering, leaving)
         self._waiting: set[Key] = set()
         """Gradients that are there, as what others took may have none."""
 

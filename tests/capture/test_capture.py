@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.capture.tracing import chain_of, trace
+from seqpart.capture.capture import chain_of, trace
 from seqpart.errors import ModelError
 from tests.replay import assert_same_as_whole, images, quantities, replayed, tokens
 from tests.whole_models import Bands, Decoder, Dense, Layer, UNet

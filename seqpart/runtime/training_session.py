@@ -29,10 +29,10 @@ from seqpart.fields import flag_of, values_of
 from seqpart.interrupts import Interrupts
 from seqpart.methods import methods_named
 from seqpart.model.metrics import ComputeMetrics, own_metrics
-from seqpart.plan.preparation import Prepared
+from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.observer import Observer
 from seqpart.runtime.result import Evaluation
-from seqpart.runtime.session import Session
+from seqpart.runtime.run import Run
 from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Position
@@ -86,7 +86,7 @@ def as_batch(batch: object, name: str = "the batch", padding: Padding | None = N
     return as_split(tuple(batch) if isinstance(batch, list) else batch, name)
 
 
-class OwnLoop:
+class TrainingSession:
     """What `Trainer.session` gives. Its methods raise what `fit` raises; after an error there are no more steps.
 
     A signal (SIGINT, SIGTERM, SIGHUP; in the main thread) waits until a step or an evaluation is done. What it raises then,
@@ -113,7 +113,7 @@ class OwnLoop:
         """Of the session that it begins with."""
         return Observer(at_rest=lambda _: not self._stopping, shaped=self._shaped, counts_updates=True)
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: Run) -> None:
         """With the homes filled."""
         self._session, self._planned = session, session.prepared
         self._rows = FedRows(session.prepared.input_layout, self._example.count, self._device)
@@ -121,18 +121,18 @@ class OwnLoop:
         session.homes.boundaries.passing["train"] = self._rows
         self._pause.enter_context(session.pauses.pause())
 
-    def _shaped(self, planned: Prepared) -> Prepared:
+    def _shaped(self, planned: ExecutionPlan) -> ExecutionPlan:
         """A plan that was made anew, for batches of the size of now."""
         self._planned = planned
         return self._with_updates()
 
-    def _with_updates(self) -> Prepared:
+    def _with_updates(self) -> ExecutionPlan:
         """Of the plan, one epoch for each batch of `_batch_rows`."""
         whole, rows = self._planned.phases.stretches[0], self._batch_rows
         train = replace(whole.train, rows=rows, batch=rows, micro_batch=min(whole.train.micro_batch, rows))
         return self._with_phases(Epochs(train=train, epochs=whole.epochs, behind=()))
 
-    def _with_phases(self, first: Epochs, *others: Epochs) -> Prepared:
+    def _with_phases(self, first: Epochs, *others: Epochs) -> ExecutionPlan:
         """To be run to the end of the first."""
         stage = replace(self._planned.stages[0], end=len(first))
         return replace(self._planned, phases=Phases([first, *others]), stages=(stage,))

@@ -54,7 +54,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class ExecutionPlan:
     """A plan, and what carrying it out needs to know."""
 
     request: PlanRequest
@@ -92,7 +92,7 @@ class Prepared:
         return homes
 
 
-class Preparation(Inputs):
+class Planner(Inputs):
     """Makes the plan, and makes it again when a failed allocation asks for one that needs less."""
 
     def problem(self, request: PlanRequest) -> Problem:
@@ -119,17 +119,17 @@ class Preparation(Inputs):
             may_keep_heap=self.device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
         )  # fmt: skip
 
-    def planned(self, request: PlanRequest | None = None) -> Prepared:
+    def planned(self, request: PlanRequest | None = None) -> ExecutionPlan:
         """The plan: a new one, or the cut and micro-batch of the one that was saved. Raises like `prepare`."""
         asked = request or self.request
         return self.measured(lambda: self._planned(asked))
 
-    def measured(self, plan: Callable[[], Prepared]) -> Prepared:
+    def measured(self, plan: Callable[[], ExecutionPlan]) -> ExecutionPlan:
         """What `plan` decides once the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
         with self.under_limit():
             return self._measured(plan)
 
-    def _measured(self, plan: Callable[[], Prepared]) -> Prepared:
+    def _measured(self, plan: Callable[[], ExecutionPlan]) -> ExecutionPlan:
         while True:
             try:
                 prepared = plan()
@@ -148,7 +148,7 @@ class Preparation(Inputs):
             if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
                 return prepared
 
-    def _planned(self, request: PlanRequest) -> Prepared:
+    def _planned(self, request: PlanRequest) -> ExecutionPlan:
         reuse = request.saved
         if reuse is None:
             return self.prepare(request)
@@ -163,7 +163,7 @@ class Preparation(Inputs):
         methods = methods_named(reuse.method)  # `auto` takes the one of the plan
         return self.prepare(replace(request, methods=methods, micro_batch=reuse.micro_batch, starts=reuse.starts))
 
-    def prepare(self, request: PlanRequest) -> Prepared:
+    def prepare(self, request: PlanRequest) -> ExecutionPlan:
         """The plan and its parts. Raises DoesNotFit, DataError, ModelError or OptionError, in words."""
         try:
             return self._prepare(request)
@@ -184,7 +184,7 @@ class Preparation(Inputs):
                 smallest, rows = again.smallest, again.rows
         return refusal
 
-    def _prepare(self, request: PlanRequest) -> Prepared:
+    def _prepare(self, request: PlanRequest) -> ExecutionPlan:
         problem = self.problem(request)
         method, candidate, reasons = self._choose(problem, request)
         training = self._training(request, candidate)
@@ -210,7 +210,7 @@ class Preparation(Inputs):
             problem, method, candidate, training, costs, phases, reasons, row_packs, host_pool_bytes, at_host, recovery
         )
         ends = [(block_costs[last - 1].output_shape, last in self.chain.ends) for _, last, _ in candidate.parts]
-        return Prepared(
+        return ExecutionPlan(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
             row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
