@@ -130,7 +130,7 @@ def hidden_in_an_object(self, x):
 @pytest.mark.parametrize(
     ("look", "said"),
     [
-        (number_of_a_tensor, r"reads a number out of a tensor.*the model \(Looks, .*test_tracing\.py:\d+\)"),
+        (number_of_a_tensor, r"reads a number out of a tensor.*the model \(Looks, .*test_capture\.py:\d+\)"),
         (many_outputs, "Looks returned a tuple, of 2 tensors, and which of them is to be judged is not known"),
         (named_outputs, "Looks returned a dict with depth, edges, of 2 tensors"),
         (other_calls_for_other_rows, "does other things with 6 rows than with 4"),

@@ -30,7 +30,7 @@ ATTRIBUTES = {
     ("builtins", "eval"), ("yaml", "unsafe_load"), ("yaml", "full_load"), ("yaml", "Loader"), ("yaml", "UnsafeLoader"),
     ("yaml", "FullLoader"), ("yaml", "load_all"),
 }  # fmt: skip
-IMPORTS_BY_NAME = {"zoo.loading", "device.compiler"}
+IMPORTS_BY_NAME = {"zoo.libraries", "device.compiler"}
 """Where the user's own `package.module:function` is imported, as the command line names it; and torch's own compiler."""
 
 PLAIN_YAML = {"cli.config_file"}

@@ -4,6 +4,7 @@ import io
 import itertools
 import re
 import signal
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +86,9 @@ def test_the_speed_of_a_pass_that_goes_on_is_that_of_the_rows_that_were_left(opt
 def test_the_live_line_of_a_run_that_goes_on_ends_at_100_percent(tmp_path, monkeypatch):
     """It counted the rows that were trained on before as work that was left, and never did."""
     directory, screen, seconds = stopped(tmp_path, method="full"), io.StringIO(), itertools.count()
-    monkeypatch.setattr(reporter, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))  # shown at every step
+    monkeypatch.setattr(
+        reporter, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds)), monotonic=monotonic)
+    )  # shown at every step
     noting = Noting(Console(file=screen, force_terminal=True, width=120))
     again(tmp_path, method="full").fit(*rows_of(), resume=directory, reporter=noting)
     shares = [int(share) for share in re.findall(r"(\d+) %  ETA", screen.getvalue())]
