@@ -68,7 +68,7 @@ class EmbeddingTile(nn.Module):
 
 class TiledLinear(Tiled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (..., in) to (..., out). The gradient of x is a sum over tiles, which rounds differently from a whole layer."""
+        """Maps (..., in) to (..., out). The gradient of x is a sum over tiles, which rounds differently from a layer's."""
         return torch.cat([tile(x) for tile in self.children()], dim=-1)
 
 
