@@ -23,7 +23,7 @@ _REFUSED = {
 def open_device(name: str) -> Device:
     """Opens `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, `sim` or `sim:CARD`. Raises OptionError for anything else.
 
-    CARD: a name of seqpart/hardware, or a file of that form; `@7` behind it is the seed of how late copies happen.
+    CARD: a card of seqpart/device/cards, or a file of that form; `@7` after it is the seed of how late copies happen.
     """
     kind, colon, rest = name.partition(":")
     if kind == "sim" and (rest or not colon):

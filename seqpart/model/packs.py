@@ -68,7 +68,7 @@ class Value:
         return -(-exact // self.rows)
 
     def with_rows(self, rows: int) -> "Value":
-        """The same value for a micro-batch of `rows` rows."""
+        """Returns this value for a micro-batch of `rows` rows."""
         if self.shape[:1] != (self.rows,):
             return replace(self, rows=rows)
         return replace(self, shape=(rows, *self.shape[1:]), rows=rows, nbytes=self.nbytes_at(rows))

@@ -172,7 +172,7 @@ def _padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a plain torch.Tensor."""
+    """Returns the tensor's memory as a plain torch.Tensor."""
     return tensor.detach().as_subclass(torch.Tensor)
 
 

@@ -216,7 +216,7 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
 
 
 def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCost) -> str:
-    """What would help, in words, where the partition that needs most has `blocks` blocks."""
+    """Says what would help, where the partition that needs most has `blocks` blocks."""
     available = problem.limit - margin_of(problem.limit)
     if smallest.method.stays and problem.runtime <= available:
         needed = _smallest(problem, [STREAMED]).peak

@@ -21,8 +21,8 @@ _RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
 """Renamed fields of format 2, which checkpoints of 0.2.0 hold: it kept graphs from one partition on, and none stayed."""
 AGAIN, KEPT = "again", "kept"
 Graph = Annotated[str, word_of(AGAIN, KEPT, "pinned", "ram", "disk")]
-"""What FORWARD leaves of a graph: nothing, so that BACKWARD recomputes it; all of it, on the device; or its saved tensors,
-offloaded to a tier."""
+"""The part of a graph that FORWARD leaves: nothing, so that BACKWARD recomputes it; all of it, on the device; or its saved
+tensors, offloaded to a tier."""
 BoundaryTier = Annotated[str, word_of(DEVICE, "host", "disk")]
 
 
@@ -49,9 +49,9 @@ class PartitionPlan:
     weights_stay: bool = False
     """True if its weights stay on the device, while its optimizer state comes and goes."""
     graph: Graph = AGAIN
-    """What FORWARD leaves of the graph for BACKWARD."""
+    """The part of the graph that FORWARD leaves for BACKWARD."""
     boundary_tier: BoundaryTier = DEVICE
-    """Where its boundary (values that it is the first to take), and their gradients, wait within an update."""
+    """Place of its boundary (values that it is the first to take), and of their gradients, within an update."""
     why: str = ""
     """Why it stays or comes in turn, and why its graph waits where it does."""
     rows_in_memory: bool = False
@@ -60,7 +60,7 @@ class PartitionPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run will do under `limit`. `fingerprint` names the model and input shape that it was made for."""
+    """A plan of a run under `limit`. `fingerprint` names the model and input shape that it was made for."""
 
     method: str
     device: str

@@ -363,7 +363,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
 
 
 def increments(options: Iterable[Option]) -> Iterator[Option]:
-    """The same options, with an option that includes another reduced to what it adds: both may then be chosen in turn."""
+    """Yields the options, reducing one that includes another to what it adds: both may then be chosen in turn."""
     options = list(options)
     weights = {option.partition: option for option in options if option.kind is Kind.WEIGHTS}
     for option in options:

@@ -72,7 +72,7 @@ class BlockCost:
     backward_peak: int
     """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
     accumulate_peak: int
-    """The same when its gradients exist already and a second micro-batch is added to them."""
+    """Most bytes alive while it runs backward when its gradients exist already and a second micro-batch is added to them."""
     inference_peak: int
     """Most bytes alive while it runs forward without a graph."""
     takes: tuple[Value, ...]

@@ -156,7 +156,7 @@ def _packed_by(block: Block) -> dict[str, list[str]]:
 
 
 def _unlike(spec: Named, stored: TensorSpec) -> str:
-    """What differs, in words; "" where the stored tensor can be read into the model's."""
+    """Says what differs; "" where the stored tensor can be read into the model's."""
     if spec.shape != stored.shape and not (prod(spec.shape) == prod(stored.shape) == 1):
         return f"of shape {spec.shape}, and of {stored.shape} there"
     if spec.dtype != stored.dtype and not (spec.dtype.is_floating_point and stored.dtype.is_floating_point):
