@@ -2,7 +2,7 @@
 
     live         a run holds its lock                                                        left alone
     resumable    a checkpoint needs it: its own, or one of the run that its marker names     left alone, counted
-    leftover     killed without a checkpoint; or its run is in place and does not name it        cleaned up
+    leftover     killed without a checkpoint; or its run is in place and does not name it    cleaned up
     unknown      moved, copied, not mounted, damaged: it may be needed or not                 left alone, reported
 
 The first check takes no lock; a directory to be cleaned is locked, and checked again. Other users' directories are not opened.
