@@ -1,7 +1,7 @@
-"""What a run tells callbacks, and how they end it.
+"""The events that a run passes to callbacks, and how callbacks end it.
 
 A callback is any object with some of `on_begin(event)`, `on_step(event)`, `on_epoch(event)` and `on_eval(event)`. Updates and
-epochs are those of what trains: of the network, and with `sil` of one partition after the other, with `ist` of one subnet.
+epochs count those of the network; with `sil` those of the partition that trains, with `ist` those of the subnetwork.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,39 +11,39 @@ from typing import Any
 from seqpart.errors import OptionError
 
 MetricValue = float | list[float]
-"""Of a metric that is no single number, all of its numbers."""
+"""A metric's number, or all of its numbers if it has several."""
 
 NAMES = ("on_begin", "on_step", "on_epoch", "on_eval")
 
 
 class Ending:
-    """Whether somebody asked for the end of the training that is under way, and who, in words."""
+    """A request to end the current training; `asked` is its reason in words, or ""."""
 
     def __init__(self) -> None:
         self.asked = ""
 
     def ask(self, why: str) -> None:
-        """The first one counts."""
+        """Requests the end. The first reason counts."""
         self.asked = self.asked or why
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
     update: int
-    """Updates that are done."""
+    """Number of finished updates."""
     epoch: float
-    """Epochs that are done, 1.5 in the midst of the second."""
+    """Finished epochs: 1.5 in the middle of the second."""
     partition: int
-    """The first of those that train or are tested."""
+    """The first partition that trains or is tested."""
     loss: float
-    """Mean over the rows, or over what the loss counted of them."""
+    """Mean loss over the rows, or over what the loss counted of them."""
     rows: int
     seconds: float
     ending: Ending = field(repr=False, compare=False)
 
     def stop(self, why: str = "a callback") -> None:
-        """End the training behind this event: the test rows are passed over once more, unless they just were, and the results
-        written. With `sil` the next partition's training follows; with `ist` the round is finished first."""
+        """Ends the training after this event: the test rows are evaluated once more, unless they just were, and the results
+        are written. With `sil` the next partition's training follows; with `ist` the round is finished first."""
         self.ending.ask(why)
 
     @property
@@ -53,7 +53,7 @@ class _Told:
 
 @dataclass(frozen=True, kw_only=True)
 class BeginEvent:
-    """A run begins, and nothing is trained yet. A run that goes on has begun before: it has no such event."""
+    """A run begins, and nothing is trained yet. A resumed run has no such event."""
 
     memory: int
     """Bytes that count against the limit now."""
@@ -62,12 +62,12 @@ class BeginEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent(_Told):
-    """An update is done. `loss` is that of its rows before it, `seconds` those since the event before."""
+    """An update is done. `loss` is the loss of its rows before the update, `seconds` the time since the previous event."""
 
     learning_rate: float | None
-    """Of the first group of parameters; None where nothing learns, or the optimizer has none."""
+    """Learning rate of the first parameter group; None if nothing learns, or the optimizer has none."""
     gradient_norm: float | None
-    """Before clipping, over the whole network; None without clip_grad_norm: nobody else needs it."""
+    """Norm over the whole network before clipping; None without clip_grad_norm, as it is not computed then."""
     memory: int
     """Bytes that count against the limit now."""
     limit: int
@@ -75,8 +75,8 @@ class StepEvent(_Told):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEvent(_Told):
-    """An epoch is over. Where it was tested in its midst, `loss`, `rows` and `seconds` are of what came since; where a run went
-    on within it, `rows` and `seconds` are."""
+    """An epoch is over. If it had an evaluation within it, `loss`, `rows` and `seconds` count from the last one; if a run was
+    resumed within it, `rows` and `seconds` count from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +85,16 @@ class EvalEvent(_Told):
 
     accuracy: float | None
     metrics: Mapping[str, MetricValue]
-    """What compute_metrics found; empty for an inner partition of `sil`."""
+    """Values of compute_metrics; empty for an inner partition of `sil`."""
     is_best: bool
-    """Whether no evaluation before it was as good, by the loss or by `best_by`."""
+    """True if no evaluation before it was as good, by the loss or by `best_by`."""
 
 
 Event = BeginEvent | StepEvent | EpochEvent | EvalEvent
 
 
 def callers(callbacks: Sequence[object]) -> dict[str, list[Callable[[Any], object]]]:
-    """The methods to call, by name, in the order of `callbacks`. Raises OptionError for an object that has none."""
+    """Returns the methods to call by name, in the order of `callbacks`. Raises OptionError for an object that has none."""
     found: dict[str, list[Callable[[Any], object]]] = {name: [] for name in NAMES}
     for callback in callbacks:
         own = {name: method for name in NAMES if callable(method := getattr(callback, name, None))}

@@ -1,8 +1,8 @@
-"""Files of ours: made, opened, replaced and removed under their own names, and never through a link that lies there.
+"""Creates, opens, replaces and removes seqpart's files by name, and never follows a link in their place.
 
-Where others may write, or a directory was copied or unpacked, a name of ours may be a symbolic link to somebody's file, a
-second name of one (a hard link), a pipe or a directory. What is read is a plain file of that very name; what is written is
-a new file, or one that has no other name; what is removed is a plain file.
+In a directory where others may write, or that was copied or unpacked, a file's name may be a symbolic link to somebody's
+file, a hard link to one, a pipe or a directory. So only plain files are read; only new files, or files without another hard
+link, are written; and only plain files are removed.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Self
 
 PRIVATE = 0o600
-"""Of files with the user's data or weights, which may lie under a directory that others use too."""
+"""Mode of files with the user's data or weights, which may lie in a directory that others use too."""
 PRIVATE_FOLDER = 0o700
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A pipe must not make us wait; on a plain file O_NONBLOCK changes nothing."""
+"""Flags that follow no link and never block on a pipe; on a plain file O_NONBLOCK changes nothing."""
 HALF_WRITTEN = re.compile(r".+\.seqpart-[0-9a-f]{8}\.part")
-"""Names that `aside` gives."""
+"""Matches the names that `aside` returns."""
 
 
 def opened(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
-    """The plain file that is there. Raises OSError: ELOOP where it is a link, EISDIR or ESPIPE where it is no file."""
+    """Opens a plain file. Raises OSError: ELOOP if it is a link, EISDIR or ESPIPE if it is no file."""
     handle = os.open(path, flags | _PLAIN, dir_fd=dir_fd)
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
@@ -36,9 +36,9 @@ def opened(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = N
 
 
 def made(path: Path, mode: int = PRIVATE, *, flags: int = 0) -> int:
-    """A new, empty file, open for reading and writing. Whatever had its name loses the name, and nothing else.
+    """Opens a new, empty file for reading and writing. Whatever had its name loses only that name.
 
-    A device, as /dev/null or /dev/stdout, keeps its name and is opened for writing. Raises OSError for a disk.
+    A device, such as /dev/null or /dev/stdout, keeps its name and is opened for writing. Raises OSError for a disk.
     """
     flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN
     with contextlib.suppress(FileExistsError):
@@ -50,7 +50,8 @@ def made(path: Path, mode: int = PRIVATE, *, flags: int = 0) -> int:
 
 
 def is_device(path: Path) -> bool:
-    """Whether it is one that takes text, whose name root could take away from everybody. Raises OSError for a disk."""
+    """True for a character device, or a link in /dev or /proc, whose name root could remove for everybody. Raises OSError for
+    a disk."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -61,7 +62,7 @@ def is_device(path: Path) -> bool:
 
 
 def made_over(path: Path, *, flags: int = 0) -> int:
-    """As `made`, but a plain file without another name is written over: its blocks on the disk are used again."""
+    """Opens a file like `made`, but overwrites a plain file without another hard link, to reuse its blocks on the disk."""
     with contextlib.suppress(OSError):
         handle = opened(path, os.O_RDWR | flags)
         if os.fstat(handle).st_nlink == 1:
@@ -71,9 +72,9 @@ def made_over(path: Path, *, flags: int = 0) -> int:
 
 
 def added_to(path: Path) -> int:
-    """A plain file of lines to write behind what it holds, or a new one; a last line that was cut off is ended.
+    """Opens a plain file of lines for appending, or creates it; ends a last line that was cut off.
 
-    A second name of a file becomes a copy of it first.
+    A hard link to another file is replaced by a copy first.
     """
     try:
         handle = opened(path, os.O_RDWR | os.O_APPEND)
@@ -96,12 +97,12 @@ def write_all(handle: int, data: bytes) -> None:
 
 
 def aside(path: Path) -> Path:
-    """A name beside `path` that nobody else has, to write what is to take its place."""
+    """Returns a unique name beside `path`, for a file that will replace it."""
     return path.with_name(f"{path.name}.seqpart-{secrets.token_hex(4)}.part")
 
 
 def remove(name: str | Path, *, dir_fd: int | None = None) -> int:
-    """Remove a plain file; returns its bytes. What is missing is gone already, and what is no plain file stays."""
+    """Removes a plain file; returns its bytes. Returns 0 if it does not exist, or is no plain file, which stays."""
     try:
         found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
@@ -113,18 +114,18 @@ def remove(name: str | Path, *, dir_fd: int | None = None) -> int:
 
 
 class Folder:
-    """A directory held open: what is looked at and removed in it is in this very one, wherever its name leads by then."""
+    """A directory held open: all operations stay in this very directory, even if its name comes to lead elsewhere."""
 
     def __init__(self, path: Path, handle: int) -> None:
         self.path, self._handle = path, handle
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """The directory that the user named, by a link if he likes."""
+        """Opens the directory at `path`, which may be a link."""
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def inside(self, name: str) -> "Folder":
-        """The directory `name` in this one. Raises OSError where there is none, or a link."""
+        """Opens the directory `name` in this one. Raises OSError if there is none, or a link."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
         return Folder(self.path / name, os.open(name, flags, dir_fd=self._handle))
 
@@ -139,14 +140,14 @@ class Folder:
         return os.fstat(self._handle).st_uid
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` still leads here."""
+        """True if `path` still leads to this directory."""
         try:
             return os.path.samestat(os.fstat(self._handle), path.stat())
         except OSError:
             return False
 
     def make_private(self) -> None:
-        """Close it to other users. What another user owns stays as open as he wants it."""
+        """Closes it to other users. A directory of another user keeps its mode."""
         with contextlib.suppress(OSError):
             os.fchmod(self._handle, PRIVATE_FOLDER)
 
@@ -154,7 +155,7 @@ class Folder:
         return sorted(os.listdir(self._handle))  # noqa: PTH208 (of a descriptor)
 
     def holds(self, name: str) -> bool:
-        """Whether anything has that name, a link that leads nowhere too."""
+        """True if anything has that name, also a broken link."""
         try:
             os.stat(name, dir_fd=self._handle, follow_symlinks=False)
         except FileNotFoundError:
@@ -165,12 +166,12 @@ class Folder:
         return opened(name, dir_fd=self._handle)
 
     def read(self, name: str) -> tuple[str, os.stat_result]:
-        """The text of a plain file, and whose it is. Raises OSError, and ValueError for what is no text."""
+        """Returns the text of a plain file, and its stat. Raises OSError, and ValueError if it is no text."""
         with open(self.open(name), "rb") as file:
             return file.read().decode(), os.fstat(file.fileno())
 
     def size(self, name: str) -> int:
-        """Bytes of a plain file of the directory's owner; 0 of anything else."""
+        """Returns the bytes of a plain file of the directory's owner; 0 for anything else."""
         try:
             found = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
         except OSError:
@@ -181,19 +182,19 @@ class Folder:
         return remove(name, dir_fd=self._handle)
 
     def unlink(self, name: str) -> None:
-        """Remove what has that name, a link itself too, if anything has."""
+        """Removes whatever has that name, also a link itself, if anything has."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._handle)
 
     def remove_folder(self, name: str) -> None:
-        """If it is empty: somebody's files may be in it."""
+        """Removes a directory if it is empty: somebody's files may be in it."""
         with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=self._handle)
 
 
 @contextlib.contextmanager
 def folder_inside(folder: Folder, name: str) -> Iterator[Folder | None]:
-    """The directory `name` in `folder`; None where there is no such directory of its own."""
+    """Yields the directory `name` in `folder`; None if there is none, or a link."""
     try:
         found = folder.inside(name)
     except OSError:

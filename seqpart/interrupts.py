@@ -1,8 +1,8 @@
-"""Ctrl-C between two steps, not in the middle of one.
+"""Handles Ctrl-C between two steps, not in the middle of one.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be, also between taking a lock that it shares with
-the reader's thread and noting that it is taken. That lock stays locked, and the run hangs while it cleans up. So as long
-as threads work for us a signal waits for the next safe point.
+the reader's thread and noting that it is taken. That lock stays locked, and the run hangs while it cleans up. So while
+a run's threads work, a signal waits for the next safe point.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from types import FrameType
 from typing import Any, Self
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-"""What ends a process that does not handle it: of a scheduler, and of a terminal that is closed."""
+"""Signals of a scheduler and of a closed terminal, which end a process that does not handle them."""
 _SIGNALS = (signal.SIGINT, *_ENDINGS)
 
 
 @contextlib.contextmanager
 def like_ctrl_c() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP do what Ctrl-C does, unless they are ignored or handled already. In the main thread alone."""
+    """Inside, SIGTERM and SIGHUP act as Ctrl-C, unless they are ignored or handled already. Only in the main thread."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in _ENDINGS:
@@ -34,7 +34,7 @@ def like_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Inside is what must not stay half done: signals wait for its end, however many come."""
+    """Holds back all signals until the end of the block, which must not stay half done."""
     interrupts = Interrupts()
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, *_: interrupts.end("", failed=kind is not None))
@@ -45,8 +45,8 @@ def undivided() -> Iterator[None]:
 
 @contextlib.contextmanager
 def put_off() -> Iterator[None]:
-    """Inside signals wait for the end, and come then whatever it was: while C++ calls Python where it takes no exception,
-    as a fake tensor that is let go of does, one that is raised there ends the interpreter."""
+    """Holds back all signals until the end of the block, and raises them even after an error. An exception raised while C++
+    calls Python code that must not raise, as when a fake tensor is freed, would end the interpreter."""
     interrupts = Interrupts()
     try:
         with interrupts:
@@ -57,7 +57,7 @@ def put_off() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """From here on Ctrl-C ends the process: all is done, and what the interpreter puts away would answer with a traceback."""
+    """Lets Ctrl-C end the process from here on: all is done, and the interpreter's shutdown would print a traceback."""
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -92,13 +92,13 @@ class Interrupts:
             self.check()
 
     def hold(self) -> None:
-        """All is trained, and what is left takes a moment: signals wait for `end`, however many come."""
+        """Makes all signals wait for `end`: training is over, and the rest takes a moment."""
         self._held = True
 
     def end(self, words: str, *, failed: bool) -> None:
-        """Behind all that was held. Raises KeyboardInterrupt with `words` where a signal came and nobody else handles it.
+        """Ends `hold`. Raises KeyboardInterrupt with `words` if a signal came and no other handler takes it.
 
-        failed: an error is on its way already, and ends the caller's work too.
+        failed: an error is being raised already, and ends the caller's work too.
         """
         if not self._held:
             return
@@ -117,11 +117,11 @@ class Interrupts:
 
     @property
     def waiting(self) -> bool:
-        """Whether a signal has come that nobody has obeyed."""
+        """True if a signal has come that was not handled yet."""
         return self._waiting is not None
 
     def check(self) -> None:
-        """A safe point: handle the signal that came, as it would have been without us."""
+        """Handles a pending signal at a safe point, by the handler that was set before."""
         if self._held:
             return
         number, self._waiting = self._waiting, None

@@ -1,4 +1,4 @@
-"""The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It puts a run together, schedules nothing."""
+"""The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It assembles runs and schedules nothing."""
 
 import gc
 import time
@@ -66,8 +66,8 @@ class Trainer:
     """Trains `model` under a memory limit.
 
     model: any nn.Module, which is cut at its layers; an nn.Sequential or a list of modules, whose entries are the blocks; or a
-        list of factories that each return a module (then the model never exists whole). Modules given alive are emptied into
-        a file while the run lasts, and get their trained weights at the end; a run that ends early leaves them as they came.
+        list of factories that each return a module (then the model never exists whole). Modules passed built are emptied into
+        a file during the run, and get their trained weights at the end; a run that ends early leaves them as they were.
     loss: (output, labels) -> loss, for the end of the network, or the name of one: "cross-entropy", the default for classes
         (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels of
         any shape, "bce" for yes-or-no labels, as many as outputs (binary cross-entropy of scores before their sigmoid), or
@@ -84,7 +84,7 @@ class Trainer:
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
     optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer.
-    padding: to which length, and with what, rows of several lengths are padded wherever data are given. None: all have one.
+    padding: how rows of several lengths are padded, in all data. None: all rows have one length.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
         value.
@@ -125,12 +125,12 @@ class Trainer:
         self._held = highest()
         self._sampler: Sampler | None = None
         self._asked: tuple[Settings, Settings] | None = None
-        """The settings with what the last loader said, and without."""
+        """The settings with the last loader's batch size and order, and without."""
         self._trained: Path | None = None
-        """The weights that the last `fit` left."""
+        """The file of weights of the last `fit`."""
 
     def plan(self, train: object, test: object = None, *, reuse: Plan | None = None) -> Plan:
-        """The plan, and nothing else: no file is written, nothing is trained. Raises what `fit` would raise of it."""
+        """Returns the plan, without writing a file or training. Raises what `fit` would raise before training."""
         with self.planned(train, test, reuse=reuse, dry=True) as (_, prepared):
             return prepared.plan
 
@@ -138,9 +138,9 @@ class Trainer:
     def planned(
         self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False
     ) -> Iterator[tuple[Planner, ExecutionPlan]]:
-        """Everything checked, measured and planned. Modules given alive are empty inside.
+        """Checks, measures and plans everything. Modules passed built are empty inside.
 
-        dry: no file of any name is made for that, not for a moment.
+        dry: creates no named file, not even for a moment.
         """
         gc.collect()
         with self.device.running(), self.device.at_work(), ExitStack() as stack:
@@ -151,9 +151,9 @@ class Trainer:
         self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
         model: object = None,
     ) -> Planner:  # fmt: skip
-        """Everything checked and measured, ready to be planned. Modules given alive are empty until it is closed.
+        """Checks and measures everything, ready to be planned. Modules passed built are empty until it is closed.
 
-        resumes: weights come from a checkpoint. model: in the place of the trainer's own.
+        resumes: weights come from a checkpoint. model: replaces the trainer's own.
         """
         with translate_oom(self.device, "the model and the machine were measured"), self.device.own_random_state():
             rows = as_split(train, "training")
@@ -166,7 +166,7 @@ class Trainer:
             )  # fmt: skip
 
     def _rows(self, train: object, test: object) -> tuple[Split, Split]:
-        """What is given as data; settings take what its loader says of batches and their order."""
+        """Returns the training and test rows; the settings take their loader's batch size and order."""
         refuse_labels_as_test(train, test)
         with translate_oom(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
@@ -180,9 +180,9 @@ class Trainer:
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
         again: Plan | None = None, *, in_pairs: bool = False,
     ) -> tuple[Planner, ExecutionPlan]:  # fmt: skip
-        """What `prepare(model=...)` makes of the model, and the plan: with large layers in tiles where nothing fits without.
+        """Returns the planner of `prepare(model=...)`, and the plan, with large layers in tiles if nothing fits without.
 
-        stack: closes it. again: see `tiles`. in_pairs: whether it is separated into scores.
+        stack: closes the planner. again: see `tiles`. in_pairs: true if the model is separated into scores.
         """
 
         def work(attempt: ExitStack, model: object) -> tuple[Planner, ExecutionPlan]:
@@ -195,9 +195,9 @@ class Trainer:
         return first_that_fits(stack, model, self.tiles(again), work)
 
     def tiles(self, again: Plan | None = None) -> tuple[int, ...]:
-        """Bytes of the tiles of large layers, one after the other until a plan fits; 0: none.
+        """Returns sizes in bytes of the tiles of large layers, to be tried in order until a plan fits; 0: no tiles.
 
-        again: a plan that is to be carried out again, with the tiles it has. Raises OptionError where others are asked for.
+        again: a plan that is to be used again, with its tiles. Raises OptionError if the settings have other tiles.
         """
         asked = self.settings.tile_bytes
         if again is not None and asked not in (None, again.tile):
@@ -214,7 +214,7 @@ class Trainer:
         return sizes_to_try(self.model) if streams and alone else (0,)
 
     def count_from_start(self) -> None:
-        """For a process that does nothing else: what it held before the first sample, while libraries loaded, counts too."""
+        """Starts the sampler in a process that does nothing else: memory held while libraries loaded counts too."""
         self._sampler = Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler.label = lambda: "start"
         if self.device.shares_memory:
@@ -227,7 +227,7 @@ class Trainer:
 
     @property
     def scratch_parent(self) -> Path:
-        """Where homes and boundary rows go while a run lasts, or a directory above it."""
+        """The directory for homes and boundary rows during a run, or one above it."""
         return self.settings.offload_dir or self.settings.output_dir or Path("runs")
 
     def fit(
@@ -235,27 +235,27 @@ class Trainer:
         reporter: Reporter | None = None, job: dict[str, Any] | None = None, before_update: BeforeUpdate | None = None,
         callbacks: Sequence[object] = (), compute_metrics: ComputeMetrics = None,
     ) -> Result:  # fmt: skip
-        """Train on `train` and evaluate on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
+        """Trains on `train` and evaluates on `test`: pairs (x, y), data sets of (x, y) items, streams of them or data loaders.
         Without `test` nothing is evaluated, and the result says so.
 
-        What stays the same when it is read twice is read once and kept; other data sets, streams and loaders are read anew in
-        every epoch (docs/data.md).
+        Rows that stay the same when they are read twice are read once and kept; other data sets, streams and loaders are read
+        anew in every epoch (docs/data.md).
 
         x is a tensor (rows, ...), or several: a dict of them, which the model takes by name, or a tuple, in order. An item may
         also be a dict with its `labels`.
 
-        resume: the directory of a run that ended early, or one of its checkpoint files; it goes on to the bits that it
-            would have reached. Model, data and settings must be the same, but for limits and places, and for learning rate,
-            schedule, clipping, weight decay and epochs, which hold from there on.
+        resume: the directory of a run that ended early, or one of its checkpoint files; the result is bit-identical to that
+            of an uninterrupted run. Model, data and settings must be the same, except limits and places, and except learning
+            rate, schedule, clipping, weight decay and epochs, which hold from there on.
         callbacks: objects with some of on_step(event), on_epoch(event) and on_eval(event), see `seqpart.callbacks`;
             event.stop() ends the training. An error in one ends the run, which is saved.
-        compute_metrics: judges the test rows beside loss and accuracy: a function of (outputs, labels) that returns a dict,
-            called for each micro-batch and averaged by rows; or an object with update, compute and reset (torchmetrics), or a
-            dict of them. What such an object keeps is memory that the plan does not know.
-        job: JSON that is kept in the run directory, for who starts the run again. before_update: sees gradients; see `Hooks`.
+        compute_metrics: metrics of the test rows beside loss and accuracy: a function of (outputs, labels) that returns a
+            dict, called for each micro-batch and averaged by rows; or an object with update, compute and reset (torchmetrics),
+            or a dict of them. The plan does not know the memory that such an object keeps.
+        job: JSON that is kept in the run directory, for whoever resumes the run. before_update: see `Hooks`.
 
-        Raises DoesNotFit before anything is trained, LimitExceeded when the limit was passed, StoreError for disks and
-        damaged checkpoints, Diverged when a loss is not finite any more, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
+        Raises DoesNotFit before anything is trained, LimitExceeded if the limit was exceeded, StoreError for disks and
+        damaged checkpoints, Diverged if a loss is no longer finite, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
         in the main thread) came and the run was saved.
         """
         while True:
@@ -271,7 +271,7 @@ class Trainer:
         job: dict[str, Any] | None, before_update: BeforeUpdate | None, callbacks: Sequence[object],
         compute_metrics: ComputeMetrics,
     ) -> Result:  # fmt: skip
-        """Raises PlanAnew where it is saved, and to go on with another plan."""
+        """Runs one `fit`. Raises PlanAnew after it saved the run, to go on with another plan."""
         refuse_taken_places(self.settings.output_dir, resume, overwrite=self.settings.overwrite)
         reporter = reporter or Reporter(quiet=self._quiet)
         began = time.perf_counter()
@@ -309,13 +309,13 @@ class Trainer:
     def evaluate(
         self, data: object, *, weights: str | Path | None = None, compute_metrics: ComputeMetrics = None
     ) -> Evaluation:
-        """Loss and accuracy of the model on `data`, a pair (x, y) or a data set of (x, y) items, under the limit.
+        """Returns loss and accuracy of the model on `data`, a pair (x, y) or a data set of (x, y) items, under the limit.
 
-        weights: a safetensors file with others than the model's own, such as `result.average`; the model keeps its own.
-        The model is the trained one after `fit`, and as it came before. Blocks from factories take their tensors from the
-        file of weights that the last `fit` left; what a state_dict leaves out is as the factory makes it. Partitions come one
-        after the other, as in the test of a streamed run. The plan is made as for training without optimizer state: that is
-        the least limit that will do. Nothing is written but to a folder that is removed.
+        weights: a safetensors file that replaces the model's weights, such as `result.average`; the model keeps its own.
+        After `fit` the trained model is evaluated, before it the original one. Blocks from factories take their tensors from
+        the file of weights of the last `fit`; tensors that a state_dict leaves out are as the factory makes them. Partitions
+        run one after the other, as in the test of a streamed run. The plan is made as for training without optimizer state,
+        which sets the least possible limit. Only a temporary folder is written.
 
         Raises what `fit` raises.
         """
@@ -325,7 +325,7 @@ class Trainer:
     def _evaluated(
         self, said: str, split: Split, weights: str | Path | None, metrics: ComputeMetrics, before: Proof | None = None
     ) -> Evaluation:
-        """said: what is evaluated on these rows, for who reads it. before: see `evaluated`."""
+        """Evaluates the model on `split`. said: what is evaluated, for the user. before: see `evaluated`."""
         reporter = Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
@@ -351,17 +351,17 @@ class Trainer:
 
     @contextmanager
     def session(self, example: object) -> Iterator[TrainingSession]:
-        """A loop of your own under the limit: `with trainer.session(example) as session: loss = session.step(batch)`.
+        """Opens your own loop under the limit: `with trainer.session(example) as session: loss = session.step(batch)`.
 
-        example: (x, y), a data set or a loader, whose rows tell what batches are like; it, or a loader's first batch, has at
-            least `batch_size` rows, the most that a batch may have. Of a `padding` "longest" is its longest row.
+        example: (x, y), a data set or a loader, with rows like those of the batches; it, or a loader's first batch, has at
+            least `batch_size` rows, the most that a batch may have. With `padding` "longest" its longest row sets the length.
 
-        The method is an exact one, whose step has the bits of a plain loop's. The plan is for these steps and
-        `session.evaluate`. What the loop itself holds counts against the limit, and was planned as far as it was there before.
-        `session.state_dict()` and `session.export(FILE)` give the weights as they are; modules given alive have them behind
-        the `with` block. Nothing else stays: only the owner of such a loop knows what comes next, so it has no checkpoints.
+        The method is an exact one, whose step is bit-identical to a plain loop's. The plan is for these steps and
+        `session.evaluate`. Memory that the loop itself holds counts against the limit; the plan knows only what it held before.
+        `session.state_dict()` and `session.export(FILE)` give the current weights; modules passed built have them after
+        the `with` block. Nothing else is kept: only the loop's owner knows what comes next, so it has no checkpoints.
 
-        Raises what `fit` raises; OptionError for settings that only `fit` knows.
+        Raises what `fit` raises; OptionError for settings that only `fit` uses.
         """
         with ExitStack() as stack:
             folder = stack.enter_context(own_folder(self.scratch_parent, "session-"))
@@ -393,7 +393,7 @@ class Trainer:
             reporter.proof(run.proof())
 
     def _planned(self, sampler: Sampler, plan: Callable[[Planner], ExecutionPlan], planner: Planner) -> ExecutionPlan:
-        """What `plan` makes, under the limit: what that took counts, and is no matter of the plan's own prediction."""
+        """Returns what `plan` makes, under the limit: memory for planning counts, but is not part of the plan's prediction."""
         sampler.hold(planner.limit)
         prepared = plan(planner)
         if self.device.shares_memory:
@@ -402,8 +402,8 @@ class Trainer:
         return prepared
 
     def _begun(self, stack: ExitStack, reporter: Reporter, random: ExitStack | None = None) -> Sampler:
-        """What watches the memory of a run, which `stack` ends. random: ends the run's own random state before that."""
-        gc.collect()  # a model that the program has let go of, in a cycle, would count
+        """Starts the sampler of a run's memory; `stack` stops it. random: ends the run's own random state before that."""
+        gc.collect()  # a freed model that is part of a reference cycle would count
         stack.enter_context(self.device.running())
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None

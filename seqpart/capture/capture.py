@@ -1,4 +1,4 @@
-"""Any nn.Module as a chain of blocks (DESIGN: models come in as they are)."""
+"""Turns any nn.Module into a chain of blocks (DESIGN: models come in as they are)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,17 +26,18 @@ from seqpart.model.tiling import Score, tile_of
 from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
 
 _ROWS, _OTHER_ROWS = 4, 6
-"""Of the batches that are run: their difference tells what follows the rows."""
+"""Rows of the two recorded batches: comparing the runs shows which numbers follow the rows."""
 _DRAWING = {"apply_spec_augment": "False", "layerdrop": "0.0", "encoder_layerdrop": "0.0", "decoder_layerdrop": "0.0"}
-"""What configurations of transformers turn on (wav2vec2, HuBERT and their kin), and what turns it off."""
+"""Random draws that configurations of transformers turn on (wav2vec2, HuBERT and their kin), and the value that turns each
+off."""
 
 
 def chain_of(
     model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
 ) -> Chain:
-    """A list of blocks or an nn.Sequential as it is (see as_chain), any other module, and one with tiles, traced.
+    """Returns a list of blocks or an nn.Sequential as a chain (see as_chain); traces any other module, and one with tiles.
 
-    shape, dtype: of one row. form: how it is made of several inputs. autocast: what it is trained under.
+    shape, dtype: of one row. form: how several inputs are packed in it. autocast: the type of the run's autocast.
     """
     if torch.is_anomaly_enabled():
         raise ModelError(
@@ -53,7 +54,7 @@ def chain_of(
 
 
 def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
-    """Of its own: a list of blocks has none, and no parameters, modes or hooks beside those of its blocks."""
+    """True if the model has its own forward; a list of blocks has none, and no parameters, modes or hooks of its own."""
     if not isinstance(model, nn.Module) or not isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return isinstance(model, nn.Module)
     kind, plain = type(model), nn.Sequential if isinstance(model, nn.Sequential) else nn.Module
@@ -66,9 +67,9 @@ def chain_and_loss(
     model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor,
     autocast: torch.dtype | None = None,
 ) -> tuple[Chain, LossFunction]:  # fmt: skip
-    """The model as a chain, and the loss that it computes itself when it is given labels (rows, ...) such as these.
+    """Returns the model as a chain, and the loss that it computes itself when it gets labels (rows, ...) such as these.
 
-    Raises ModelError where it computes none, or one that needs more than its output and the labels.
+    Raises ModelError if it computes none, or one that needs more than its output and the labels.
     """
     if not _has_a_forward(model):
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
@@ -82,11 +83,11 @@ def chain_and_loss(
 def trace(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
 ) -> Chain:
-    """The model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
+    """Returns the model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
 
-    autocast: what it is trained under. A model may do other things there: a peft adapter casts its sum to the type of its base.
+    autocast: the type of the run's autocast, under which a model may differ: a peft adapter casts its sum to its base's type.
 
-    Raises ModelError where it cannot be cut, with the module and the line that are in the way.
+    Raises ModelError if it cannot be cut, with the module and the line that prevent it.
     """
     return _traced(model, shape, dtype, form, None, autocast)[0]
 
@@ -95,7 +96,7 @@ def _traced(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None,
     autocast: torch.dtype | None,
 ) -> tuple[Chain, Program]:  # fmt: skip
-    """Also what it does when it trains."""
+    """Returns the model as a chain, and its program in training mode."""
     refuse_without_values({type(model).__name__: model})
     refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
@@ -105,7 +106,7 @@ def _traced(
             programs = [_in_mode(model, blocks, shape, dtype, training, form, labels, autocast) for training in (True, False)]
             return Cutter(model).chain(*programs), programs[0]
         except Inside as error:
-            # It cannot be looked into: as one block it may do.
+            # The module cannot be cut inside: it may work as one block.
             if error.module is model or error.module in whole:
                 where = error.where or error.path or type(model).__name__
                 floats = any(one.dtype.is_floating_point for one in form)
@@ -134,8 +135,8 @@ def _in_mode(
 
 
 def _without_draws(model: nn.Module) -> str:
-    """What helps a model of transformers that draws random numbers between its layers, or from numpy, because its
-    configuration says so; "" where it does not."""
+    """Returns the cure for a transformers model whose configuration makes it draw random numbers between its layers, or from
+    numpy; "" if it does not."""
     config = getattr(model, "config", None)
     drawing = {name: off for name, off in _DRAWING.items() if getattr(config, name, None)}
     said = ", ".join(f"config.{name} = {off}" for name, off in drawing.items())
@@ -185,7 +186,7 @@ def _recorded(
 
 
 def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:
-    """What `run` returns. Raises Inside where it cannot be recorded."""
+    """Returns what `run` returns. Raises Inside if it cannot be recorded."""
     with recorder.calls(), recorder:
         try:
             return run()
@@ -200,7 +201,7 @@ def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:
 def run_on_rows(
     model: nn.Module, rows: torch.Tensor, form: Form, labels: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> Any:
-    """What a model returns for rows of that form. Models of transformers take them by name."""
+    """Runs a model on rows of that form. Models of transformers take them by name."""
     if form:
         args, kwargs = unpacked(rows, form)
         return model(*args, **kwargs, **labels)
@@ -209,7 +210,7 @@ def run_on_rows(
 
 
 def judged_output(model: nn.Module, found: Any) -> torch.Tensor:
-    """What is to be judged, of what the model returned."""
+    """Returns the output tensor that the loss takes, from whatever the model returned."""
     if isinstance(found, torch.Tensor):
         return found
     named = by_name(found)
@@ -228,7 +229,7 @@ def judged_output(model: nn.Module, found: Any) -> torch.Tensor:
 
 @contextmanager
 def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Modes, what modules remember, and a cache of keys that a language model would fill are what they were."""
+    """Restores modes and attributes of modules afterwards, and keeps a language model from filling its key cache."""
     config: Any = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
     if cache:

@@ -1,4 +1,4 @@
-"""Which modules of a model are blocks: the layers that it repeats, and what stands beside them."""
+"""Chooses the modules of a model that are blocks: its repeated layers, and the modules beside them."""
 
 from collections.abc import Collection, Iterator
 
@@ -8,16 +8,16 @@ from seqpart.model.tiling import Tiled
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MANY = 800
-"""Blocks from which on layers with adapters stay whole: a chain has not many more."""
+"""Most blocks; beyond that, layers with adapters stay whole."""
 _LARGE = 12
 """A layer with more than one part in so many of the model's parameters may be cut further."""
 
 
 def blocks_of(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[nn.Module, str]:
-    """{module: path} of those that are called as blocks. What holds a list of layers is looked into: it is code around blocks;
-    and so is a layer that is frozen but for an adapter, whose own layers are blocks then: what is frozen is never written back.
+    """Returns {module: path} of the blocks. A module with a list of layers is opened, as code around blocks; so is a layer that
+    is frozen except for an adapter, whose own layers are then blocks: frozen weights are never written back.
 
-    whole: modules that are not to be looked into.
+    whole: modules that must not be opened.
     """
     total = _size(model)
 
@@ -40,14 +40,14 @@ def blocks_of(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[nn.Mo
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether more of it is frozen than learns, and some learns, by layers of its own."""
+    """True if some of its parameters learn but more are frozen, all of them in layers of its own."""
     learn = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     own = any(True for _ in module.parameters(recurse=False))
     return 0 < 2 * learn < _size(module) and not own and any(_size(part) for part in module.children())
 
 
 def _is_open(module: nn.Module, is_layer: bool, total: int) -> bool:
-    """is_layer: whether it is one of a list."""
+    """True if a module is opened. is_layer: true if it is in a list of layers."""
     if type(module) in _CONTAINERS or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return bool(len(module))  # type: ignore[arg-type]
     if any(isinstance(part, Tiled) for part in module.modules()):
@@ -62,7 +62,7 @@ def _containers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _holds_layers(container: nn.Module) -> bool:
-    """Whether it lists modules that consist of others, as an encoder does, and not the parts of one layer."""
+    """True if it lists modules that consist of others, as an encoder does, and not the parts of one layer."""
     made = [part for part in container.children() if any(True for _ in part.children()) and _size(part)]
     return len(made) > isinstance(container, nn.Sequential)
 

@@ -1,4 +1,4 @@
-"""A recorded program, once for training and once for evaluating, as a chain of segments."""
+"""Cuts a recorded program, one for training and one for evaluating, into a chain of segments."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ from seqpart.model.tiling import tile_of, whole_names
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A program in pieces, one call of a module each with the functions before it; what each takes and gives, by number."""
+    """A program in pieces, each one module call with the functions before it, and its inputs and outputs by number."""
 
     program: Program
     pieces: list[tuple[Op, ...]]
@@ -30,7 +30,7 @@ class _Cut:
 
     @classmethod
     def of(cls, program: Program, inside: Collection[int] = ()) -> "_Cut":
-        """inside: calls of modules, by their place among these, behind which it is not cut."""
+        """inside: module calls, by their place among the module calls, after which it is not cut."""
         pieces = _pieces(program.ops, inside)
         maker = {number: place for place, ops in enumerate(pieces) for op in ops for number in op.makes}
         used = [{n for op in ops for n in op.uses if maker.get(n, -1) < place} for place, ops in enumerate(pieces)]
@@ -42,7 +42,7 @@ class _Cut:
         return cls(program, pieces, [sorted(numbers) for numbers in used], gives)
 
     def rows(self, place: int) -> int | None:
-        """Which of what a piece takes tells the number of rows, where it needs that; else the rows come along."""
+        """Returns the input of a piece that has the number of rows, if the piece needs that; adds the rows if none has."""
         asked = any(isinstance(leaf, OfRows) for op in self.pieces[place] for leaf in leaves((op.args, op.kwargs)))
         if self.takes[place] and not asked:
             return None
@@ -54,7 +54,7 @@ class _Cut:
 
 
 def _pieces(ops: tuple[Op, ...], inside: Collection[int] = ()) -> list[tuple[Op, ...]]:
-    """What comes behind the last call of a module belongs to it."""
+    """Divides ops into pieces; those after the last module call belong to its piece."""
     found: list[list[Op]] = [[]]
     calls, ends = 0, False
     for op in ops:
@@ -70,8 +70,8 @@ def _pieces(ops: tuple[Op, ...], inside: Collection[int] = ()) -> list[tuple[Op,
 
 
 def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | None:
-    """Places of those of `calls` that `others` have not, as an auxiliary head that only training calls; None where `others`
-    have some of their own, or in another order. Each belongs to the piece behind it."""
+    """Returns places of `calls` that `others` lack, such as an auxiliary head that only training calls; None if `others` have
+    calls of their own, or another order. Each belongs to the piece after it."""
     found, left = set[int](), list(others)
     for place, call in enumerate(calls):
         if left and left[0] == call:
@@ -82,8 +82,8 @@ def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | N
 
 
 def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
-    """Raises ModelError where a call changes one of two tensors that share memory, and both came from earlier pieces, and so
-    may lie apart."""
+    """Raises ModelError if a call changes in place one of two tensors that share memory and come from earlier pieces, where
+    they may be separate."""
     if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
         raise ModelError(
             f"a tensor is changed in place that shares its memory with another, which is used later, in {op.where}: in another "
@@ -92,7 +92,7 @@ def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
 
 
 class Cutter:
-    """Makes segments of `model`, whose own modules and tensors they hold."""
+    """Makes segments of `model`; they hold its own modules and tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -107,7 +107,7 @@ class Cutter:
         """Names of the tensors in each module."""
 
     def chain(self, training: Program, evaluating: Program) -> Chain:
-        """Raises ModelError where the two do not hand on the same values."""
+        """Returns the chain of both programs. Raises ModelError if they do not pass on the same values."""
         programs = [self._with_shared_buffers(program) for program in (training, evaluating)]
         calls = [[op.function for op in program.ops if op.is_module] for program in programs]
         only_training = _left_out(*calls)
@@ -122,7 +122,7 @@ class Cutter:
             raise ModelError(
                 f"{type(self._model).__name__} does not return what it computes last: it cannot be cut. Give a list of blocks."
             )
-        # The same value has a number of its own in each mode; and one in the chain.
+        # A value has one number in each mode, and another one in the chain.
         numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
         theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))
         spare = set(self._owners).difference(*(self._used(op) for cut in (train, evaluate) for op in cut.program.ops))
@@ -145,8 +145,8 @@ class Cutter:
     def _segment(
         self, train: _Cut, evaluate: _Cut, place: int, theirs: Mapping[int, int], spare: set[str]
     ) -> tuple[Segment, list[int]]:
-        """A piece, and the numbers in training of what it takes. spare: names of tensors that no call needs: they are there
-        when the model is written."""
+        """Returns a piece as a segment, and its inputs' numbers in training. spare: names of tensors that no call needs, but
+        that are written with the model."""
         rows = train.rows(place), evaluate.rows(place)
         back = {theirs[n]: n for n in evaluate.takes[place]}
         taken = sorted({*train.takes[place], *back})
@@ -163,8 +163,8 @@ class Cutter:
         return Segment(modules, tensors, steps[0], steps[1], described), taken
 
     def _called(self, path: str, ops: Sequence[Op]) -> nn.Module:
-        """The module there; a copy for another segment that calls it, where all that it has are constants of its own, as
-        rotary embeddings have. Others can have one home, or are refused."""
+        """Returns the module at `path`; a copy if another segment calls it too and it has only constants, as rotary embeddings
+        do. Other modules can share a home, or are refused."""
         module: nn.Module = self._modules[path]
         again = path in self._calls
         self._calls.add(path)
@@ -177,7 +177,7 @@ class Cutter:
         return copy.deepcopy(module)
 
     def _with_shared_buffers(self, program: Program) -> Program:
-        """A buffer has one home: where calls of several pieces use one, the first gives its value to the others."""
+        """Returns the program with each buffer in one home: if several pieces use it, the first passes its value on."""
         pieces = _pieces(program.ops)
         buffers = {name for name, (owner, leaf) in self._owners.items() if leaf in owner._buffers}
         uses = [set().union(*(self._used(op) for op in ops)) & buffers for ops in pieces]
@@ -194,7 +194,7 @@ class Cutter:
             ops.append(Op(function=torch.clone, args=(Own(name),), kwargs={}, result=known[name], where=where))
 
         for op in program.ops:
-            changes = op.effect and not op.is_module  # the buffer itself, and who comes later takes what it is then
+            changes = op.effect and not op.is_module  # it changes the buffer itself; later ops take the new value
             for name in sorted(op.owned & shared - known.keys()) if not changes else ():
                 give(name, op.where)
             ops.append(op if changes else replace(op, args=mapped(op.args, value), kwargs=mapped(op.kwargs, value)))
@@ -203,14 +203,14 @@ class Cutter:
         return replace(program, ops=tuple(ops), shapes=shapes)
 
     def _used(self, op: Op) -> set[str]:
-        """Names of the tensors that a call uses."""
+        """Returns the names of the tensors that a call uses."""
         return op.owned | (self._held[op.function] if isinstance(op.function, str) else set())
 
     def _named(self, cut: _Cut, place: int) -> str:
         return next((op.function for op in reversed(cut.pieces[place]) if isinstance(op.function, str)), str(place))
 
     def _aliases(self, blocks: list[Block]) -> dict[str, str]:
-        """{name in the model's state_dict: the one under which a block has the same tensor}, of names that no block has."""
+        """Returns {name in the model's state_dict: name of the same tensor in a block}, for names that no block has."""
         found: dict[int, str] = {}
         named: set[str] = set()
         for block in blocks:
@@ -223,7 +223,7 @@ class Cutter:
 
 
 def _unmoved(model: nn.Module) -> dict[bool, set[nn.Module]]:
-    """By mode, the modules that the model's own `train` leaves in the other one, as BatchNorms that keep what they have."""
+    """Returns by mode the modules that the model's own `train` leaves in the other mode, such as frozen BatchNorms."""
     found = {}
     with left_as_they_are(model.modules()):
         for training in (True, False):
@@ -233,7 +233,7 @@ def _unmoved(model: nn.Module) -> dict[bool, set[nn.Module]]:
 
 
 def _owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Of every parameter and buffer, by the first of its names: the module that has it, and its name there."""
+    """Returns the module that has each parameter and buffer, and its name there, by its first name in the model."""
     found = {}
     for name in (*dict(model.named_parameters()), *dict(model.named_buffers())):
         path, _, leaf = name.rpartition(".")
@@ -242,7 +242,7 @@ def _owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _unique(names: Iterator[str]) -> list[str]:
-    """A module that is called twice is in two blocks."""
+    """Makes names unique: a module that is called twice is in two blocks."""
     seen: dict[str, int] = {}
     found = []
     for name in names:

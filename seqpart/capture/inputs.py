@@ -1,6 +1,6 @@
-"""Rows of models that take several tensors, by name or in order: one range of bytes each, side by side in a row of bytes.
+"""Packs the inputs of models that take several tensors, by name or in order: each is a range of bytes in a row of bytes.
 
-So whatever keeps, shuffles and moves rows knows one tensor. A traced model takes them apart in its first block.
+So the code that keeps, shuffles and moves rows handles one tensor. A traced model unpacks them in its first block.
 """
 
 import inspect
@@ -18,19 +18,19 @@ from seqpart.device.pages import round_up
 from seqpart.errors import DataError
 
 _NEAR = 0.8
-"""From which likeness on a name is taken for a misspelled one: a forward with **kwargs would take it, and leave it unused."""
+"""Similarity from which on a name counts as misspelled: a forward with **kwargs would accept it, and not use it."""
 PADS = (
     'Rows of several lengths are padded by Trainer(..., padding=seqpart.Padding("longest")), tensors of names of their own '
     "with its values={NAME: NUMBER}; or by a collate_fn that calls a seqpart.Padding(LENGTH)."
 )
-"""What to do where rows differ in length."""
+"""The cure for rows that differ in length."""
 _ALIGNED = 8
-"""A tensor begins at a multiple of so many bytes, and so of every element's size."""
+"""Tensors begin at a multiple of this many bytes, and so of every element's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor among a row's bytes: `shape` and `dtype` of one row, from byte `offset` on. name: None for those by place."""
+    """One tensor in a row's bytes: `shape` and `dtype` of one row, from byte `offset` on. name: None for inputs by place."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ Form = tuple[Input, ...]
 
 
 def is_several(x: object) -> bool:
-    """Whether the x of a row, or of all rows, is more than one tensor: a dict of tensors, or a tuple or list of some."""
+    """True if the x of a row, or of all rows, is more than one tensor: a dict, tuple or list of tensors."""
     if isinstance(x, Mapping):
         return True
     if not isinstance(x, tuple | list) or not all(hasattr(part, "shape") and hasattr(part, "dtype") for part in x):
@@ -55,7 +55,7 @@ def is_several(x: object) -> bool:
 
 
 def form_of(x: object, said: str, *, whole: bool) -> Form:
-    """Of the x of a row, or of all rows (`whole`), whose first dimension is theirs. Raises DataError, naming `said`."""
+    """Returns the form of the x of a row, or of all rows (`whole`) in the first dimension. Raises DataError, naming `said`."""
     found, offset = [], 0
     for name, tensor in _named(x):
         own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, said, name)
@@ -72,12 +72,12 @@ def form_of(x: object, said: str, *, whole: bool) -> Form:
 
 
 def nbytes_of(form: Form) -> int:
-    """Of a row."""
+    """Returns the bytes of a packed row."""
     return round_up(form[-1].offset + form[-1].nbytes, _ALIGNED)
 
 
 def packed(x: object, form: Form, said: str) -> torch.Tensor:
-    """Rows x as bytes (rows, bytes). Raises DataError for rows of another form, and for NaN or infinity."""
+    """Packs rows x as (rows, bytes). Raises DataError for rows of another form, and for NaN or infinity."""
     x = in_order(x, form)
     parts = _named(x)
     if [name for name, _ in parts] != [one.name for one in form]:
@@ -100,9 +100,9 @@ def packed(x: object, form: Form, said: str) -> torch.Tensor:
 
 
 def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:
-    """Raises DataError where the forward of `model` does not take the inputs of a row, or takes one under another name.
+    """Raises DataError if the forward of `model` does not take the inputs of a row, or takes one under another name.
 
-    labels: the name of what it gets beside them.
+    labels: the name of the labels, if it takes them too.
     """
     try:
         signature = inspect.signature(model.forward)
@@ -144,14 +144,14 @@ def some_rows(x: Any, rows: slice) -> object:
 
 
 def in_order(x: object, form: Form) -> object:
-    """The inputs that a dict gives by name, in the order of `form` where they are the same ones."""
+    """Returns the inputs of a dict in the order of `form`, if they have the same names; else `x` unchanged."""
     if not isinstance(x, Mapping) or set(x) != {one.name for one in form}:
         return x
     return {one.name: x[one.name] for one in form}
 
 
 def one_row(x: object) -> object:
-    """The x of one row, as rows of which there is one."""
+    """Returns the x of one row as a batch of one row."""
     parts = [(name, torch.as_tensor(part)[None]) for name, part in _named(x)]
     return dict(parts) if isinstance(x, Mapping) else tuple(part for _, part in parts)
 
@@ -161,13 +161,13 @@ def _named(x: Any) -> list[tuple[str | None, Any]]:
 
 
 def described(form: Form) -> str:
-    """`ids (7,) int64, mask (7,) bool`"""
+    """Describes a form: `ids (7,) int64, mask (7,) bool`."""
     said = (f"{one.name or ''} {one.shape} {str(one.dtype).removeprefix('torch.')}".strip() for one in form)
     return ", ".join(said) or "one tensor"
 
 
 def refuse_text(part: object, said: str, name: str | None) -> None:
-    """Raises DataError for a text, and for several of them, in the place of the numbers of an input of that name."""
+    """Raises DataError if the input `name` is a text, or a list of texts, instead of numbers."""
     if isinstance(part, str) or (isinstance(part, list | tuple) and part and isinstance(part[0], str)):
         raise DataError(
             f"{said}: expected numbers; {name or 'an input'} is the text {str(part)[:40]!r}. Turn texts into numbers, "
@@ -176,7 +176,7 @@ def refuse_text(part: object, said: str, name: str | None) -> None:
 
 
 def _tensor(part: Any, said: str, name: str | None) -> torch.Tensor:
-    """Floats as float32, other numbers as they are."""
+    """Returns floats as float32, and other numbers in their type."""
     refuse_text(part, said, name)
     try:
         tensor = torch.as_tensor(np.array(part) if isinstance(part, np.ndarray) else part).detach().cpu()

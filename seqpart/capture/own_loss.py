@@ -1,9 +1,9 @@
-"""The loss that a model computes itself from `labels`: the part of what it does that its layers do not need.
+"""The loss that a model computes itself from `labels`: the part of its program that its layers do not need.
 
     loss, layers = everything from the judged output and the labels on, everything up to the judged output
 
-The judged output is what the model returns as `logits` beside its loss; of one that returns the loss alone, what the last layer
-before it gave. What else the loss would need is refused: it would have to be there with the last partition.
+The judged output is what the model returns as `logits` beside its loss; if it returns only the loss, the output of the last
+layer before it. A loss that needs anything else is refused: that would have to be loaded with the last partition.
 """
 
 import copy
@@ -23,12 +23,12 @@ from seqpart.errors import ModelError
 from seqpart.model.losses import scores_of
 
 LABELS = 1
-"""The number of the labels, where a model was run with them."""
+"""The number of the labels in a program that was recorded with labels."""
 _NAMES = ("labels", "label", "targets", "target")
 
 
 class Labels(NamedTuple):
-    """How a model takes them: under which name, and of one row shape and type."""
+    """The labels that a model takes: their name, and the shape and type of one row."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Labels(NamedTuple):
 
 
 def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
-    """What its forward calls them. inputs: what it takes already. Raises ModelError where it takes none."""
+    """Returns the forward's name of the labels. inputs: names of the row's inputs. Raises ModelError if it takes no labels."""
     found = [name for name in inspect.signature(model.forward).parameters if name in _NAMES]
     if not found:
         raise ModelError(
@@ -49,7 +49,7 @@ def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
 
 
 def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[int, Program]:
-    """(number of the judged output, the loss as a program of it and the labels), of a run that returned `found`."""
+    """Returns (number of the judged output, the loss as a program of it and the labels), for a run that returned `found`."""
     loss, one = recorder.known(_loss(model, found)), _judged(found)
     judged = _last_given(recorder, model, loss) if one is None else recorder.known(one)
     ops, free = needed_for({loss}, recorder.ops, {judged, LABELS})
@@ -69,7 +69,7 @@ def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[int, Pr
 
 
 def following(ops: Iterable[Op]) -> set[int]:
-    """The labels, and what is computed from them."""
+    """Returns the numbers of the labels and of all that is computed from them."""
     found = {LABELS}
     for op in ops:
         if op.uses & found:
@@ -78,7 +78,7 @@ def following(ops: Iterable[Op]) -> set[int]:
 
 
 def refuse_labels_in_layers(model: nn.Module, ops: Iterable[Op]) -> None:
-    """Raises ModelError where what is judged depends on the labels itself."""
+    """Raises ModelError if the judged output depends on the labels."""
     for op in ops:
         if LABELS in op.uses:
             raise ModelError(
@@ -101,14 +101,14 @@ def _loss(model: nn.Module, found: Any) -> torch.Tensor:
 
 
 def _judged(found: Any) -> torch.Tensor | None:
-    """What is returned beside the loss: the logits, or the only other tensor."""
+    """Returns the tensor beside the loss: the logits, or the only other tensor."""
     named = by_name(found).get("logits")
     others = [leaf for leaf in leaves(by_name(found) or found) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     return named if isinstance(named, torch.Tensor) else others[0] if len(others) == 1 else None
 
 
 def _last_given(recorder: Recorder, model: nn.Module, loss: int) -> int:
-    """The output of the layer that the loss is computed from."""
+    """Returns the output of the layer that the loss is computed from."""
     layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(recorder.ops)
     ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
     found = {number for op in ops for number in op.uses & layers}
@@ -125,11 +125,11 @@ def _learns(model: nn.Module, op: Op) -> bool:
 
 
 class OwnLoss:
-    """(output, labels) -> the model's own loss, a scalar. Where that is a cross-entropy, `counts(labels)` says how many labels
-    it is a mean of."""
+    """The model's own loss (output, labels) -> scalar. For a cross-entropy, `counts(labels)` is the number of labels in its
+    mean."""
 
     def __init__(self, program: Program, judged: int, model: nn.Module) -> None:
-        """Raises ModelError where the loss learns."""
+        """Raises ModelError if the loss uses a parameter of the model."""
         self._judged, self._follows = judged, program.follows
         self._modules = {
             str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module
@@ -173,7 +173,7 @@ class OwnLoss:
         return labels.clone() if self._writes else labels
 
     def targets(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """The labels that its cross-entropy takes, where they are made of `labels` alone."""
+        """Returns the labels that its cross-entropy takes, if they depend only on `labels`; else None."""
         if self._targets is None:
             return None
         found: torch.Tensor = self._targets(self._own(labels))[0]
@@ -185,7 +185,8 @@ class OwnLoss:
         return (targets != self._ignored).sum()
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As TrueLoss's: of what its cross-entropy looks at, be it shifted. Without one only rows are known to be classes."""
+        """Returns the scores and labels of its cross-entropy, also if shifted, see `PartitionLoss.scores`. Without a
+        cross-entropy only labels of whole rows are known to be classes."""
         targets = self.targets(labels)
         if targets is None:
             return scores_of(output, labels) if labels.ndim == 1 else None
@@ -196,7 +197,7 @@ class OwnLoss:
 
 
 def _of_cross_entropy(op: Op) -> tuple[int, int, int] | None:
-    """(scores, labels, the label that does not count) of a mean that weighs all classes alike."""
+    """Returns (scores, labels, ignored label) of a cross-entropy mean that weighs all classes equally; else None."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     if op.function is not F.cross_entropy:
         return None

@@ -1,7 +1,7 @@
-"""What a model did when it ran once: calls of its modules, and torch functions between them; and how to do it again.
+"""A recorded run of a model: calls of its modules, and torch functions between them, so that they can be repeated.
 
-Tensors are numbered in the order in which they were made. A number that depends on the batch was 2 in one run and 3 in another:
-of two runs one program is made in which it follows the rows.
+Tensors are numbered in the order in which they were made. A number that depends on the batch differs between runs with
+different rows: two runs are merged into one program in which it follows the rows.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The tensor of that number."""
+    """The tensor with this number."""
 
     number: int
 
@@ -37,7 +37,7 @@ class OfRows:
 
 @dataclass(frozen=True, slots=True)
 class OfDevice:
-    """The device on which the values lie."""
+    """The device of the values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +48,21 @@ class Op:
     args: Any
     kwargs: Any
     result: Any
-    """Of the same structure as what the call returned: a Ref for each tensor."""
+    """The structure that the call returned, with a Ref for each tensor."""
     rebinds: tuple[tuple[int, int], ...] = ()
-    """(new number, old number) of tensors that the call changed in place: who comes later sees the change."""
+    """(new number, old number) of tensors that the call changed in place: later calls see the change."""
     changed: tuple[int, ...] = ()
-    """Numbers of what it took and changed in place."""
+    """Numbers of inputs that it changed in place."""
     grad: bool = True
-    """Whether it ran where gradients are wanted."""
+    """True if it ran with gradients enabled."""
     autocast: torch.dtype | None = None
-    """Of the model's own autocast around it: float32 where it turns off the one it is trained under."""
+    """Type of the model's own autocast around it; float32 if that turns off the run's autocast."""
     attention: tuple[SDPBackend, ...] | None = None
-    """Of `torch.nn.attention.sdpa_kernel` around it in the model; None: those of the process."""
+    """Kernels of the model's own `torch.nn.attention.sdpa_kernel` around it; None: those of the process."""
     effect: bool = False
-    """Whether it changes a buffer: then it runs also where nobody takes what it makes."""
+    """True if it may change a buffer: then it runs even if its outputs are not used."""
     changes_own: bool = False
-    """Whether it did so when it ran."""
+    """True if it changed a buffer or parameter when it was recorded."""
     where: str = ""
     """Path of the module whose forward called it, and the line."""
 
@@ -86,7 +86,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """ops in the order in which they ran; output: number of what the model returned."""
+    """A recorded run: ops in the order in which they ran; output: number of the model's output."""
 
     ops: tuple[Op, ...]
     output: int
@@ -94,17 +94,17 @@ class Program:
     learns: frozenset[int]
     """Tensors that require grad."""
     follows: frozenset[int] = frozenset()
-    """Tensors whose first dimension is that of the rows."""
+    """Tensors whose first dimension is the number of rows."""
     loss: "Program | None" = None
-    """What it computes from its output and the labels, where it was given labels."""
+    """The loss computed from the output and the labels, if it was recorded with labels."""
 
 
 def needed_for(
     wanted: Set[int], ops: Sequence[Op], known: Set[int] = frozenset(), without: Set[int] | None = None
 ) -> tuple[tuple[Op, ...], set[int]]:
-    """Those of `ops` that compute `wanted` from `known`, and the numbers that none of them gives.
+    """Returns those of `ops` that compute `wanted` from `known`, and the numbers that none of them makes.
 
-    without: with the ops that change a buffer, unless they take any of these numbers.
+    without: also keep ops that change a buffer, unless they take any of these numbers.
     """
     needed, made, kept = set(wanted) - known, set[int](), list[Op]()
     for op in reversed(ops):
@@ -116,7 +116,7 @@ def needed_for(
 
 
 def by_name(found: Any) -> dict[str, Any]:
-    """What a model returned, where that has names (a mapping, a named tuple or a dataclass); else nothing."""
+    """Returns a model's outputs by name, if it returned a mapping, a named tuple or a dataclass; else an empty dict."""
     if isinstance(found, Mapping):
         return dict(found)
     if hasattr(found, "_fields"):
@@ -125,7 +125,7 @@ def by_name(found: Any) -> dict[str, Any]:
 
 
 def attention_kernels() -> tuple[SDPBackend, ...]:
-    """Those that `scaled_dot_product_attention` may choose among."""
+    """Returns the kernels that `scaled_dot_product_attention` may choose from."""
     cuda: Any = torch.backends.cuda
     enabled = {
         SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
@@ -152,7 +152,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def holds_fields(tree: Any) -> bool:
-    """Whether it is a dataclass's: something that modules hand to each other with tensors in it."""
+    """True if it is an instance of a dataclass, which modules may pass to each other with tensors in it."""
     return is_dataclass(tree) and not isinstance(tree, type | Ref | Own | OfRows | OfDevice | OwnBackward)
 
 
@@ -161,7 +161,7 @@ def fields_of(tree: Any) -> dict[str, Any]:
 
 
 def with_fields(tree: Any, values: dict[str, Any]) -> Any:
-    """A copy with these values, also of one that is frozen or computes some of them."""
+    """Returns a copy with these field values, also of a frozen dataclass or one that computes some of them."""
     found = copy.copy(tree)
     for name, value in values.items():
         object.__setattr__(found, name, value)
@@ -169,7 +169,7 @@ def with_fields(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tree with every leaf changed."""
+    """Returns the tree with `change` applied to every leaf."""
     if isinstance(tree, torch.Size):
         return tuple(change(part) for part in tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -187,7 +187,7 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OwnBackward:
-    """A torch.autograd.Function, whose backward is its own: it is called as one."""
+    """A torch.autograd.Function as a callable: it has its own backward, so it is recorded as one call."""
 
     kind: Any
 
@@ -196,7 +196,7 @@ class OwnBackward:
 
 
 class Differs(Exception):
-    """Two runs of one model did not do the same: `op` of the first is where."""
+    """Two recorded runs of one model differ, at `op` of the first."""
 
     def __init__(self, op: Op) -> None:
         super().__init__(op.where)
@@ -204,7 +204,7 @@ class Differs(Exception):
 
 
 def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Program:
-    """One program of two runs with so many rows. Raises Differs where they differ in more than numbers that follow the rows."""
+    """Merges two runs with different rows into one program. Raises Differs if they differ in more than the numbers of rows."""
     ops = []
     for first, second in zip(one.ops, other.ops, strict=False):
         if (first.function, first.rebinds) != (second.function, second.rebinds):
@@ -245,6 +245,6 @@ def _follow(one: Any, other: Any, rows: int, other_rows: int) -> Any:
         return one
     if type(one) is int and type(other) is int:
         times, rest = divmod(other - one, other_rows - rows)
-        if not rest and (times == 1 or one == times * rows):  # two runs do not tell a line from a curve
+        if not rest and (times == 1 or one == times * rows):  # two runs cannot distinguish a line from a curve
             return OfRows(times, one - times * rows)
     raise ValueError

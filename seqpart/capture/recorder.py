@@ -1,4 +1,4 @@
-"""A model is run once on fake tensors, and what it does is recorded."""
+"""Runs a model once on fake tensors, and records its calls."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -40,7 +40,7 @@ _CONSTANTS = (
 
 
 class Inside(Exception):
-    """What could not be recorded, in a module that was looked into."""
+    """An error while recording inside an opened module, which is not a block."""
 
     def __init__(self, module: nn.Module, path: str, where: str, why: str) -> None:
         super().__init__(why)
@@ -50,8 +50,8 @@ class Inside(Exception):
 class Recorder(TorchFunctionMode):
     """Inside it, calls of `blocks` ({module: path}) and torch functions outside of them become ops.
 
-    names: of each parameter and buffer of the model, by its identity. autocast: what the model is run under. largest: whether
-    numbers that `torch.rand` draws are the largest that may be; else they are 0. again: tensors of an earlier run may be met.
+    names: name of each parameter and buffer of the model, by its id. autocast: the type of the run's autocast. largest: true
+    if `torch.rand` draws its largest possible value; else it draws 0. again: tensors of an earlier run may occur.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Recorder(TorchFunctionMode):
         self.learns: set[int] = set()
         self._blocks, self._paths, self._names, self._autocast = blocks, paths, names, autocast
         self._numbers: dict[int, int] = {}
-        """Of each tensor, by its identity."""
+        """Number of each tensor, by its id."""
         self._alive: list[torch.Tensor] = []
-        """So that no identity is used again."""
+        """Keeps tensors alive so that no id is used again."""
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
         self._again = again
@@ -74,7 +74,7 @@ class Recorder(TorchFunctionMode):
         self._stack: list[nn.Module] = []
 
     def number(self, tensor: torch.Tensor) -> int:
-        """A new one for a tensor that was made, or changed."""
+        """Gives a new number to a tensor that was made, or changed."""
         number, self._count = self._count, self._count + 1
         if id(tensor) not in self._numbers:
             self._alive.append(tensor)
@@ -86,7 +86,7 @@ class Recorder(TorchFunctionMode):
         return number
 
     def known(self, tensor: torch.Tensor) -> int:
-        """The number that it has now. Raises ModelError for one that the model did not make."""
+        """Returns a tensor's current number. Raises ModelError for a tensor that the model did not make."""
         number = self._numbers.get(id(tensor))
         if number is None:
             raise ModelError("the model returns a tensor that it did not compute from its input.")
@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Inside, calls of modules and of autograd functions come here first."""
+        """Inside, calls of modules and of autograd functions go through this recorder."""
         module_class: Any = nn.Module
         function_class: Any = torch.autograd.Function
         before, apply = nn.Module.__call__, vars(function_class)["apply"]
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
             bound = apply.__get__(None, kind)
             if self._inside:
                 return bound(*args, **kwargs)
-            if kind is CheckpointFunction:  # a layer that computes its own graph again does so inside its block
+            if kind is CheckpointFunction:  # a layer that recomputes its own graph does so inside its block
                 return args[0](*args[2:])
             return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
 
@@ -138,7 +138,7 @@ class Recorder(TorchFunctionMode):
         self._stack.append(module)
         if module._backward_hooks or module._backward_pre_hooks:
             raise self.failed(RuntimeError("its hooks on gradients would be left out"))
-        found = before(module, *args, **kwargs)  # where it fails the stack says where
+        found = before(module, *args, **kwargs)  # if it fails, the stack has the module
         self._stack.pop()
         return found
 
@@ -154,7 +154,7 @@ class Recorder(TorchFunctionMode):
         def run() -> Any:
             if any(isinstance(leaf, FakeTensor) for leaf in leaves(_opened((args, kwargs)))):
                 return func(*args, **kwargs)
-            with unset_fake_temporarily():  # positions and masks are what they are, and the code may look at them
+            with unset_fake_temporarily():  # positions and masks have real values, which the code may read
                 found = func(*args, **kwargs)
                 if func is torch.rand:
                     with torch.no_grad():
@@ -166,7 +166,7 @@ class Recorder(TorchFunctionMode):
     def _record(
         self, function: Any, run: Callable[[], Any], args: Any, kwargs: Any, buffers: tuple[torch.Tensor, ...] = ()
     ) -> Any:
-        """buffers: of a block, which it may change, in training at least."""
+        """Runs a call and records it. buffers: those of a block, which it may change, at least in training."""
         places = sys._getframe(2)
         given = [leaf for leaf in leaves(_opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
         given += buffers
@@ -233,7 +233,7 @@ class Recorder(TorchFunctionMode):
         return Inside(module, path, f"{path or 'the model'} ({type(module).__name__})", why)
 
     def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
-        """Raises Inside where a forward outside of blocks put another tensor in the place of a buffer: that is not seen."""
+        """Raises Inside if a forward outside of blocks assigned a new tensor to a buffer, which cannot be recorded."""
         for module, buffers in before.items():
             for name, tensor in buffers.items():
                 if module._buffers.get(name) is not tensor:
@@ -250,7 +250,7 @@ class Recorder(TorchFunctionMode):
         return Inside(module, self._paths.get(module, ""), where, f"{what}: {why}" if what else why)
 
     def _line(self, frame: Any) -> str:
-        """Path and type of the module that is running, with file and line of its code."""
+        """Returns path and type of the running module, with file and line of its code."""
         if not self._stack:
             return "the model's inputs"
         module = self._stack[-1]
@@ -266,7 +266,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _opened(tree: Any) -> Any:
-    """Mappings of any kind as dicts: results of transformers are such."""
+    """Returns the tree with mappings of any kind, such as results of transformers, as dicts."""
     if isinstance(tree, Mapping):
         return {key: _opened(part) for key, part in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -277,6 +277,6 @@ def _opened(tree: Any) -> Any:
 
 
 def program_of(recorder: Recorder, number: int, without: Set[int] = frozenset()) -> Program:
-    """What was recorded, as far as the output of that number needs it; and buffers, unless by what takes any of `without`."""
+    """Returns the recorded ops that output `number` needs, and those that change a buffer and take none of `without`."""
     ops, _ = needed_for({number}, recorder.ops, without=without)
     return Program(ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))

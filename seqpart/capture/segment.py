@@ -16,17 +16,17 @@ from seqpart.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a segment does in one mode: it takes and gives tensors of these numbers."""
+    """A segment's ops in one mode, and the numbers of its inputs and outputs."""
 
     ops: tuple[Op, ...]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     rows: int | None
-    """Which of what it takes tells the number of rows, where that is asked for."""
+    """Index of the input that has the number of rows, if that is needed."""
 
 
 class _Written(dict[str, torch.Tensor | None]):
-    """Buffers of a module that is not a block: put here, they are put there too."""
+    """Buffers of modules that are not blocks: assigning one here assigns it in its module too."""
 
     def __init__(self, owners: Mapping[str, tuple[nn.Module, str]]) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class _Written(dict[str, torch.Tensor | None]):
 
 
 class Segment(nn.Module):
-    """Called with what it takes it returns a tuple of what it gives. Modules, parameters and buffers are the model's own.
+    """Maps its inputs to a tuple of its outputs. Modules, parameters and buffers are the model's own.
 
-    modules: {path in the model: module}; tensors: {name in the model: (module that has it, its name there)}, of such as
-    belong to no module that is called. It trains or evaluates as it was recorded in that mode.
+    modules: {path in the model: module}; tensors: {name in the model: (module that has it, its name there)}, of tensors that
+    belong to no called module. It runs the ops that were recorded in its current mode, training or evaluation.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Segment(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.described = described
-        """Type of the module that it is about."""
+        """Type of its main module."""
         self.unmoved: dict[bool, tuple[str, ...]] = {True: (), False: ()}
-        """By mode, modules that stay in the other one."""
+        """Modules that stay in the other mode, by mode."""
         self._steps = {True: train, False: evaluate}
         self._used_up = {mode: _used_up(steps) for mode, steps in self._steps.items()}
         self._paths = {path: str(number) for number, path in enumerate(modules)}
@@ -75,7 +75,7 @@ class Segment(nn.Module):
         return self
 
     def exported(self, name: str) -> str:
-        """What the model calls the tensor that is called `name` here."""
+        """Returns the model's name of the tensor that is called `name` here."""
         top, _, rest = name.partition(".")
         for theirs, ours in (*self._paths.items(), *self._names.items()):
             if ours == top:
@@ -83,7 +83,7 @@ class Segment(nn.Module):
         raise KeyError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
-        """Modules and tensors are copied, also those of modules that are no blocks; what it does is the same."""
+        """Copies modules and tensors, also those of modules that are no blocks; the ops are shared."""
         copied = Segment.__new__(Segment)
         nn.Module.__init__(copied)
         memo[id(self)] = copied
@@ -97,14 +97,14 @@ class Segment(nn.Module):
 
     @property
     def wraps(self) -> str | None:
-        """The name here of the module that it calls, where that is all it does, with one tensor for one tensor."""
+        """Name of its module, if it only calls that with one tensor and returns one; else None."""
         if self._names or len(self._paths) != 1 or not all(map(_is_one_call, self._steps.values())):
             return None
         return next(iter(self._paths.values()))
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """What it does, without its names: equal for layers that are repeated, if their modules are alike."""
+        """Its ops without names: equal for repeated layers, if their modules are alike."""
         return tuple(self._relative(steps) for steps in self._steps.values())
 
     def _relative(self, steps: Steps) -> tuple[object, ...]:
@@ -188,14 +188,14 @@ def _is_one_call(steps: Steps) -> bool:
 
 
 def _used_up(steps: Steps) -> list[list[int]]:
-    """Of each op, the numbers that nothing behind it uses."""
+    """Returns for each op the numbers that no later op uses."""
     last = {number: place for place, op in enumerate(steps.ops) for number in (*op.makes, *op.uses)}
     spare = {number: place for number, place in last.items() if number not in steps.gives}
     return [[number for number, where in spare.items() if where == place] for place in range(len(steps.ops))]
 
 
 def _plain(found: Any) -> Any:
-    """A result as lists and dicts: those of transformers are dicts with more to them."""
+    """Returns a result as plain lists and dicts: those of transformers are subclasses of dict."""
     if isinstance(found, Sequence) and not isinstance(found, str):
         return [_plain(part) for part in found]
     if isinstance(found, Mapping):

@@ -1,7 +1,7 @@
-"""What a model does between its layers that no program holds: it would be done when the model is looked at, and never again.
+"""Actions between a model's layers that cannot be recorded: they would happen while recording, and never again.
 
-Such models are refused by name: a counter in a buffer that is read as a number, a module that remembers something from one step
-to the next, a layer that is changed from outside, hooks, gradients that are asked for in a forward pass.
+Such models are refused by name: a counter in a buffer that is read as a number, a module that keeps something from one step
+to the next, a layer that is changed from outside, hooks, gradients that are computed in a forward pass.
 """
 
 import random
@@ -32,19 +32,19 @@ _DRAWS = (
     torch.bernoulli, torch.multinomial, torch.normal, torch.randint, torch.randn, torch.Tensor.bernoulli,
     torch.Tensor.bernoulli_, torch.Tensor.multinomial, torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_,
 )  # fmt: skip
-"""Their numbers must not be looked at. Those of `torch.rand` are the least and the largest in two runs, which then differ."""
+"""Draws whose numbers must not be read. `torch.rand` draws the least and the largest number in two runs, which then differ."""
 _READS = (
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__bool__,
     torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__contains__, torch.is_nonzero,
     torch.Tensor.is_nonzero, torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose,
 )  # fmt: skip
-"""What gives numbers, and not what a tensor is like."""
+"""Functions that read a tensor's values."""
 LARGEST = 1 - 2**-24
 _RANDOM = "a random number"
 
 
 def why_not(function: Any, args: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Why a call of `function` cannot be recorded; "" where it can. names: of the model's own tensors, by their identities."""
+    """Returns why a call of `function` cannot be recorded, or "". names: those of the model's own tensors, by their ids."""
     if function in _CALLS:
         return _CALLS[function]
     if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -55,23 +55,23 @@ def why_not(function: Any, args: Sequence[Any], names: Mapping[int, str]) -> str
 
 
 class ReadNumbers:
-    """Numbers that the model's code looks at while it runs: they must be the same at every step."""
+    """Tracks numbers that the model's code reads while it runs: they must be the same at every step."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        """names: of the model's own tensors, by their identities."""
+        """names: those of the model's own tensors, by their ids."""
         self._names = names
         self._of: dict[int, frozenset[str]] = {}
-        """Of tensors that have values while the model runs, by their identities: the buffers that these are made of."""
+        """Names of the buffers that a tensor with values is made of, by the tensor's id."""
         self._alive: list[torch.Tensor] = []
         self._data: set[int] = set()
-        """Identities of other names of tensors, that `.data` has given."""
+        """Ids of aliases of tensors that `.data` has returned."""
         self._read: set[str] = set()
         self._written: set[str] = set()
 
     def why_not(
         self, function: Any, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> str:
-        """Why it cannot go on behind this call, which took, changed and made these tensors."""
+        """Returns why the model cannot be recorded after this call, which took, changed and made these tensors, or ""."""
         if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             self._alive += made
             self._data.update(map(id, made))
@@ -98,14 +98,14 @@ class ReadNumbers:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """A fake tensor of one number may have its value beside it."""
+    """True for a real tensor, and for a fake tensor that keeps its constant value."""
     return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
 @contextmanager
 def extremes(*, largest: bool) -> Iterator[None]:
-    """Inside, Python's and numpy's evenly distributed numbers are the least or the largest: what is done with a probability
-    between 0 and 1 is done in one of two such runs alone."""
+    """Inside, Python's and numpy's uniform random numbers are the least or the largest: an action with a probability between 0
+    and 1 then happens in only one of two such runs."""
 
     def least(*sizes: Any) -> Any:
         return np.full(sizes[0] if len(sizes) == 1 else sizes, LARGEST * largest) if sizes else LARGEST * largest
@@ -123,28 +123,28 @@ def extremes(*, largest: bool) -> Iterator[None]:
 
 
 class Layers:
-    """Layers as they are while the model runs: what it changes of them from outside would be left out."""
+    """Watches the layers while the model runs: changes made to them from outside would be lost."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self._known = {part: _looks(part) for block in blocks for part in block.modules()}
 
     def why_not(self, block: nn.Module) -> str:
-        """Why it cannot be called."""
+        """Returns why a block cannot be recorded, or ""."""
         for path, part in block.named_modules():
             now = _looks(part)
-            known = self._known.get(part, {})  # as of a parametrization that is there for this call alone
+            known = self._known.get(part, {})  # {} for example for a parametrization that exists only for this call
             if changed := [name for name in known | now if known.get(name) != now.get(name)]:
                 name = f"{path}.{changed[0]}".lstrip(".")
                 return f"it changes {name} of this layer from outside, which would be left out"
         return ""
 
     def called(self, block: nn.Module) -> None:
-        """What it does to itself is its own; parts may be those of other blocks too."""
+        """Accepts the changes that a block made to itself; its parts may belong to other blocks too."""
         self._known.update({part: _looks(part) for part in block.modules()})
 
 
 def _looks(part: nn.Module) -> dict[str, object]:
-    """Its settings, and which tensors it has."""
+    """Returns a module's settings, and the ids of its tensors."""
     own = {name: value for name, value in vars(part).items() if name == "training" or name not in OF_TORCH}
     tensors = part._parameters | part._buffers | {n: value for n, value in own.items() if isinstance(value, torch.Tensor)}
     return {n: repr(value) for n, value in own.items() if is_plain(value)} | {n: id(tensor) for n, tensor in tensors.items()}
@@ -153,7 +153,7 @@ def _looks(part: nn.Module) -> dict[str, object]:
 def refuse_memory(
     before: Remembered, modules: Sequence[nn.Module], again: Callable[[], object], failed: Callable[[nn.Module, str], Exception]
 ) -> None:
-    """Raises what `failed` makes where the model has remembered something from which the next step would go on.
+    """Raises what `failed` returns if the model keeps something that its next step would use.
 
     before: the state before the model ran. again: runs it once more.
     """

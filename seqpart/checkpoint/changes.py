@@ -1,7 +1,7 @@
-"""Settings that may be other ones when a run goes on, and where it then stands in its phases.
+"""Settings that may change when a run is resumed, and its position in the phases then.
 
-What a partition has learned stays as it is; other numbers hold from the next update on. Epochs may become more or fewer as
-long as that training is under way: a partition of `sil` that is done is what the ones behind it have learned from.
+What a partition has learned stays as it is; new values hold from the next update on. The number of epochs may change only
+while that training goes on: a finished partition of `sil` is what the later ones have learned from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,27 +24,27 @@ TUNED = {
     "lr", "recovery_lr", "lr_schedule", "warmup_updates", "clip_grad_norm", "weight_decay", "epochs", "recovery_epochs",
     "early_stopping",
 }  # fmt: skip
-"""Those that change what is learned from there on."""
+"""Settings that may differ and change what is learned from there on."""
 FIXED_OF = {"ist": {"epochs"}}
-"""By method, those of these that may not: rounds are counted from the first epoch on."""
+"""Settings of TUNED that may not differ, by method: rounds are counted from the first epoch on."""
 OF_RECOVERY = {"recover", "recovery_batch_size"}
-"""Those that may differ before recovery has begun."""
+"""Settings that may differ until recovery has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A position in words that hold for other numbers of epochs too."""
+    """A position that stays valid for another number of epochs."""
 
     stretch: int
-    """Of the phases: a partition's training, the whole network's, or recovery."""
+    """Number of the stretch of phases: a partition's training, the whole network's, or recovery."""
     epochs: int
-    """That are over there."""
+    """Epochs that are over in the stretch."""
     behind: int | None
-    """Which of the phases behind them it is; None: another epoch."""
+    """Number of the phase after these epochs; None: another epoch."""
     over: bool
-    """Whether the training of the stretch is."""
+    """True if the training of the stretch is over."""
     recovers: bool
-    """Whether recovery has begun."""
+    """True if recovery has begun."""
 
     @classmethod
     def of(cls, phases: Phases, at: Position) -> "Place":
@@ -55,11 +55,11 @@ class Place:
 
     @property
     def done(self) -> int:
-        """Stretches whose training is over."""
+        """Number of stretches whose training is over."""
         return self.stretch + self.over
 
     def position(self, phases: Phases, updates: int) -> Position:
-        """Where it is in `phases`, which may have other numbers of epochs. Raises OptionError where it is beyond these."""
+        """Returns its position in `phases`, which may have more or fewer epochs. Raises OptionError if it is beyond them."""
         option = "--recovery-epochs" if self.recovers else "--epochs"
         begun, epochs = self.epochs + bool(updates), 0
         if self.stretch < len(phases.stretches):
@@ -77,7 +77,7 @@ def different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _same(one: str, other: str) -> bool:
-    """As numbers where they are: 1e-3 is 0.001. Older versions kept settings as they were typed, with spaces."""
+    """True if two settings are equal, as numbers if possible: 1e-3 is 0.001. Older versions kept them as typed, with spaces."""
     ones, others = ([part.strip() for part in text.split(",")] for text in (one, other))
     try:
         return ones == others or [float(part) for part in ones] == [float(part) for part in others]
@@ -88,7 +88,7 @@ def _same(one: str, other: str) -> bool:
 def refuse_fixed(
     root: object, names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str], *, recovers: bool
 ) -> None:
-    """Raises OptionError for settings that must be what they were, and are not."""
+    """Raises OptionError for changed settings that must not change."""
     tuned = TUNED - FIXED_OF.get(before.get("method", ""), set())
     if _in_pieces(before) or _in_pieces(now):
         tuned = tuned - {"epochs"}
@@ -107,7 +107,7 @@ def refuse_fixed(
 
 
 def _in_pieces(settings: Mapping[str, str]) -> bool:
-    """Whether training is counted in updates: then positions of other numbers of epochs are others."""
+    """True if training is counted in updates: then positions depend on the number of epochs."""
     numbers = settings.get("epochs", "1").split(",")
     if settings.get("max_steps", "None") != "None" or not all(map(_is_whole, numbers)):
         return True
@@ -123,15 +123,15 @@ def _is_whole(text: str) -> bool:
 
 
 def told(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What the run goes on with otherwise, for the user."""
+    """Returns the changed settings that the run goes on with, as sentences for the user."""
     weights = now.get("weights", "None")
     unread = [f"--weights {weights} is not read, since the run has weights"] if "weights" in names and weights != "None" else []
     return unread + [f"{name} was {before[name]}, is {now[name]}" for name in names if name not in FREE]
 
 
 def trained_epochs(place: Place, before: Sequence[float], changed: Sequence[str], *, exact: bool) -> tuple[float, ...]:
-    """Epochs of the partitions whose training is over: those that they had. Raises OptionError where nothing is left that
-    another number could be for."""
+    """Returns the epochs of partitions whose training is over, as they were. Raises OptionError if a changed number of epochs
+    would apply to nothing any more."""
     count = len(before)
     done = (count if place.over else 0) if exact else min(place.done, count)
     if "epochs" in changed and done == count:
@@ -146,7 +146,7 @@ def trained_epochs(place: Place, before: Sequence[float], changed: Sequence[str]
 
 
 def kept_words(trained: Sequence[float], asked: Sequence[float]) -> list[str]:
-    """What is said of partitions that keep the epochs that they had."""
+    """Returns the message about partitions that keep their former epochs."""
     kept = [p for p, (had, want) in enumerate(zip(trained, asked, strict=False)) if had != want]
     return [f"partition(s) {_listed(kept)} are done and keep {_listed([trained[p] for p in kept])} epoch(s)"] if kept else []
 

@@ -1,4 +1,4 @@
-"""The trained network as one plain safetensors file, streamed out of the homes block by block."""
+"""Writes the trained network as one plain safetensors file, streamed out of the homes block by block."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from seqpart.store.store import Store
 def export_weights(
     path: Path, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, *, averages: bool = False
 ) -> int:
-    """Write every tensor of the state_dict under the model's own names; returns the file's bytes.
+    """Writes every tensor of the state_dict under the model's own names; returns the file's bytes.
 
-    averages: of what has a moving average that. Holds one block, with averages its optimizer state, and one request at a time.
-    The file appears under `path` only when it is whole and on the disk.
+    averages: write the moving average of tensors that have one. Memory holds one block, with averages also its optimizer state,
+    and one request at a time. The file appears under `path` only when it is complete and on the disk.
     """
     entries = list(named_tensors(blocks, [cost.layout for cost in costs], lambda block: block.module))
     specs, offset = [], 0
@@ -54,14 +54,14 @@ def export_weights(
 
 
 class _Homes:
-    """Reads whole homes, one of weights and one of optimizer state at a time: a block's tensors come in any order."""
+    """Reads whole homes and caches one of weights and one of optimizer state, since a block's tensors come in any order."""
 
     def __init__(self, store: Store, averages: bool) -> None:
         self._store, self._averages = store, averages
         self._read: dict[bool, tuple[str, torch.Tensor]] = {}
 
     def read(self, block: Block, source: TensorSpec) -> tuple[torch.Tensor, TensorSpec]:
-        """The bytes of a home, and where the tensor, or its average, lies in them."""
+        """Returns the bytes of a home, and the place of the tensor, or of its average, in them."""
         if self._averages and block.state_home in self._store:
             state = self._store.layout(block.state_home)
             average = next((spec for spec in state.specs if spec.name == f"{source.name}.{AVERAGE}"), None)
@@ -74,7 +74,7 @@ class _Homes:
         if loaded != name:
             needed = self._store.layout(name).padded_nbytes
             if len(flat) < needed:
-                del flat  # before there are two
+                del flat  # so that there are never two
                 flat = aligned(needed)
             self._store.get(name, flat)
         self._read[state] = name, flat
@@ -82,7 +82,7 @@ class _Homes:
 
 
 class _Stream:
-    """Ragged pieces gathered into whole requests."""
+    """Gathers ragged pieces into whole write requests."""
 
     def __init__(self, file: DirectFile) -> None:
         self._file, self._memory = file, bytes_of(aligned(REQUEST))

@@ -1,4 +1,4 @@
-"""What tells the data and the model of a run from others that have the same labels, and tensors of the same shapes."""
+"""Identifies a run's data and model, also among those with the same labels and tensor shapes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,16 +13,16 @@ from seqpart.model.inspection import digest_of, settings_of
 from seqpart.profile.fake_mode import FakeMode
 
 _FIRST = 16 << 20
-"""Bytes of the first rows of data that is read in order, as files are: at least one piece of them is looked at."""
+"""Bytes of first rows that are digested of data that is read in order, as files are; at least one piece."""
 
 _MOST = 12
-"""Settings that a message gives."""
+"""Most settings that a message names."""
 Layers = list[tuple[str, str]]
-"""By block: its kind, and a digest of its modules, their settings and what is done between them."""
+"""For each block its type, and a digest of its modules, their settings and the functions between them."""
 
 
 def row_digests(train: Split, test: Split) -> dict[str, str]:
-    """Of rows of x that are spread over each; "" where they are others each time that they are read."""
+    """Returns digests of rows of x spread over each split; "" if rows differ each time that they are read."""
     return {name: _digest(_some(split), split) for name, split in (("training", train), ("test", test)) if split.count}
 
 
@@ -47,7 +47,7 @@ def _some(split: Split) -> Iterable[torch.Tensor]:
 
 
 def refuse_other_rows(root: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises OptionError for rows that are not those of the run in `root`, as far as both are known."""
+    """Raises OptionError for rows that are not those of the run in `root`, if both digests are known."""
     for name, digest in now.items():
         if digest and before.get(name, "") not in ("", digest):
             raise OptionError(
@@ -57,7 +57,7 @@ def refuse_other_rows(root: Path, before: Mapping[str, str], now: Mapping[str, s
 
 
 def layers_of(chain: Iterable[Block]) -> Layers:
-    """Equal for the same model in another process."""
+    """Returns the layers of a chain; they are equal for the same model in another process."""
     known: dict[object, tuple[str, str]] = {}
     mode = FakeMode()
     for block in chain:
@@ -68,7 +68,7 @@ def layers_of(chain: Iterable[Block]) -> Layers:
 
 
 def refuse_other_layers(root: Path, before: Layers, chain: Sequence[Block]) -> None:
-    """Raises OptionError, naming the first block that is another than in the run in `root`; nothing where that is not known."""
+    """Raises OptionError, naming the first block that differs from the run in `root`; does nothing if that is not known."""
     for block, was, found in zip(chain, before, layers_of(chain), strict=False):
         if was != found:
             what = f"is a {found[0]}, and was a {was[0]}"

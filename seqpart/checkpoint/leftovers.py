@@ -1,11 +1,11 @@
-"""What runs left beside this one: who needs it, and what may be deleted.
+"""Directories that other runs left beside this one: which are needed, and which may be deleted.
 
     live         a run holds its lock                                                        left alone
     resumable    a checkpoint needs it: its own, or one of the run that its marker names     left alone, counted
-    leftover     killed without a checkpoint; or its run is in its place and names it not    cleaned up
-    unknown      moved, copied, not mounted, damaged: nobody can say who needs it            left alone, told
+    leftover     killed without a checkpoint; or its run is in place and does not name it    cleaned up
+    unknown      moved, copied, not mounted, damaged: it may be needed or not                 left alone, reported
 
-Looking takes no lock; what is to be cleaned is locked, and looked at again. Other users' directories are not looked into.
+The first check takes no lock; a directory to be cleaned is locked, and checked again. Other users' directories are not opened.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from seqpart.store.scratch import clear_scratch, has_checkpoint, named_scratch, 
 from seqpart.units import format_size
 
 IGNORE = ".gitignore"
-"""Keeps what is in a directory of ours out of the repository that the directory lies in."""
+"""Keeps the files of a seqpart directory out of the git repository around it."""
 _NAMED = 3
-"""Of the interrupted runs beside one."""
+"""Most interrupted runs that a message names."""
 SCRATCH_PREFIX = "seqpart-"
-"""Directories under --offload-dir are named so; they hold no results and go when the run ends."""
+"""Prefix of directories under --offload-dir; they hold no results and are removed when the run ends."""
 
 
 class Kind(Enum):
@@ -41,15 +41,15 @@ class Judged:
     path: Path
     kind: Kind
     run: Path | None = None
-    """The run that can go on from it."""
+    """The run that can be resumed from it."""
     why: str = ""
-    """Of what is not known."""
+    """Why its kind is unknown."""
     held: int = 0
     """Bytes of homes and rows."""
 
 
 def judged(folder: Folder, *, is_locked: bool = False) -> Judged | None:
-    """What a directory of ours is; None for one that is not. `is_locked`: by the caller."""
+    """Returns the kind of a seqpart directory; None for any other directory. is_locked: true if the caller holds its lock."""
     path = folder.path
     try:
         marker = marker_of(folder)
@@ -71,7 +71,7 @@ def judged(folder: Folder, *, is_locked: bool = False) -> Judged | None:
 
 
 def _judged_by_its_run(path: Path, marker: Marker, held: int) -> Judged:
-    """Homes and rows of a run elsewhere: nobody's only where that run is in its place, and its checkpoints name others."""
+    """Judges the homes and rows of a run elsewhere: a leftover only if that run is in its place and does not name them."""
     run = marker.run
     assert run is not None
     try:
@@ -88,7 +88,7 @@ def _judged_by_its_run(path: Path, marker: Marker, held: int) -> Judged:
 
 
 def belongs_to(scratch: Path, run: Marker) -> bool:
-    """Whether `scratch` was made for this very run, and both are where they were then."""
+    """True if `scratch` was made for this very run, and neither was moved since."""
     try:
         with Folder.at(scratch) as folder:
             marker = marker_of(folder)
@@ -101,9 +101,9 @@ def belongs_to(scratch: Path, run: Marker) -> bool:
 
 
 def clean(path: Path) -> int:
-    """Remove what is in a leftover directory, and the directory if it holds nothing else; returns the bytes.
+    """Removes the contents of a leftover directory, and the directory if it holds nothing else; returns the bytes.
 
-    Nothing is done where it is no leftover any more. Raises DirectoryUnusable where it is in use, other StoreErrors, OSError.
+    Does nothing if it is no leftover any more. Raises DirectoryUnusable if it is in use, other StoreErrors, OSError.
     """
     lock = locked(path, wait=0)
     try:
@@ -121,7 +121,7 @@ def clean(path: Path) -> int:
 
 
 def remove_empty(folder: Folder) -> None:
-    """Remove a directory of ours that holds nothing but the marker, the lock and the ignore file."""
+    """Removes a seqpart directory that holds nothing but the marker, the lock and the ignore file."""
     if set(folder.names()) <= {IGNORE, MARKER, LOCK} and folder.is_at(folder.path):
         for name in (IGNORE, MARKER, LOCK):
             folder.remove(name)
@@ -130,7 +130,7 @@ def remove_empty(folder: Folder) -> None:
 
 
 def _beside(parent: Path) -> Iterator[Judged]:
-    """Directories of ours under `parent`."""
+    """Yields the seqpart directories under `parent`."""
     try:
         opened = Folder.at(parent.resolve())
     except OSError:
@@ -144,18 +144,18 @@ def _beside(parent: Path) -> Iterator[Judged]:
 
 
 def clear_leftovers(parent: Path) -> tuple[int, int]:
-    """Clean what killed runs beside ours left: (directories, bytes)."""
+    """Removes the leftovers of killed runs under `parent`. Returns (directories, bytes)."""
     found = freed = 0
     for leftover in _beside(parent):
         if leftover.kind is Kind.LEFTOVER:
-            with contextlib.suppress(OSError, StoreError):  # in use since, or not ours to clean
+            with contextlib.suppress(OSError, StoreError):  # in use by now, or another user's
                 size = clean(leftover.path)
                 found, freed = found + bool(size), freed + size
     return found, freed
 
 
 def resumable(parent: Path) -> dict[Path, int]:
-    """Runs with homes or rows under `parent` that ended early and can be resumed, and the bytes that they hold there."""
+    """Returns the runs with homes or rows under `parent` that can be resumed, and the bytes that they hold there."""
     held: dict[Path, int] = {}
     for one in _beside(parent):
         if one.kind is Kind.RESUMABLE and one.run is not None:
@@ -164,18 +164,19 @@ def resumable(parent: Path) -> dict[Path, int]:
 
 
 def unknown(parent: Path) -> list[Judged]:
-    """Directories under `parent` that may be needed, or not."""
+    """Returns the directories under `parent` that may be needed or not."""
     return [one for one in _beside(parent) if one.kind is Kind.UNKNOWN]
 
 
 def _named(runs: dict[Path, int]) -> str:
-    """Those that hold most."""
+    """Returns the names of the runs that hold most."""
     names = [shown(run) for run in sorted(runs, key=lambda run: (-runs[run], run))[:_NAMED]]
     return ", ".join(names) + (f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else "")
 
 
 def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
-    """Clean up beside a run that has `cleaned` so many bytes in its own directory, and say what was done and what is left."""
+    """Cleans up beside a run, and yields messages on what was removed and what is left. cleaned: bytes removed in its own
+    directory."""
     found, freed = clear_leftovers(parent)
     if found or cleaned:
         yield f"cleaned up {format_size(freed + cleaned)} that killed runs had left"
@@ -186,6 +187,6 @@ def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
             "--resume DIR, in its script where one began it, or remove it"
         )
     for one in unknown(parent):
-        if not one.held:  # the copy of a finished run holds results alone
+        if not one.held:  # a copy of a finished run holds only results
             continue
         yield f"{shown(one.path)} ({format_size(one.held)}) is kept: {one.why}. Remove it if no run needs it."

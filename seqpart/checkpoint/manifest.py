@@ -1,13 +1,13 @@
 """A checkpoint is a manifest: one JSON file that names file versions in the homes and rows, and the trainer's state.
 
-Saving copies nothing that is on the disk already. What the two latest manifests name is neither written over nor
-deleted, so there is no moment at which a killed run has nothing to go on from:
+Saving copies nothing that is on the disk already. Files that the two latest manifests name are neither overwritten nor
+deleted, so a killed run can be resumed at any moment:
 
-    1. homes and rows are brought to the disk                                          named and kept
+    1. homes and rows are written to the disk                                          named and kept
     2. the new manifest and a copy of the latest are written beside, and synced        n-1, n-2
     3. checkpoint.previous.json is replaced                                            n-1, n-1
     4. checkpoint.json is replaced, and the directory synced                           n,   n-1
-    5. files that only n-2 named may be written over
+    5. files that only n-2 named may be overwritten
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from seqpart.text import path_fault, read_text
 FORMAT = 2
 
 RewriteRows = Callable[[str, CorruptFile], None]
-"""Makes the rows of boundary 0 of a split again, because of that error."""
+"""Writes the rows of boundary 0 of a split again, because of that error."""
 
 
 class _Home(msgspec.Struct):
     file: Annotated[str, matching(HOME_FILES)]
-    """None of the names that we give leads out of the scratch directory."""
+    """Matched, so that no name leads out of the scratch directory."""
     header: Digest
 
 
@@ -57,7 +57,7 @@ class _Body(msgspec.Struct):
     format: int
     scratch: PathText
     state: dict[str, Any]
-    """The business of whoever gave it."""
+    """The trainer's state; not checked here."""
     homes: dict[str, _Home]
     rows: dict[Annotated[str, matching(ROWS)], _Rows]
     best: dict[str, _Home] = {}
@@ -70,11 +70,11 @@ class Manifest:
     scratch: Path
     """The directory of the homes and rows."""
     state: dict[str, Any]
-    """What the trainer gave."""
+    """The trainer's state."""
     homes: Mapping[str, Mapping[str, str]]
     rows: Mapping[str, Mapping[str, Any]]
     best: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Homes as they were at the best evaluation, where they are kept."""
+    """Homes as they were at the best evaluation, if they are kept."""
 
     @property
     def root(self) -> Path:
@@ -90,7 +90,7 @@ class Manifest:
 
     @property
     def inputs(self) -> dict[str, Mapping[str, Any]]:
-        """The rows of boundary 0, which the data can give again."""
+        """The rows of boundary 0, which can be made again from the data."""
         return {place: entry for place, entry in self.rows.items() if place.endswith("-0")}
 
     def to_json(self) -> str:
@@ -110,22 +110,22 @@ class Manifest:
 def save(
     root: Path, scratch: Path, state: dict[str, Any], store: Store, boundaries: Boundaries, *, instead: bool = False
 ) -> Manifest:
-    """Make the present state the run's latest checkpoint; `instead` of the latest, and the one before stays what it is.
+    """Makes the current state the run's latest checkpoint. instead: it replaces the latest, and the previous one stays.
 
-    Nothing may be half done, and no put underway.
+    Nothing may be half done, and no put may be running.
 
-    Raises DiskFull or another StoreError; then the checkpoints are those that there were, and what was to be the new
-    one's takes no room but for spare files.
+    Raises DiskFull or another StoreError; then the checkpoints are unchanged, and files of the failed one take no space
+    except as spare files.
     """
     new = Manifest(
         path=root / CHECKPOINT, scratch=scratch, state=state, homes=store.persist(), rows=boundaries.persist(),
         best=store.remembered,
     )  # fmt: skip
     latest, previous = _readable(root / CHECKPOINT), _readable(root / PREVIOUS)
-    # Also if what follows fails: nobody knows then which of the manifests is on the disk.
+    # Keep all three sets also if the following fails: it is then unknown which of the manifests is on the disk.
     _keep(store, boundaries, new, latest, previous)
     parts = {root / f"{CHECKPOINT}.part": new.to_json()}
-    if latest is not None and not instead:  # one that is damaged must not take the place of one that is whole
+    if latest is not None and not instead:  # a damaged one must not replace an intact one
         parts = {root / f"{PREVIOUS}.part": latest.to_json(), **parts}
     try:
         for part, text in parts.items():
@@ -144,9 +144,9 @@ def save(
 
 
 def load(path: Path) -> Manifest:
-    """The manifest at `path`, or the latest in the run directory `path`.
+    """Reads the manifest at `path`, or the latest one in the run directory `path`.
 
-    Raises OptionError where nothing was saved, CorruptFile, naming the file, where it is damaged.
+    Raises OptionError if nothing was saved, CorruptFile, naming the file, if it is damaged.
     """
     if not path.exists() and path.name != CHECKPOINT:
         raise OptionError(
@@ -181,16 +181,16 @@ def load(path: Path) -> Manifest:
 
 
 def no_checkpoint(path: Path, why: str) -> CorruptFile:
-    """Of one that is whole, by its checksum, and yet nothing that a run wrote."""
+    """Returns the error for a manifest whose checksum is right but whose content no run wrote."""
     return CorruptFile(f"{path} is no checkpoint that seqpart wrote ({why}). It was not used. {_cure(path)}", path)
 
 
 def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows: RewriteRows | None = None) -> None:
-    """Fill a new store and new boundaries, opened on the manifest's scratch directory, with what it names.
+    """Fills a new store and new boundaries, opened on the manifest's scratch directory, with the files that it names.
 
     Every file is read once. Raises CorruptFile, naming a damaged one; no file that a manifest names is touched then.
-    Otherwise this manifest is the latest from now on: a damaged one that came after it is replaced. Rows of boundary 0 are
-    the same files in both checkpoints: where the one before is asked for, `rewrite_rows` makes damaged ones again.
+    Otherwise this manifest is the latest from now on: a damaged later one is replaced. Rows of boundary 0 are the same files
+    in both checkpoints: when the previous one is restored, `write_rows` makes damaged ones again.
     """
     latest, previous = _readable(manifest.root / CHECKPOINT), _readable(manifest.root / PREVIOUS)
     _keep(store, boundaries, manifest, latest, previous)
@@ -219,8 +219,8 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows
 
 
 def refuse_others(manifest: Manifest, store: Store, layouts: Mapping[str, Layout], needed: Set[str], best: Set[str]) -> None:
-    """Raises CorruptFile where the homes in `store`, which it named, are not those of this run. layouts: by name. needed: those
-    that must be there. best: those that must be as they were at the best evaluation."""
+    """Raises CorruptFile if the homes in `store`, which the manifest named, are not those of this run. layouts: by name.
+    needed: names of homes that must exist. best: names of homes that must be remembered from the best evaluation."""
     others = {name for name, layout in layouts.items() if name in store and store.layout(name) != layout}
     others |= (
         {name for name in needed if name not in store} | (best - manifest.best.keys()) | (manifest.best.keys() - layouts.keys())
@@ -230,9 +230,9 @@ def refuse_others(manifest: Manifest, store: Store, layouts: Mapping[str, Layout
 
 
 def bring(manifest: Manifest, scratch: Path) -> None:
-    """Give the new directory `scratch` what the manifest names in a directory that is not its run's, and may be needed.
+    """Gives the new directory `scratch` the files that the manifest names in a directory of another run, which may need them.
 
-    Nothing is changed there: the files get a second name, since such a file is never written over, or else are copied.
+    Nothing is changed there: the files are hard-linked, since such a file is never overwritten, or else copied.
     Raises CorruptFile, naming a file that is missing; DiskFull or another StoreError.
     """
     for folder, files in (("homes", manifest.home_files), ("rows", manifest.row_files)):
@@ -253,7 +253,7 @@ def _second_name(source: Path, found: BinaryIO, target: Path) -> None:
         os.link(source, target, follow_symlinks=False)
         if os.path.samestat(os.lstat(target), os.fstat(found.fileno())):
             return
-    except OSError:  # another disk, another user's file, or a file system that has no second names
+    except OSError:  # another disk, another user's file, or a file system without hard links
         pass
     with open(made(target), "wb") as file:
         shutil.copyfileobj(found, file)

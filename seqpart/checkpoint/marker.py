@@ -1,7 +1,7 @@
-"""How a directory shows whose it is: a marker says that we made it, where, and for which run; a lock that a run lives.
+"""Ownership of a directory: a marker says that seqpart made it, where, and for which run; a lock says that a run is alive.
 
-A directory that was copied or moved carries the marker of another place, and one that took another's place has another
-`id`: what belongs to whom is then not known.
+A directory that was copied or moved has the marker of another place, and one that took another's place has another
+`id`: it is then not known which run it belongs to.
 """
 
 import errno
@@ -28,7 +28,7 @@ from seqpart.text import parsed
 MARKER = "seqpart-run.json"
 LOCK = "seqpart.lock"
 _WAIT = 1.0
-"""Seconds: other starting runs look whether this one lives, and clean up, in less."""
+"""Seconds to wait for a lock: other starting runs check it, and clean up, in less."""
 
 
 class _Body(msgspec.Struct, kw_only=True, rename={"made_by": "made by", "run_id": "run id"}):
@@ -45,14 +45,14 @@ class _Body(msgspec.Struct, kw_only=True, rename={"made_by": "made by", "run_id"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marker:
     directory: Path
-    """Where it was written, without links."""
+    """The path where it was written, without links."""
     id: str
-    """Of the run directory, as long as it stays in its place."""
+    """Identity of the run directory, as long as it stays in its place."""
     run: Path | None = None
-    """The directory of the run whose homes and rows these are; None where they are its own."""
+    """The directory of the run that these homes and rows belong to; None if this is the run's own directory."""
     run_id: str | None = None
     state: str = ""
-    """Of the run, as it was written last."""
+    """State of the run, as it was written last."""
 
     def write(self, state: str) -> None:
         run = None if self.run is None else str(self.run)
@@ -64,7 +64,7 @@ class Marker:
 
 
 def marker_of(folder: Folder) -> Marker | None:
-    """None where there is none; raises ValueError where what is there is no marker that we wrote."""
+    """Reads a directory's marker; None if it has none. Raises ValueError if the file is no marker that seqpart wrote."""
     if not folder.holds(MARKER):
         return None
     try:
@@ -85,9 +85,9 @@ def new_id() -> str:
 
 
 def locked(root: Path, *, wait: float = _WAIT) -> int:
-    """The lock of `root`, held: a descriptor that lets go when it is closed, or its process is killed.
+    """Takes the lock of `root`. Returns a descriptor that frees it when it is closed, or when the process is killed.
 
-    Raises DirectoryUnusable where another run holds it for longer than `wait` seconds, OSError where it cannot be opened.
+    Raises DirectoryUnusable if another run holds it for longer than `wait` seconds, OSError if it cannot be opened.
     """
     until = time.monotonic() + wait
     while True:
@@ -103,18 +103,18 @@ def locked(root: Path, *, wait: float = _WAIT) -> int:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # in use, or the directory was cleaned up that very moment
+        os.close(handle)  # in use, or the directory was cleaned up at this very moment
         time.sleep(0.02)
 
 
 def lives(folder: Folder) -> bool:
-    """Whether a run holds the lock. It is taken for no longer than it takes to see that; shared with others who look."""
+    """True if a run holds the lock. The check itself takes a shared lock, only for a moment."""
     try:
         handle = folder.open(LOCK)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # nobody knows
+        return True  # it is not known
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -125,7 +125,7 @@ def lives(folder: Folder) -> bool:
 
 
 def refuse_in_use(folder: Folder) -> None:
-    """Raises DirectoryUnusable where another run holds the lock, for longer than one that starts does to see who lives."""
+    """Raises DirectoryUnusable if another run holds the lock for longer than the check of a starting run takes."""
     until = time.monotonic() + _WAIT
     while lives(folder):
         if time.monotonic() >= until:
@@ -145,18 +145,18 @@ _RESULT = re.compile(r"\w[\w.-]*")
 
 
 def latest(root: Path, name: str) -> Path:
-    """Where the run in `root` wrote its result `name`: while it replaces an earlier run's, beside that one."""
+    """Returns the path of the run's latest result `name`: beside an earlier run's, until it replaces that one."""
     new = root / (name + NEW)
     return new if new.exists() else root / name
 
 
 def is_begun_anew(root: Path) -> bool:
-    """Whether a run was to replace the results in `root`, and was killed before it did."""
+    """True if a run was to replace the results in `root`, and was killed before it did."""
     return any(root.glob("*" + NEW))
 
 
 def publish(root: Path) -> None:
-    """Let the new results take the place of the earlier ones. Raises StoreError."""
+    """Replaces the earlier results by the new ones. Raises StoreError."""
     try:
         with Folder.at(root) as folder:
             new = [name for name in folder.names() if name.endswith(NEW)]
@@ -170,9 +170,9 @@ def publish(root: Path) -> None:
 
 
 def finish_publishing(root: Path) -> None:
-    """Go on where a killed run was letting its results take their places. The caller holds the lock of `root`.
+    """Completes `publish` after a run was killed in it. The caller holds the lock of `root`.
 
-    Raises CorruptFile where the list of them is damaged, OSError where they cannot be moved.
+    Raises CorruptFile if the list of results is damaged, OSError if they cannot be moved.
     """
     try:
         with Folder.at(root) as folder:

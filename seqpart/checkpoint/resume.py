@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint says beside tensors, and whether it may go on here."""
+"""The state of a run in a checkpoint, other than tensors, and the checks whether the run may go on here."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field, replace
@@ -35,54 +35,54 @@ from seqpart.store.scratch import WEIGHTS, has_checkpoint
 from seqpart.units import format_limit
 
 _ROOM = {"mem_limit", "ram_limit", "partitions"}
-"""Settings with other values of which a plan is made anew."""
+"""Settings that need a new plan if they change."""
 
 
 class State(msgspec.Struct, kw_only=True):
-    """What a checkpoint says of the run beside tensors."""
+    """A checkpoint's state of the run, other than tensors."""
 
     settings: dict[str, str]
     plan: str
     position: tuple[Whole, Whole]
     place: tuple[Whole, Whole, Whole | None, bool, bool]
     epochs: list[int | Finite]
-    """Of each partition."""
+    """Epochs of each partition."""
     micro_batches: Annotated[list[Positive], Meta(min_length=1)]
-    """Of each stage."""
+    """Micro-batch of each stage."""
     tally: Tally
     losses: list[Finite]
-    """Of the training passes that are over."""
+    """Losses of the training passes that are over."""
     test: tuple[Finite, Finite | None] | None
-    """Loss and accuracy of the latest pass over the test rows."""
+    """(loss, accuracy) of the latest pass over the test rows."""
     data: str
     rows: dict[str, str] = {}
     layers: list[tuple[str, str]] = []
-    """Of the rows, and by block; none where that is not known."""
+    """rows: digests by split; layers: digests by block; empty if they are not known."""
     functions: dict[str, str] | None
-    """What tells one loss or optimizer that was given as a function from another."""
+    """Identifies a loss or an optimizer that was given as a function."""
     tuned: str
     label_bytes: Whole | None
-    """Of synthetic labels that are kept whole: the limit may be another now."""
+    """Most bytes of synthetic labels that are kept whole, since the limit may have changed."""
     job: dict[str, Any] | None = None
     loop: Kept = msgspec.field(default_factory=Kept)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedHomes:
-    """Of the tensors of a run that goes on."""
+    """The homes that a resumed run must find, or may discard."""
 
     layouts: Mapping[str, Layout]
-    """By name."""
+    """Layout of every home by its name."""
     needed: Set[str]
     unused: Set[str]
-    """Optimizer states that were saved just before the DROP that discarded them: another stage begins anew."""
+    """Optimizer states that were saved just before the DROP that would have discarded them: the next stage begins anew."""
     best: Set[str]
-    """Those that must be remembered as they were at the best evaluation."""
+    """Names of homes that must be remembered from the best evaluation."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ResumePoint:
-    """What a run that goes on begins with. What it was is None where it was killed before its first checkpoint."""
+    """The starting point of a resumed run. Fields are None if it was killed before its first checkpoint."""
 
     root: Path
     manifest: Manifest | None = None
@@ -91,9 +91,9 @@ class ResumePoint:
     place: Place | None = None
     position: Position = START
     changed: frozenset[str] = frozenset()
-    """Settings that are not what they were, and may be others."""
+    """Names of settings that have changed, and may."""
     said: list[str] = field(default_factory=list)
-    """The same, for the user."""
+    """The changes as sentences for the user."""
 
     def words(self, phases: Sequence[Phase]) -> str:
         if self.manifest is None:
@@ -115,7 +115,7 @@ class ResumePoint:
         cut = now is not None and (now.is_turn or now.kind is PhaseKind.MERGE)
         layouts = {block.home: cost.layout for block, cost in zip(chain, prepared.costs, strict=True)}
         loop = self.state.loop
-        never = {*loop.learns, *loop.frozen}  # perhaps: they learn since a moment ago, or were frozen from the beginning
+        never = {*loop.learns, *loop.frozen}  # possibly: they were unfrozen a moment ago, or were frozen from the beginning
         fresh = {
             block.state_home
             for block, cost in zip(chain, prepared.costs, strict=True)
@@ -138,10 +138,10 @@ class ResumePoint:
         return SavedHomes(layouts, needed, unused, best=whole if remembers else set())
 
     def planned(self, planner: Planner) -> ExecutionPlan:
-        """The plan to go on with: the cut and micro-batch of the checkpoint; another cut where that no longer fits.
+        """Returns the plan to go on with: the cut and micro-batch of the checkpoint, or another cut if that no longer fits.
 
-        Raises OptionError where model or data are not those of the checkpoint, DoesNotFit where nothing fits, CorruptFile where
-        the checkpoint says of itself what cannot be.
+        Raises OptionError if model or data are not those of the checkpoint, DoesNotFit if nothing fits, CorruptFile if the
+        checkpoint contradicts itself.
         """
         if self.manifest is None or self.state is None or self.plan is None or self.place is None:
             return planner.planned()
@@ -179,7 +179,7 @@ class ResumePoint:
         return prepared
 
     def _find_position(self, phases: Phases, tally: Tally) -> Position:
-        """Where it is in these phases. Raises ValueError where what the checkpoint says of that does not agree."""
+        """Returns the position in these phases. Raises ValueError if the checkpoint's values contradict each other."""
         at, place = self.position, self.place
         assert place is not None
         if place.stretch > len(phases.stretches):
@@ -197,7 +197,7 @@ class ResumePoint:
         return at
 
     def _request(self, planner: Planner, state: State, place: Place) -> PlanRequest:
-        """Partitions that are trained keep the epochs that they had, whatever --epochs says now."""
+        """Returns the plan request; partitions that are trained keep their epochs, whatever --epochs says now."""
         request = planner.request
         request = replace(request, label_bytes=state.label_bytes or request.label_bytes)
         asked = planner.epochs(len(state.epochs))
@@ -223,11 +223,11 @@ class ResumePoint:
             return planner.prepare(replace(request, starts=starts, told=asked))
         largest = max(micro_batches)
         ways: list[dict[str, Any]] = [{"micro_batch": largest, "starts": starts}]
-        if not _ROOM & self.changed:  # then it is the same plan, whatever the machine is measured to do now
+        if not _ROOM & self.changed:  # then the saved plan is used again, whatever the machine's measured speeds are now
             methods = methods_named(self.plan.method)
             again = replace(request, methods=methods)
             ways[0] |= {"saved": self.plan, "methods": methods, "told": self._told(again, planner.settings)}
-        if len(set(micro_batches)) > 1:  # recovery has its own, which only a plan that is free to choose finds again
+        if len(set(micro_batches)) > 1:  # recovery has its own, which only a plan with a free choice finds again
             ways.append({"starts": starts})
         if not cut_matters:
             ways.append({"micro_batch": largest})
@@ -249,9 +249,9 @@ class ResumePoint:
 
 
 def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
-    """Read the checkpoint at `path`: a run's directory or a manifest file.
+    """Reads the checkpoint at `path`: a run's directory or a manifest file.
 
-    Raises OptionError where it was made with other settings, CorruptFile where it is damaged.
+    Raises OptionError if it was made with other settings, CorruptFile if it is damaged.
     """
     root = path if path.is_dir() else path.parent
     if path.is_dir() and not has_checkpoint(path):
@@ -272,7 +272,7 @@ def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
 
 
 def as_state(manifest: Manifest) -> State:
-    """Raises CorruptFile where it is whole, by its checksum, and yet nothing that a run wrote."""
+    """Returns the manifest's state. Raises CorruptFile if its checksum is right but no run wrote such a state."""
     try:
         state = as_type(State, manifest.state)
         try:
@@ -289,7 +289,7 @@ def as_state(manifest: Manifest) -> State:
 
 
 def refuse_finished(root: Path) -> None:
-    """Raises OptionError where `root` has the results of a run that is done: there is nothing to go on with."""
+    """Raises OptionError if `root` has the results of a finished run: there is nothing to resume."""
     if (root / WEIGHTS).exists():
         raise OptionError(
             f"--resume: the run in {root} is finished, and its weights are in {root / WEIGHTS}. "
@@ -306,7 +306,7 @@ def state_of(
     *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
     job: dict[str, Any] | None, loop: Kept,
 ) -> dict[str, Any]:  # fmt: skip
-    """A `State` as JSON."""
+    """Returns a `State` as JSON."""
     return msgspec.to_builtins(  # type: ignore[no-any-return]
         State(
             settings=planner.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
@@ -320,7 +320,7 @@ def state_of(
 
 
 def data_digest(train: Split, test: Split) -> str:
-    """Tells data sets apart by shape, number and labels."""
+    """Returns a digest of the data sets' shapes, row counts and labels."""
     digest = xxhash.xxh3_64()
     for split in (train, test):
         digest.update(

@@ -1,6 +1,6 @@
-"""The directory of a run, or of its homes and rows: made or taken over, held by a lock, and left as its end demands.
+"""The directory of a run, or of its homes and rows: created or taken over, locked, and cleaned up when the run ends.
 
-What lies beside it is the business of `leftovers`. A directory that was moved away while its run lived is left as it is.
+`leftovers` handles what lies beside it. A directory that was moved away while its run was alive is left as it is.
 """
 
 import contextlib
@@ -47,15 +47,15 @@ _NOTHING_KEPT = "nothing was saved; the run's scratch files are removed, and ear
 
 
 class RunDirectory:
-    """`root` with its lock held, `scratch` (homes of blocks and boundary rows) and the results beside them.
+    """`root` with its lock held, the scratch folders (homes of blocks and boundary rows), and the results beside them.
 
-    `overwrite` lets go of an earlier run's checkpoint, and of its results once there are new ones; `resume` opens the
-    directory of a run that has a checkpoint, and keeps everything. `run` is the directory of the run that this one is
-    the scratch directory of: a new one then, which other users cannot look into. The path is absolute and without links from
-    the beginning: a program that changes its working directory, or where a link leads, changes nothing for its run.
+    `overwrite` deletes an earlier run's checkpoint, and its results once there are new ones; `resume` opens the
+    directory of a run that has a checkpoint, and keeps everything. `run` is given for a scratch directory: the directory of
+    its run; it is then new, and other users cannot open it. The path is made absolute and free of links at the beginning:
+    changing the working directory, or a link's target, changes nothing for the run.
 
-    Raises DirectoryUnusable where it cannot be written or another run holds it, OptionError where it holds someone
-    else's files, a finished run that `overwrite` does not cover or one that could be resumed.
+    Raises DirectoryUnusable if it cannot be written or another run holds it, OptionError if it holds files that seqpart did
+    not make, a finished run without `overwrite`, or one that could be resumed.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RunDirectory:
             _make_own_folder(self._folder, name)
 
     def _identity(self) -> Marker:
-        """Of a directory that stays in its place the same as before."""
+        """Returns the directory's marker, with its former id if it is still in its place."""
         here, found = self.root, None
         with contextlib.suppress(ValueError):
             found = marker_of(self._folder)
@@ -128,11 +128,11 @@ class RunDirectory:
         return self.root / "rows"
 
     def result(self, name: str) -> Path:
-        """Where to write the result `name`: beside that of an earlier run, which stays until `publish`."""
+        """Returns the path for the result `name`: beside that of an earlier run, which stays until `publish`."""
         return self.root / (name + NEW if self._replaces else name)
 
     def publish(self) -> None:
-        """The run is done: let its results take the place of the earlier ones."""
+        """Replaces the earlier results by the run's, when it is done."""
         publish(self.root)
 
     def mark(self, state: str) -> None:
@@ -140,7 +140,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A signal that nobody held back ends the run, and leaves the checkpoint of before."""
+        """Inside, a signal that was not held back ends the run, and leaves its last checkpoint."""
         try:
             yield
         except Interrupted:
@@ -152,7 +152,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def resumable(self, add_note: Callable[[Exception, str], None], told: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """What ends the run from outside does not end it for good: `add_note` says how to go on, unless that was `told`."""
+        """Adds a note on how to go on to an error that ends the run, by `add_note`, unless that was `told` already."""
         try:
             yield
         except Exception as error:
@@ -165,9 +165,9 @@ class RunDirectory:
             raise
 
     def close(self, state: str, drop: Collection[str] = ()) -> None:
-        """Note how the run ended and let go of the lock. What a checkpoint needs stays, unless the run is "done".
+        """Writes how the run ended and frees the lock. What a checkpoint needs stays, unless the run is "done".
 
-        drop: all that it wrote, where nothing came of it: a directory that it made goes with that.
+        drop: names of files to remove if the run failed before it began, with the directory if the run created it.
         """
         try:
             if self._folder.is_at(self._marker.directory):
@@ -182,14 +182,14 @@ class RunDirectory:
         except (OSError, StoreError) as error:
             if state == "done":
                 raise _left_over(error, self.root) from None
-            # A run that failed has its own error to tell, and the next run cleans up.
+            # A run that failed raises its own error, and the next run cleans up.
         finally:
             self._let_go()
 
     def vanish(self, *, failed: bool = False) -> None:
-        """For a scratch directory of ours: remove it altogether, unless its run's checkpoint needs it, or may need it.
+        """Removes a scratch directory, unless its run's checkpoint needs it, or may need it.
 
-        failed: the run has an error of its own to tell. Raises StoreError where the disk fails and it has none.
+        failed: true if the run raises an error of its own; otherwise raises StoreError if the disk fails.
         """
         try:
             if self._folder.is_at(self._marker.directory):
@@ -209,9 +209,9 @@ class RunDirectory:
         self._folder.__exit__()
 
     def _forget_checkpoint(self) -> None:
-        """Remove the checkpoints, and the scratch directories that they named and that are this run's."""
+        """Removes the checkpoints, and those scratch directories they named that are this run's."""
         scratches, _ = named_scratch(self._folder)
-        for name in (PREVIOUS, CHECKPOINT):  # the manifests first: none ever names a file that is gone
+        for name in (PREVIOUS, CHECKPOINT):  # the manifests first: none may name a file that is gone
             self._folder.unlink(name)
         for scratch in scratches:
             if belongs_to(scratch, self._marker):
@@ -220,8 +220,7 @@ class RunDirectory:
 
 
 def refuse_taken(root: Path, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Raises what a RunDirectory in `root` would, as far as looking tells: to be known before a plan is made. What changes
-    until there is one it finds itself."""
+    """Raises what a RunDirectory in `root` would, as far as a check without the lock shows, before a plan is made."""
     if not root.is_dir():
         return
     try:
@@ -236,9 +235,9 @@ def refuse_taken(root: Path, *, overwrite: bool = False, resume: bool = False) -
 
 
 def finish_what_was_published(root: Path) -> None:
-    """Where a killed run was letting its results take the earlier ones' places: let the others do so, too.
+    """Completes the publishing of results in which a run was killed.
 
-    Raises DirectoryUnusable where a run is in `root`, CorruptFile where it is not known which results they are.
+    Raises DirectoryUnusable if a run holds `root`, CorruptFile if the list of results is damaged.
     """
     if (root / PUBLISHING).exists():
         lock = locked(root)
@@ -251,20 +250,20 @@ def finish_what_was_published(root: Path) -> None:
 
 
 def _left_over(error: OSError | StoreError, root: Path) -> StoreError:
-    """The disk failed as the homes of a run that is done were removed."""
+    """Returns the error for a disk that failed while the homes of a finished run were removed."""
     found = error if isinstance(error, StoreError) else explained(error, root)
     found.add_note("The run is finished and its results are written. Some of its homes or rows could not be removed.")
     return found
 
 
 def new_name(method: str) -> str:
-    """A name that no other run has, in this process or another."""
+    """Returns a name that no other run has, in this process or another."""
     number = next(_numbers)
     return time.strftime("%Y%m%d-%H%M%S") + f"-{method}-{os.getpid()}" + (f"-{number}" if number else "")
 
 
 def _created(root: Path, *, private: bool) -> bool:
-    """Make the directory; False where it is there already."""
+    """Creates the directory. Returns False if it exists already."""
     root.parent.mkdir(parents=True, exist_ok=True)
     try:
         root.mkdir(PRIVATE_FOLDER if private else 0o777)
@@ -276,7 +275,7 @@ def _created(root: Path, *, private: bool) -> bool:
 
 
 def _make_own_folder(folder: Folder, name: str) -> None:
-    """A folder that other users cannot look into. Raises DirectoryUnusable where something else has its name."""
+    """Creates a folder that other users cannot open. Raises DirectoryUnusable if something else has its name."""
     path = folder.path / name
     with contextlib.suppress(FileExistsError):
         path.mkdir(PRIVATE_FOLDER)
@@ -290,7 +289,7 @@ def _make_own_folder(folder: Folder, name: str) -> None:
 
 
 def _must_be_ours(folder: Folder) -> None:
-    # Empty, or a run that begins this very moment, or was killed as it began.
+    # Empty, or of a run that is just beginning, or was killed as it began.
     if all(name == LOCK or is_half_written_marker(name) for name in folder.names()):
         return
     try:
@@ -317,13 +316,13 @@ def _must_be_free(root: Path) -> None:
 
 
 def open_scratch(directory: RunDirectory, manifest: Manifest | None, offload_dir: Path | None, name: str) -> RunDirectory:
-    """The directory of the run's homes and rows: `directory` itself, or another that is to `vanish` when the run ends.
+    """Opens the directory of the run's homes and rows: `directory` itself, or another that must `vanish` when the run ends.
 
-    What a checkpoint needs is used in its place only where that was made for this very run. A run that was copied or moved,
-    or whose checkpoint names what is not its own, gets a directory of its own with the same files, and nothing is changed
-    there: whose they are is not known.
+    A checkpoint's files are used in place only if their directory was made for this very run. A run that was copied or moved,
+    or whose checkpoint names another run's files, gets a new directory with the same files, and nothing is changed in the old
+    one, whose owner is not known.
 
-    Raises DirectoryUnusable where another run is there, CorruptFile where files of the checkpoint are missing.
+    Raises DirectoryUnusable if another run is there, CorruptFile if files of the checkpoint are missing.
     """
     found = manifest.scratch if manifest is not None else None
     new = f"{SCRATCH_PREFIX}{name}-{secrets.token_hex(4)}"

@@ -19,20 +19,20 @@ from seqpart.store.store import RetainedFiles
 
 
 def writer_bytes(layout: RowLayout, micro_batch: int, *, in_memory: bool = False) -> int:
-    """Host memory that writing takes: one chunk, and a batch on its way into it. in_memory: the chunk is where it belongs."""
+    """Bytes of host memory for writing: one chunk, and a batch to be copied into it. in_memory: no chunk is needed."""
     return (0 if in_memory else aligned_bytes(layout.chunk_bytes)) + micro_batch * layout.nbytes
 
 
 def once_of(split: str) -> str:
-    """The name under which a boundary's values without rows are kept, beside its rows of that split."""
+    """Returns the name under which a boundary's values without rows are kept, beside its rows of that split."""
     return f"{split}-once"
 
 
 class Boundaries:
-    """The rows of every boundary that is alive: `(split, p)` are the inputs of partition p. Homes go under `folder`.
+    """The rows of every boundary that is alive: `(split, p)` are the inputs of partition p. Files go under `folder`.
 
-    Each creation has a file name of its own, so that what a checkpoint names is never written over. in_memory: partitions whose
-    rows lie in memory instead.
+    Each creation has a file name of its own, so that what a checkpoint names is never overwritten. in_memory: partitions whose
+    rows are kept in memory instead.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Boundaries:
         self._retained, self._created = RetainedFiles(folder), 0
         self.labels: dict[str, torch.Tensor] = {}
         self.label_types: dict[str, torch.dtype] = {}
-        """In which a loss gets them."""
+        """The type in which a loss gets the labels."""
         self.passing: dict[str, Passing] = {}
-        """What stands for the data's own rows of a split, where none of them are kept."""
+        """Replaces the data's own rows of a split if none of them are kept."""
 
     def create(self, split: str, partition: int, layout: RowLayout, count: int) -> Rows:
-        """Empty rows to be appended to; rows of the same place that were left half-written are discarded."""
+        """Returns empty rows to append to; discards rows of the same place that were left half-written."""
         self.discard(split, partition)
         path = self._folder / f"{split}-{partition:05d}.{self._created}.safetensors"
         self._created += 1
@@ -59,7 +59,7 @@ class Boundaries:
         return OwnMemory() if partition in self._in_memory else self._host_pool
 
     def keep_in_memory(self, partitions: Collection[int]) -> None:
-        """From now on rows of these alone: those of others leave it, and none comes back."""
+        """Keeps only the rows of `partitions` in memory from now on: others move to disk, and none moves back."""
         self._in_memory = partitions
         for (_, p), rows in self._rows.items():
             if p not in partitions:
@@ -69,18 +69,18 @@ class Boundaries:
         return place in self._rows or (place[1] == 0 and place[0] in self.passing)
 
     def entering(self, split: str, partition: int) -> "Rows | Passing":
-        """What a partition reads."""
+        """Returns the rows that a partition reads."""
         return self.passing[split] if partition == 0 and split in self.passing else self.rows(split, partition)
 
     def rows(self, split: str, partition: int) -> Rows:
-        """Raises CorruptFile where there are none: a pass made them, or the checkpoint had to name them."""
+        """Returns the rows of a place. Raises CorruptFile if there are none, because the checkpoint should have named them."""
         if (split, partition) not in self._rows:
             place = f"{split}-{partition}"
             raise CorruptFile(f"{self._folder}: the checkpoint names no rows {place!r}, and the run needs them.", self._folder)
         return self._rows[split, partition]
 
     def discard(self, split: str, partition: int) -> None:
-        """With what is kept once beside them, and with all views of them."""
+        """Deletes the rows of a place, the values kept once beside them, and all views of them."""
         own = split, once_of(split)
         for name, p in [*self._rows]:
             if p == partition and (name in own or name.startswith(f"{split}.")):
@@ -94,17 +94,17 @@ class Boundaries:
             self.discard(split, partition)
 
     def persist(self) -> dict[str, dict[str, Any]]:
-        """Bring finished rows to the disk, and say how another process can `adopt` them. Unfinished ones are left out."""
+        """Writes finished rows to the disk, and returns what another process needs to `adopt` them. Omits unfinished ones."""
         return {f"{split}-{p}": rows.persist() for (split, p), rows in self._rows.items() if rows.finished}
 
     def keep(self, files: Iterable[str]) -> None:
-        """From now on the files of these names, and no others, stay when their rows are discarded."""
+        """Sets the names of the only files that stay when their rows are discarded."""
         self._retained.keep(files)
 
     def adopt(self, described: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the rows that another process persisted here; other files here go, except kept ones.
+        """Takes over the rows that another process persisted here; deletes other files here, except kept ones.
 
-        Raises CorruptFile as Rows.adopt does. The labels are the caller's to give again.
+        Raises CorruptFile as Rows.adopt does. The caller must set the labels again.
         """
         for place, entry in described.items():
             split, _, partition = place.rpartition("-")
@@ -113,7 +113,7 @@ class Boundaries:
         self._retained.sweep(ROW_FILES, [file for rows in self._rows.values() for file in rows.files])
 
     def verify(self) -> None:
-        """Read every row on the disk once. Raises CorruptFile, naming the first file that is damaged."""
+        """Reads every row on the disk once. Raises CorruptFile, naming the first file that is damaged."""
         for rows in self._rows.values():
             rows.verify()
 
@@ -124,9 +124,9 @@ def _number(path: Path) -> int:
 
 
 class FedRows:
-    """Stands for the rows of boundary 0: each epoch of its phases is one update, of the batch that was fed for it.
+    """Replaces the rows of boundary 0 in a session: each epoch of its phases is one update, on the batch that was fed for it.
 
-    layout: of a row. rows: of the largest batch, for which there is memory.
+    layout: layout of a row. rows: rows of the largest batch, for which memory is allocated.
     """
 
     def __init__(self, layout: RowLayout, rows: int, device: Device) -> None:
@@ -134,10 +134,10 @@ class FedRows:
         self._x = device.host(rows * layout.nbytes)[: rows * layout.nbytes].view(layout.dtype).view(rows, *layout.shape)
         self._labels = torch.empty(0)
         self.fed = 0
-        """Batches so far."""
+        """Number of batches so far."""
 
     def feed(self, batch: Split) -> None:
-        """The rows of the next update. Raises DataError for a value that is not finite."""
+        """Takes the rows of the next update. Raises DataError for a value that is not finite."""
         at = 0
 
         def append(rows: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class FedRows:
         self.fed += 1
 
     def open_reader(self, phase: Phase, *, seed: int, first_update: int) -> "_FedReader":
-        """Raises OutOfMemory where the batch of that update is gone."""
+        """Returns a reader of the phase's batch. Raises OutOfMemory if that batch is gone."""
         if phase.epoch != self.fed:
             raise OutOfMemory(
                 f"memory ran out in the middle of update {self.fed}, and the weights can only be taken back to what they were "
@@ -160,7 +160,7 @@ class FedRows:
 
 
 class _FedReader:
-    """Micro-batches of one batch, where it lies."""
+    """Reads micro-batches as views of one batch."""
 
     def __init__(self, x: torch.Tensor, labels: torch.Tensor, phase: Phase) -> None:
         self._x, self._labels, self._spans = x, labels, phase.spans()
@@ -171,7 +171,7 @@ class _FedReader:
         return Batch(m, span, self._x[rows], self._labels[rows], 0)
 
     def done(self, batch: Batch) -> None:
-        """Nobody writes there before the update is over."""
+        """Does nothing: the batch stays until the update is over."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the reader holds nothing."""

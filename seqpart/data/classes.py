@@ -1,4 +1,4 @@
-"""Which classes the labels of training and test rows have."""
+"""Counts the classes of the labels of training and test rows."""
 
 import torch
 
@@ -8,19 +8,19 @@ from seqpart.errors import DataError
 from seqpart.model.losses import IGNORED
 
 SPARSE_CLASSES = 1000
-"""Gaps in the numbers of up to so many classes cost little."""
+"""Up to this many classes, gaps in their numbers cost little."""
 
 
 def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, learns: bool = True) -> int:
-    """Number of classes of integer labels, from 0 up; 0 for labels to regress, and for several labels of a row.
+    """Returns the number of classes of integer labels, from 0 up; 0 for labels to regress, and for several labels in a row.
 
     Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
     training never saw, and test labels of another kind. Labels of positions may be any of a vocabulary, of which a text
-    rarely holds every entry: gaps, and labels that only the test rows have, are classes like the others.
+    rarely has every entry: gaps, and labels that only the test rows have, are classes like the others.
 
-    ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and what labels below
-        0 mean is its affair.
-    learns: whether the rows are learned from; otherwise one class will do, and so will any number of it.
+    ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and defines what labels
+        below 0 mean.
+    learns: true if the rows are trained on; otherwise a single class is accepted, with any number.
     """
     test = test if test.count else train  # every label has been seen then
     if train.label_form != test.label_form:
@@ -52,7 +52,7 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
     for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
         if found < 0:
             raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
-    if not learns or len(train.labels) < train.count:  # of a stream that is not counted the first rows are known
+    if not learns or len(train.labels) < train.count:  # only the first rows of an uncounted stream are known
         return 1 + max(most, most_tested)
     if least == most:
         raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
@@ -62,7 +62,7 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
 
 
 def are_mixed(train: Split, test: Split) -> bool:
-    """Whether training rows have probabilities of classes (MixUp), (rows, classes, ...), and test rows have classes."""
+    """True if training rows have probabilities of classes (MixUp), (rows, classes, ...), and test rows have classes."""
     return (
         train.labels.is_floating_point() and not test.labels.is_floating_point() and not test.label_form
         and train.labels.ndim == test.labels.ndim + 1 and train.labels.shape[2:] == test.labels.shape[1:]
@@ -70,7 +70,7 @@ def are_mixed(train: Split, test: Split) -> bool:
 
 
 def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
-    """The least and the largest class, looked at piece by piece: there may be more labels than memory for a mask."""
+    """Returns the least and the largest class, found piece by piece: a mask of all labels might not fit in memory."""
     found: list[int] = []
     for piece in torch.split(split.labels.flatten(), 1 << 20):
         counted = counts_as_class(piece, ignored)
@@ -86,14 +86,14 @@ def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
 
 
 def counts_as_class(labels: torch.Tensor, ignored: int | None) -> torch.Tensor:
-    """Those of `labels` (n,) that the loss does not leave out: see `count_classes`."""
+    """Returns those of `labels` (n,) that the loss does not leave out: see `count_classes`."""
     if ignored is None:
         return labels[labels >= 0]
     return labels if ignored < 0 and not labels.dtype.is_signed else labels[labels != ignored]
 
 
 def _class_count(train: Split, test: Split, ignored: int | None) -> int:
-    """Of labels of whole rows, of which every class should have rows to be learned from."""
+    """Counts the classes of labels of whole rows. Raises DataError for classes without training rows, and for large gaps."""
     seen, tested = (torch.unique(counts_as_class(split.labels, ignored)) for split in (train, test))
     unknown = tested[~torch.isin(tested, seen)]
     if len(unknown):

@@ -1,7 +1,7 @@
-"""What is random about rows: a function of the seed, the pass and the number of a row, whoever reads it and when.
+"""Randomness of rows: a function of the seed, the pass and the number of a row, whoever reads it and when.
 
-Before an item of a data set is read torch's, Python's and numpy's generators are seeded for it, so crops and flips are others
-in every epoch, and the same with any number of worker processes and behind a kill. A plain loop over the same rows:
+Before an item of a data set is read, torch's, Python's and numpy's generators are seeded for it, so crops and flips differ
+in every epoch, and are the same with any number of worker processes and after a kill. A plain loop over the same rows:
 
     for epoch in range(1, epochs + 1):
         for index in row_order(seed, epoch, len(data)):
@@ -25,17 +25,17 @@ SPLITS = "train", "test"
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Of one pass over the rows of a split, one of SPLITS."""
+    """The random draws of one pass over the rows of a split, one of SPLITS."""
 
     seed: int
     split: str
     stage: int
     """1 in recovery."""
     epoch: int
-    """From 1 in training; 0 in passes without updates, which so are all alike, and below for further views of the rows."""
+    """From 1 in training; 0 in passes without updates, so that all draw the same; negative for further views of the rows."""
 
     def seed_for(self, what: str, number: int = 0) -> int:
-        """what: "row", "batch" (what a collate_fn draws, by the number of the batch in its epoch) or "order"."""
+        """Returns a seed. what: "row", "batch" (a collate_fn's draws, by the batch's number in its epoch) or "order"."""
         return keyed_seed(self.seed, what, self.split, self.stage, self.epoch, int(number))
 
 
@@ -46,12 +46,12 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_row(seed: int, epoch: int, index: int) -> None:
-    """As a run of that seed does before it reads item `index` in an epoch of training, which count from 1."""
+    """Seeds the generators as a run of that seed does before it reads item `index` in a training epoch (from 1)."""
     seed_generators(Draws(seed, "train", 0, epoch).seed_for("row", index))
 
 
 def row_order(seed: int, epoch: int, count: int) -> Ints:
-    """The order in which a run of that seed reads so many rows in an epoch of training, where it shuffles."""
+    """Returns the order in which a run of that seed reads `count` rows in a training epoch, if it shuffles."""
     return shuffled(Draws(seed, "train", 0, epoch), count)
 
 
@@ -61,7 +61,7 @@ def shuffled(draws: Draws, count: int) -> Ints:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Behind it random numbers go on as if nothing had been drawn inside."""
+    """Restores the random generators afterwards, as if nothing had been drawn inside."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

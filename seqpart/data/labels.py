@@ -1,9 +1,10 @@
-"""Labels as they come from the user, checked: one tensor for all rows, and where a row has several of them, side by side in
-bytes, as inputs are.
+"""Checks the user's labels and makes one tensor for all rows.
+
+Several labels of a row are packed as bytes, as inputs are.
 
     (rows,)         one class, or one float, for each row
-    (rows, ...)     whole numbers: a class for each position; floats: a vector, a mask or an image to come close to
-    dict or tuple   of such tensors, for a loss of the user's own: boxes and their classes, two targets
+    (rows, ...)     whole numbers: a class for each position; floats: a vector, a mask or an image to regress to
+    dict or tuple   of such tensors, for the user's own loss: boxes and their classes, two targets
 """
 
 import warnings
@@ -24,21 +25,21 @@ _NARROW = {
     torch.bool: torch.uint8,
     torch.uint16: torch.int32,
 }
-"""Types that labels of positions keep, because there are many; torch computes little with uint16."""
+"""Types that labels of positions keep, because there are many labels; uint16 becomes int32, as torch has few ops for it."""
 
 
 def are_several(label: object) -> bool:
-    """Whether the label of a row, or those of all rows, are more than one tensor: a dict, or a tuple or list with a tensor that
-    has dimensions."""
+    """True if the label of a row, or those of all rows, are more than one tensor: a dict, or a tuple or list with a tensor
+    that has dimensions."""
     if isinstance(label, Mapping):
         return True
     return isinstance(label, tuple | list) and any(len(getattr(part, "shape", ())) > 0 for part in label)
 
 
 def labels_of_rows(labels: Any, name: str) -> tuple[torch.Tensor, Form]:
-    """The labels of all rows, whole: (rows, ...), or a dict or tuple of them as (rows, bytes) and how a row of bytes is made.
+    """Returns the labels of all rows, (rows, ...), or a dict or tuple of them as (rows, bytes), and the form of the bytes.
 
-    Raises DataError for what cannot be labels, naming the data `name`.
+    Raises DataError for anything that cannot be labels, naming the data `name`.
     """
     if not are_several(labels):
         return as_labels(labels, name), ()
@@ -52,7 +53,7 @@ def labels_of_rows(labels: Any, name: str) -> tuple[torch.Tensor, Form]:
 
 
 def labels_of_items(labels: Sequence[Any], name: str) -> tuple[torch.Tensor, Form]:
-    """The same of the labels of single items."""
+    """Returns what `labels_of_rows` does, for a sequence with the labels of single items."""
     if not are_several(labels[0]) or not isinstance(labels[0], Mapping | tuple):
         return as_labels(labels, name), ()
     said, form = f"{name} labels: item {{}}", form_of(labels[0], f"{name} labels: item 0", whole=False)
@@ -63,7 +64,7 @@ def labels_of_items(labels: Sequence[Any], name: str) -> tuple[torch.Tensor, For
 
 
 def as_labels(labels: Any, name: str) -> torch.Tensor:
-    """Labels (rows, ...) as int64 classes of rows, whole numbers of positions as narrow as they come, or float32.
+    """Returns labels (rows, ...) as int64 classes of rows, whole numbers of positions in their own narrow type, or float32.
 
     Raises DataError for anything else, and for NaN or infinity.
     """
@@ -92,7 +93,7 @@ def as_labels(labels: Any, name: str) -> torch.Tensor:
 
 
 def plain(label: Any) -> Any:
-    """A number or an array in the place of a tensor."""
+    """Returns a tensor as a number or an array, and anything else unchanged."""
     if isinstance(label, Mapping):
         return {name: plain(part) for name, part in label.items()}
     if not isinstance(label, torch.Tensor):
@@ -101,7 +102,7 @@ def plain(label: Any) -> Any:
 
 
 def loss_for(given: LossFunction | None, name: LossName | None, labels: torch.Tensor, form: Form, classes: int) -> LossFunction:
-    """The user's loss, or the one of that name, for labels (rows, ...), or for several in a row. Raises DataError."""
+    """Returns the user's loss, or the one of that name, for labels (rows, ...) or several in a row. Raises DataError."""
     if not form:
         return given or loss_named(name, labels, classes)
     if given is None:
@@ -113,15 +114,15 @@ def loss_for(given: LossFunction | None, name: LossName | None, labels: torch.Te
 
 
 class LossOfSeveral:
-    """A loss of the user's own (output, labels) -> loss, whose labels are a dict or a tuple, as it came, of the rows' bytes."""
+    """The user's loss (output, labels) -> loss, called with the dict or tuple of labels that the rows' bytes hold."""
 
     takes_bytes = True
-    """That no number among them is a label."""
+    """True: its labels are packed bytes, not numbers."""
 
     def __init__(self, loss: LossFunction, form: Form) -> None:
         self._loss, self._form = loss, form
         self.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
-        for name in ("counts", "scores"):  # what it says of itself
+        for name in ("counts", "scores"):  # optional methods of the user's loss
             if callable(own := getattr(loss, name, None)):
                 setattr(self, name, self._of_labels(own))
 

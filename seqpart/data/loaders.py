@@ -1,4 +1,4 @@
-"""What a user gives as data: rows that are kept once, or a source of rows that is read anew in every epoch."""
+"""Turns the user's data into rows that are read once and kept, or into a source of rows that is read anew in every epoch."""
 
 import sys
 import time
@@ -31,22 +31,22 @@ from seqpart.errors import DataError, OptionError
 from seqpart.fields import values_of
 
 _FLOOR = -1
-"""Rows of an epoch of a stream that is yet to be counted: as many as make whole batches."""
+"""Rows of an epoch of a stream with drop_last that is not counted yet: as many as make whole batches."""
 LOOKED_AT = 1 << 16
-"""Rows of a stream that are counted where the run may end before it does: a shorter one has epochs."""
+"""Most rows of a stream that are counted if the run may end before the stream does: a shorter stream has epochs."""
 TELLS_EVERY = 5.0
-"""Seconds."""
+"""Seconds between two progress messages."""
 _COMPARED = 16
-"""Items whose labels are compared with what the data set's `targets` say of them, and that tell data from others."""
+"""Items whose labels are compared with the data set's `targets`, and items that identify the data."""
 
 
 def training_rows(
     data: object, settings: Settings, name: str = "training", padding: Padding | None = None, *, tested: bool = False
 ) -> Split:  # fmt: skip
-    """The training data: a pair, a data set, a stream or a loader. Raises DataError for what cannot be honoured.
+    """Returns the training rows of a pair, a data set, a stream or a loader. Raises DataError for what cannot be honoured.
 
-    Rows are kept once where they are seen to stay the same, and with `cache` "rows" whatever they are; else they are read anew.
-    padding: with a length, see `longest.for_data`. tested: they are what an evaluation judges, partition by partition.
+    Rows are read once and kept if they stay the same when read again, and with `cache` "rows" always; else they are read anew.
+    padding: with a length, see `for_data`. tested: an evaluation runs on them, partition by partition.
     """
     if not is_loader(data):
         data = padded(data, name, padding)
@@ -64,9 +64,9 @@ def training_rows(
 
 
 def test_rows(data: object, train: Split, settings: Settings, padding: Padding | None = None) -> Split:
-    """The test data, read as the training data is: anew where that is not kept. Every pass sees the same draws.
+    """Returns the test rows, read like the training rows: anew if those are not kept. Every pass sees the same draws.
 
-    None, and what comes of it here: there are none.
+    data: None, or an empty Split, for a run without test rows.
     """
     if data is None or (isinstance(data, Split) and not data.count):
         return tested_on(data, train)
@@ -82,26 +82,26 @@ def test_rows(data: object, train: Split, settings: Settings, padding: Padding |
         raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
     if train.source is None:
         return _kept(_of_source(source, settings, whole=True))
-    # Partition by partition only the first one reads rows with their labels.
+    # When partitions run one after another, only the first one reads rows with their labels.
     return _of_source(source, settings, whole=settings.method not in ("full", "checkpointed"))
 
 
 def is_loader(data: object) -> bool:
-    """Whether it is a DataLoader or a stream, which has no rows by number."""
+    """True if `data` is a DataLoader or a stream, which has no rows by number."""
     if isinstance(data, DataLoader | IterableDataset):
         return True
     return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not isinstance(data, str | Split)
 
 
 def kept_rows(data: object, settings: Settings, name: str, padding: Padding | None) -> Split:
-    """The same, of which one draw of each is kept."""
+    """Returns the rows of any data, with one draw of each row kept."""
     if is_loader(data):
         return _read(source_of(data, name, padding), replace(settings, cache="rows"))
     return as_split(padded(data, name, padding), name)
 
 
 def first_batch(loader: object, settings: Settings, name: str, padding: Padding | None) -> Split:
-    """Of a loader or a stream."""
+    """Returns the first batch of a loader or a stream."""
     source = source_of(loader, name, padding)
     with generators_kept():
         most = max(ROWS_AT_ONCE, source.batch, *values_of(settings.batch_size))
@@ -118,9 +118,9 @@ def _read(source: Source, settings: Settings, *, whole: bool = False) -> Split:
 
 
 def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
-    """Of a loader's parts, a stream or a data set. Raises DataError for what cannot be repeated, in words.
+    """Returns the source of a loader, a stream or a data set. Raises DataError for one that cannot be repeated.
 
-    padding: of a loader's batches, or of the items that a stream gives; a data set brings its own.
+    padding: for a loader's batches, or a stream's items; a data set must be padded already.
     """
     data = as_pair(data, f"{name} data")
     if isinstance(data, DataLoader):
@@ -148,7 +148,7 @@ def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
 
 
 class _Pair:
-    """Rows x and labels y as items."""
+    """A data set whose items are the rows of x and y."""
 
     def __init__(self, x: Any, y: Any) -> None:
         self._x, self._y = x, y
@@ -165,7 +165,7 @@ class _Pair:
 
 
 class _InOrder:
-    """The rows of a split that opens its files anew for every pass, as items."""
+    """A stream of the rows of a split that opens its files anew for every pass."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -185,7 +185,7 @@ def _stream_of(split: Split) -> Source:
 
 
 def _known(items: Any) -> int:
-    """What len() says; 0 where it says nothing."""
+    """Returns len(items), or 0 if it has no length."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):
@@ -223,7 +223,7 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
 
 
 def _order_of(sampler: Any, count: int) -> tuple[Any, bool]:
-    """(the sampler, where its order is its own; whether rows are shuffled)."""
+    """Returns (the sampler, if it is none of torch's two plain ones, else None; true if rows are shuffled)."""
     if type(sampler) is SequentialSampler:
         return None, False
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
@@ -244,9 +244,9 @@ def _refuse_unrepeatable(source: Source) -> None:
 
 
 def with_loader(settings: Settings, train: Split) -> Settings:
-    """`settings` with what the loader of the training rows says of batches and their order.
+    """Returns `settings` with the batch size and order of the training rows' loader.
 
-    Raises OptionError where the two contradict each other, and for what does not go with rows that are read anew.
+    Raises OptionError if the two contradict each other, and for options that do not go with rows that are read anew.
     """
     source = train.source
     if not isinstance(source, Source):
@@ -293,9 +293,9 @@ def with_loader(settings: Settings, train: Split) -> Settings:
 
 
 def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Split:
-    """A split whose rows are read when they are needed. whole: all labels are needed, also floats and those of positions.
+    """Returns a split whose rows are read when they are needed. whole: read all labels, also floats and those of positions.
 
-    Its labels are all that there are where each is one class; else those of the first rows, which say their type and shape.
+    Without `whole` it has all labels if each is one class; else those of the first rows, for their type and shape.
     """
     draws = source.draws(settings.seed, "test" if source.name == "test" else "train", 0, 0)
     steps = None if whole or source.name == "test" else settings.max_steps
@@ -317,7 +317,7 @@ def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Sp
 
 
 def _some(source: Source, draws: Any) -> Sequence[torch.Tensor]:
-    """Some rows as the first epoch draws them, where they are the same when they are read again; else none."""
+    """Returns some rows as passes without updates draw them, if they stay the same when read again; else none."""
     numbers: Sequence[int] = range(min(source.count, source.batch if source.collate is not None else _COMPARED))
     if source.collate is None and not source.streams:
         numbers = spread(source.count, _COMPARED)
@@ -332,15 +332,15 @@ def _some(source: Source, draws: Any) -> Sequence[torch.Tensor]:
 
 
 def _several(split: Split) -> bool:
-    """Whether a row has several labels, as bytes."""
+    """True if a row has several labels, packed as bytes."""
     return bool(getattr(split, "label_form", ()))
 
 
 def counted(source: Source, most: int | None = None) -> Source:
-    """With its number of rows, for which a stream without len() is read once.
+    """Returns `source` with its number of rows, for which a stream without len() is read once.
 
-    most: of those that the run will read. Of a stream that has more than it, or than is looked at, they are all that counts: it
-    goes on behind its end. It says how far it is, since a stream may have none.
+    most: number of rows that the run will read. A stream with more rows than `most`, or than LOOKED_AT, is not counted further:
+    its count is `most`, and it begins anew after its end. Progress is printed, since a stream may be endless.
     """
     if source.count or not source.streams:
         if not source.count:
@@ -362,7 +362,7 @@ def counted(source: Source, most: int | None = None) -> Source:
 
 
 def _first(source: Source, draws: Any) -> tuple[Split, torch.dtype]:
-    """The first rows, and the type in which all travel."""
+    """Returns the first rows, and the type in which all rows are transferred."""
     count = min(source.count, source.batch if source.collate is not None else ROWS_AT_ONCE)
     x, y = next(iter(SourceReader(source).read(draws, 0, range(count))))
     like = as_split((x, y), source.name)
@@ -370,7 +370,7 @@ def _first(source: Source, draws: Any) -> tuple[Split, torch.dtype]:
 
 
 def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows, labels) of all items in order."""
+    """Yields (rows, labels) of all items in order."""
     source, reader = part.source, SourceReader(part.source)
     step = source.batch if source.collate is not None else ROWS_AT_ONCE
     for batch, start in enumerate(range(0, source.count, step)):
@@ -382,7 +382,7 @@ def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def _labels_of(source: Source, like: Split, kept: torch.dtype, draws: Any) -> torch.Tensor:
-    """Of all rows: what the data set's `targets` say, if its items agree, else from a pass over it."""
+    """Returns the labels of all rows: the data set's `targets` if its items agree, else those of a pass over it."""
     targets = _targets(source.items)
     if targets is not None and len(targets) == source.count and _agree(source, targets, like, draws):
         labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets)), source.name).labels
@@ -400,7 +400,7 @@ def _targets(items: Any) -> Any:
 
 
 def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> bool:
-    """Whether some items, or the first batch that a collate_fn makes, have the labels that `targets` says."""
+    """True if some items, or the first batch of a collate_fn, have the labels that `targets` has."""
     if source.streams or like.labels.ndim != 1 or like.labels.is_floating_point():
         return False
     if source.collate is not None:
@@ -414,12 +414,12 @@ def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> b
 
 
 def _kept(split: Split) -> Split:
-    """One draw of its rows, to be kept in the type in which they come."""
+    """Returns the split with one draw of its rows kept, in the type in which they come."""
     return replace(split, source=None)
 
 
 def for_data(padding: Padding | None, several: Sequence[Any], seed: int = 0) -> Padding | None:
-    """`padding` with a length, a token and a side: what it says, and else what these data, which are all that it is for, say.
+    """Returns `padding` with its length, token and side filled in from all the data that it is for, where it gives none.
 
     Raises DataError for rows that cannot be read.
     """
@@ -438,7 +438,7 @@ def for_data(padding: Padding | None, several: Sequence[Any], seed: int = 0) -> 
 
 
 def spanned(several: Iterable[Sizes]) -> tuple[Sizes, list[str | int]]:
-    """(the largest that each is, those that are not always so large)."""
+    """Returns (the largest size of each tensor, the tensors whose size varies)."""
     largest: Sizes = {}
     smallest: Sizes = {}
     for sizes in several:
@@ -448,7 +448,7 @@ def spanned(several: Iterable[Sizes]) -> tuple[Sizes, list[str | int]]:
 
 
 def _sizes(data: Any, seed: int) -> Iterator[Sizes]:
-    """Of its batches or items, in order."""
+    """Yields the sizes of the data's batches or items, in order."""
     if isinstance(data, Mapping) or is_pair(data):
         yield sizes_of_batch(data)
         return

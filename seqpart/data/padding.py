@@ -1,4 +1,4 @@
-"""Padding of rows of several lengths: to a number, or to the longest row of a batch; rows and sources that are padded so."""
+"""Pads rows of several lengths to a number, or to the longest row of all data; rows and sources that are padded so."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -16,35 +16,35 @@ from seqpart.errors import DataError, OptionError
 from seqpart.text import short
 
 Key = str | int
-"""Of a tensor in a batch: its name, or its place where x has no names, from 0; `labels` for those behind x."""
+"""A tensor in a batch: its name, or its place from 0 if x has no names; `labels` for the labels."""
 Sizes = dict[Key, int]
-"""Of each tensor with a second dimension, how large that is."""
+"""Length of each tensor that has a second dimension."""
 TOKENS = ("input_ids", "decoder_input_ids")
 LABELS, IGNORED = "labels", -100
 ZEROS = ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids")
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _BATCH, _ITEM = 1, 0
-"""Which dimension is a row's length."""
+"""The dimension that is a row's length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How rows of several lengths become rows of one, as a plan needs them: `Trainer(model, ..., padding=Padding(128))`.
+    """Pads rows of several lengths to one length, as a plan needs them: `Trainer(model, ..., padding=Padding(128))`.
 
-    length: to which every sequence of a batch is padded; "longest": that of the longest row of all data that a call gets, for
-        which they are read once before the plan; or a length for each tensor by its name, as {"input_ids": 128, "labels": 32},
-        and then no other is padded. Tensors without names have their place in x in the place of a name, a lone x has 0.
-    token: behind the last token of `input_ids`, `decoder_input_ids` and an x without a name that comes first and is int64.
-        None: what the `tokenizer` of a DataLoader's collate_fn pads with, if it has one, and else 0.
-    side: "right" or "left" of the row. None: as the same tokenizer says, and else right.
-    values: with what tensors are padded, by name or place. `attention_mask`, `decoder_attention_mask`, `token_type_ids` and
-        `position_ids` have 0, and `labels` of whole numbers -100, which no loss counts, unless it says otherwise. What it
-        does not say of others is not guessed: they keep their shape, and are refused where they have several.
+    length: the length of every padded sequence; "longest": that of the longest row of all data that a call gets, which are
+        then read once before the plan; or a length for each tensor by its name, as {"input_ids": 128, "labels": 32}, and then
+        no other is padded. Tensors without names use their place in x as their name; a single x has 0.
+    token: pads `input_ids`, `decoder_input_ids` and an x without a name that comes first and is int64.
+        None: the padding token of the `tokenizer` of a DataLoader's collate_fn, if it has one, and else 0.
+    side: "right" or "left" of the row. None: the same tokenizer's side, and else right.
+    values: the padding value of other tensors, by name or place. `attention_mask`, `decoder_attention_mask`, `token_type_ids`
+        and `position_ids` have 0, and `labels` of whole numbers -100, which no loss counts, unless it says otherwise. For all
+        other tensors no value is guessed: they keep their shape, and are refused if their lengths differ.
 
     A batch, as a DataLoader makes it (a dict, a pair (x, y) or a tuple with its labels last), is padded by a call:
     `padding(batch)`. Rows that are longer than `length` are refused and never cut.
 
-    Raises OptionError for what is no length, side or number; a call DataError for what cannot be padded.
+    Raises OptionError for an invalid length, side or number; a call raises DataError for what cannot be padded.
     """
 
     length: int | Literal["longest"] | Mapping[Key, int]
@@ -67,23 +67,23 @@ class Padding:
             raise OptionError(f'padding: expected values={{"name": number}}; found {short(self.values)}.')
 
     def __call__(self, batch: Any) -> Any:
-        """`batch`, whose tensors have rows as their first dimension, with its sequences at their length."""
+        """Returns `batch`, whose tensors have rows as their first dimension, with its sequences padded."""
         return self.of_batch(batch, "padding")
 
     def of_batch(self, batch: Any, said: str) -> Any:
-        """said: whose batch it is, for errors."""
+        """Returns a padded batch. said: names the batch in errors."""
         return self._padded(batch, _BATCH, said)
 
     def of_item(self, item: Any, said: str) -> Any:
-        """Of one row."""
+        """Returns one padded row."""
         return self._padded(item, _ITEM, said)
 
     def or_else(self, token: int | None, side: Literal["left", "right"] | None) -> "Padding":
-        """With these where it does not say."""
+        """Returns this padding with `token` and `side` filled in if it has none."""
         return replace(self, token=token if self.token is None else self.token, side=self.side or side)
 
     def value_of(self, key: Key, dtype: torch.dtype) -> float | None:
-        """What fills such a tensor; None where that is not known."""
+        """Returns the padding value of a tensor, or None if it is not known."""
         if key in self.values:
             return self.values[key]
         if key in TOKENS or (key == 0 and dtype == torch.int64):
@@ -93,7 +93,7 @@ class Padding:
         return IGNORED if key == LABELS and dtype in _SIGNED else None
 
     def refuse_unknown(self, keys: Iterable[Key], said: str) -> None:
-        """keys: of tensors whose rows have several lengths. Raises DataError for a name of which nobody said how to pad it."""
+        """Raises DataError for the first of `keys`, tensors whose rows have several lengths, without a padding value."""
         for key in keys:
             if key not in self.values and key not in (*TOKENS, *ZEROS, LABELS, 0):
                 raise _unknown(key, said)
@@ -132,7 +132,7 @@ class Padding:
         return torch.cat([filling, tensor] if self.side == "left" else [tensor, filling], dim)
 
     def _size(self, key: Key, part: Any) -> int | None:
-        """None: it is not padded."""
+        """Returns the padded length of a tensor, or None if it is not padded."""
         if isinstance(self.length, Mapping):
             return self.length.get(key)
         if isinstance(self.length, str):
@@ -144,7 +144,7 @@ class Padding:
 
 
 def as_padding(given: object) -> Padding | None:
-    """What a Trainer was given. Raises OptionError for what is none."""
+    """Returns the Trainer's `padding` argument. Raises OptionError if it is no Padding."""
     if given is None or isinstance(given, Padding):
         return given
     cure = f"Padding({given!r})" if isinstance(given, int) or given == "longest" else "Padding(LENGTH)"
@@ -172,7 +172,7 @@ def _sizes(found: Any, dim: int) -> Sizes:
 
 
 def tokenizer_says(tokenizer: Any) -> tuple[int | None, Literal["left", "right"] | None]:
-    """(the token that fills a row, and on which side); None for what it does not say."""
+    """Returns (the tokenizer's padding token, its padding side), each None if it has none."""
     token, side = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "padding_side", None)
     return token if _is_whole(token) else None, side if side in ("left", "right") else None
 
@@ -181,7 +181,7 @@ def tokenizer_says(tokenizer: Any) -> tuple[int | None, Literal["left", "right"]
 
 
 def _changed(found: Any, change: Callable[[Key, Any], Any]) -> Any:
-    """A batch or an item with what `change` makes of each of its tensors. What is neither stays as it is."""
+    """Returns a batch or an item with `change` applied to each of its tensors, and anything else unchanged."""
     if isinstance(found, Mapping):
         return {name: _labels(part, change) if name == LABELS else change(name, part) for name, part in found.items()}
     if not isinstance(found, tuple | list) or len(found) < 2:
@@ -203,17 +203,17 @@ def _labels(y: Any, change: Callable[[Key, Any], Any]) -> Any:
 
 
 def _shape(part: Any) -> tuple[int, ...]:
-    """() for a number, and for what is none."""
+    """Returns the shape of a tensor, an array or a list; () for a number, and for anything else."""
     if hasattr(part, "shape"):
         return tuple(part.shape)
     try:
         return tuple(_tensor(part).shape) if isinstance(part, list | tuple) else ()
-    except (TypeError, ValueError, RuntimeError):  # texts, say, which are refused by whoever makes rows of them
+    except (TypeError, ValueError, RuntimeError):  # for example texts, which are refused when rows are made of them
         return ()
 
 
 def _tensor(part: Any) -> torch.Tensor:
-    # A copy: torch warns of arrays that it may not write to.
+    # A copy: torch warns about read-only arrays.
     return part if isinstance(part, torch.Tensor) else torch.as_tensor(np.array(part))
 
 
@@ -233,7 +233,7 @@ def _is_whole(found: Any, least: int = 0) -> bool:
 
 
 class _Items:
-    """A data set or a stream."""
+    """A padded data set or stream."""
 
     def __init__(self, items: Any, padding: Padding, name: str) -> None:
         self._items, self._padding, self._name = items, padding, name
@@ -242,8 +242,8 @@ class _Items:
         return len(self._items)
 
     def __getattr__(self, name: str) -> Any:
-        """`targets`, `set_epoch` and whatever else the data set says of itself."""
-        if name.startswith("_"):  # of a copy that is under way, which has no _items yet
+        """Returns the data set's own attribute: `targets`, `set_epoch` and any other."""
+        if name.startswith("_"):  # an object that is being copied has no _items yet
             raise AttributeError(name)
         return getattr(self._items, name)
 
@@ -261,7 +261,7 @@ class _Streamed(_Items):
 
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    """A collate_fn."""
+    """A padded collate_fn."""
 
     collate: Callable[[list[Any]], Any]
     padding: Padding
@@ -272,7 +272,7 @@ class _Collated:
 
 
 def padded(data: Any, name: str, padding: Padding | None) -> Any:
-    """A pair, or a data set with [i], with rows of one length; what is neither is left to who refuses it.
+    """Returns a pair, or a data set with [i], padded; anything else unchanged, to be refused elsewhere.
 
     Raises OptionError for rows that have one length already.
     """

@@ -1,4 +1,4 @@
-"""x and labels, told apart: of all rows at once, of a batch, or of an item."""
+"""Separates x and labels: of all rows at once, of a batch, or of an item."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -12,7 +12,7 @@ from seqpart.errors import DataError
 
 
 def as_pair(data: object, said: str) -> object:
-    """All rows at once as (x, y), where they are a dict of tensors with `labels`; other data as they are.
+    """Returns all rows at once as (x, y) if they are a dict of tensors with `labels`, and other data unchanged.
 
     Raises DataError for x alone, and for a dict without labels.
     """
@@ -42,7 +42,7 @@ def as_pair(data: object, said: str) -> object:
 
 
 def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], Any]:
-    """(inputs by name, labels) of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
+    """Returns (inputs by name, labels) of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
     name = "label" if "labels" not in found and "label" in found else "labels"
     if name not in found:
         raise DataError(
@@ -53,7 +53,7 @@ def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], A
 
 
 def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it is (x, y) of all rows, or of a batch of them."""
+    """True if `data` is (x, y) of all rows, or of a batch."""
     if not isinstance(data, tuple | list) or len(data) != 2:
         return False
     x, y = data
@@ -61,19 +61,19 @@ def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _are_labels(y: object) -> bool:
-    """Of all rows, behind an x that is one tensor."""
+    """True if `y` can be the labels of all rows, beside an x that is one tensor."""
     return hasattr(y, "shape") or (are_several(y) and bool(y))
 
 
 def _labels_several(x: object, y: object) -> bool:
-    """The same behind an x of several tensors: two items of a list may look alike, and then items they are."""
+    """True if `y` can be labels beside an x of several tensors; two items of a list may look the same, and count as items."""
     if hasattr(y, "shape"):
         return True
     return isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
 
 
 def kind_of(item: object) -> str:
-    """In words: what it is, and how many it holds."""
+    """Returns the item's type and its shape or length, in words."""
     shape = getattr(item, "shape", None)
     if shape is not None:
         return f"a {type(item).__name__} of shape {tuple(shape)}"

@@ -1,4 +1,4 @@
-"""Rows of a boundary in the order of a phase: read ahead by one thread, or picked out of memory when they are asked for.
+"""Reads rows of a boundary in the order of a phase: ahead by one thread, or out of memory when they are needed.
 
     disk --chunks--> window --gather--> ring of host batches --upload--> device
          (random order when shuffled)  (rows permuted inside)
@@ -25,17 +25,17 @@ from seqpart.store.movers import Watched, unwatched
 from seqpart.store.row_file import PassingLayout, RowLayout, Rows
 
 WINDOW = 8
-"""Chunks that are shuffled among themselves."""
+"""Number of chunks whose rows are shuffled together."""
 
 _PIECE = 32 << 10
-"""Bytes of small padded rows that are picked at a time."""
+"""Bytes of small padded rows that are gathered at a time."""
 
 RING = 3
-"""Batches on the way between the reader and the device."""
+"""Number of batches in flight between the reader and the device."""
 
 
 def reader_bytes(layout: RowLayout, count: int, micro_batch: int, *, in_memory: bool = False) -> int:
-    """Host memory that reading takes: one window and the ring; one batch where the rows lie in memory."""
+    """Bytes of host memory for reading: one window and the ring; one batch if the rows are in memory."""
     if isinstance(layout, PassingLayout):
         return layout.reading_bytes(min(micro_batch, count))
     converted = layout.converted_bytes(min(micro_batch, count))
@@ -60,7 +60,7 @@ class Window:
 
 
 def windows(count: int, chunk_rows: int, shuffle_key: tuple[int | str, ...] | None) -> Iterator[Window]:
-    """The row order of one pass, window by window. Without a key: dataset order."""
+    """Yields the row order of one pass, window by window. Without a key: dataset order."""
     numbers = np.arange(-(-count // chunk_rows))
     random = np.random.default_rng(keyed_seed(*shuffle_key)) if shuffle_key is not None else None
     if random is not None:
@@ -78,11 +78,11 @@ def windows(count: int, chunk_rows: int, shuffle_key: tuple[int | str, ...] | No
 
 
 Pick = tuple[Window, int, int]
-"""(window, first and last of its order; the last is not included)."""
+"""(window, start, stop): a range of the window's order."""
 
 
 def picks(rows: Rows, phase: Phase, seed: int, first_update: int) -> Iterator[tuple[int, Span, list[Pick]]]:
-    """Of every micro-batch from update `first_update` on, the rows that it consists of."""
+    """Yields the rows of every micro-batch from update `first_update` on."""
     key = (seed, "order", phase.source, phase.epoch) if phase.shuffle else None
     passing = windows(rows.count, rows.layout.chunk_rows, key)
     window, start = next(passing), 0
@@ -110,7 +110,7 @@ class Batch:
 
 
 class ReaderThread:
-    """The one thread that reads ahead. `close` stops it wherever it is, also when an interrupt lost its Reader."""
+    """The one thread that reads ahead. `close` stops it wherever it is, even if an interrupt lost its Reader."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
@@ -154,7 +154,7 @@ class Reader:
         self._work = thread.submit(self._read_ahead)
 
     def take(self) -> Batch:
-        """The next batch; waits for the reader. The caller owes a `done` for it."""
+        """Returns the next batch, waiting for the reader. The caller must call `done` for it."""
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
@@ -162,11 +162,11 @@ class Reader:
         return item
 
     def done(self, batch: Batch) -> None:
-        """The device no longer needs `batch.x`'s host memory once the work issued so far is over."""
+        """Frees `batch.x`'s host memory for reuse once the work issued to the device so far is over."""
         self._free.put((batch.slot, self._device.mark()))
 
     def close(self) -> None:
-        """Stop reading and free the buffers; returns when the thread has let go of them."""
+        """Stops reading and frees the buffers; returns when the thread no longer uses them."""
         self._closed.set()
         self._free.put(None)
         self._work.result()
@@ -217,7 +217,7 @@ class Reader:
             self._rows.read_chunk(chunk, self._window[index * size : (index + 1) * size])
 
     def _gather(self, order: Ints, slot: int, at: int) -> None:
-        """Copy rows of the window to places `at`... of the slot. numpy: torch would start a second OpenMP team here."""
+        """Copies rows of the window to rows `at`... of the slot. numpy: torch would start a second OpenMP team here."""
         layout = self._rows.layout
         source = np.asarray(bytes_of(self._window)).reshape(-1, layout.stride)
         target = np.asarray(bytes_of(self._ring[slot]))[: len(self._ring[slot]) // layout.nbytes * layout.nbytes]
@@ -227,7 +227,7 @@ class Reader:
         elif layout.nbytes > _PIECE:
             for place, row in enumerate(order):
                 target[place] = source[row, : layout.nbytes]
-        else:  # np.take would first copy the whole padded window; an index makes a copy of what it picks
+        else:  # np.take would first copy the whole padded window; indexing copies only the chosen rows
             rows = np.ndarray(len(source), f"V{layout.nbytes}", source, strides=(layout.stride,))
             places = np.ndarray(len(target), rows.dtype, target)
             some = _PIECE // layout.nbytes
@@ -236,7 +236,7 @@ class Reader:
 
 
 class MemoryReader:
-    """Batches of one phase in order, of rows that lie in memory: what a thread would read ahead is there."""
+    """Batches of one phase in order, from rows in memory, so that nothing has to be read ahead."""
 
     def __init__(self, rows: Rows, labels: torch.Tensor, phase: Phase, *, seed: int, first_update: int = 0) -> None:
         assert rows.in_memory is not None
@@ -245,7 +245,7 @@ class MemoryReader:
         self._batch = aligned(min(phase.micro_batch, phase.rows) * self._layout.nbytes)
 
     def take(self) -> Batch:
-        """The next batch. Its memory is that of the one before."""
+        """Returns the next batch, in the memory of the one before."""
         found = next(self._picks, None)
         assert found is not None, f"{self._phase} has no more batches"
         m, span, picked = found
@@ -255,7 +255,7 @@ class MemoryReader:
         return Batch(m, span, x, self._labels[order], 0)
 
     def done(self, batch: Batch) -> None:
-        """The device shares this memory, and is through with it."""
+        """Does nothing: the device shares this memory, and has finished with it."""
 
     def close(self) -> None:
         self._batch = self._batch[:0].clone()
@@ -281,7 +281,7 @@ def open_reader(
     rows: Rows | Passing, labels: torch.Tensor, phase: Phase, device: Device, thread: ReaderThread,
     *, seed: int, first_update: int = 0,
 ) -> BatchReader:  # fmt: skip
-    """Of `rows`, wherever they lie or come from."""
+    """Returns a reader of `rows`, whether on disk, in memory or read anew."""
     if not isinstance(rows, Rows):
         return rows.open_reader(phase, seed=seed, first_update=first_update)
     if rows.in_memory is not None:
@@ -290,5 +290,5 @@ def open_reader(
 
 
 def _as_rows(flat: torch.Tensor, layout: RowLayout, rows: int) -> torch.Tensor:
-    """The first `rows` rows in `flat`, (rows, *shape)."""
+    """Returns the first `rows` rows in `flat` as (rows, *shape)."""
     return flat[: rows * layout.nbytes].view(layout.dtype).view(rows, *layout.shape)

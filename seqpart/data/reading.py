@@ -1,4 +1,4 @@
-"""Rows of the data that are not kept: every pass reads them anew, here or in worker processes, batch by batch in its order."""
+"""Reads rows that are not kept: anew in every pass, here or in worker processes, batch by batch in the pass's order."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,20 +22,20 @@ from seqpart.store.row_file import PassingLayout, RowLayout
 
 Made = TypeVar("Made")
 _NUMBER, _OF_SAMPLER = 8, 48
-"""Bytes of the number of a row, and while a sampler gives them as a list."""
+"""Bytes of a row's number, and the additional bytes while a sampler returns them as a list."""
 _PROBE = 8
-"""Items, at least, that are read to see what reading takes."""
+"""Fewest items that are read to measure the memory of reading."""
 
 
 class Reading:
-    """How the rows of a run are read where they are not kept: nothing, where they are. `close` ends its processes."""
+    """Reading of a run's rows that are not kept; it does nothing if they are kept. `close` ends its processes."""
 
     def __init__(self, train: Split, test: Split, workers: int | None, device: Device) -> None:
-        """workers: processes that are asked for; None: as many as the loader asks for."""
+        """workers: number of processes; None: as many as the loader has."""
         self.workers: list[Worker] = []
         self.said: list[str] = []
         kept = {split.kept for split in (train, test)}
-        # One type for both; and behind a link the plan has no room for rows in two types.
+        # One type for both splits; and for a device behind a link the plan has no room for rows in two types.
         dtype = train.kept if len(kept) == 1 and train.kept is not None and device.shares_memory else train.dtype
         self._parts = [Part(s.source, RowTaker(s, dtype)) for s in (train, test) if isinstance(s.source, Source)]
         self._row = RowLayout(train.shape, dtype, None if dtype == train.dtype else train.dtype)
@@ -51,9 +51,9 @@ class Reading:
                 )
 
     def start(self, limit: int, device: Device) -> None:
-        """Start the processes, and see what reading takes: before the run holds memory of its own, which a fork would count.
+        """Starts the processes, and measures the memory of reading, before the run holds memory, which a fork would count too.
 
-        As many as `limit` bytes have room for beside the least that a plan needs, if that is on this memory.
+        Starts as many as fit in `limit` bytes beside the least that a plan needs, if the device shares the host's memory.
         """
         if not self._parts:
             return
@@ -84,12 +84,12 @@ class Reading:
         )  # fmt: skip
 
     def beside(self, rows: int) -> int:
-        """Bytes that workers may come to hold beyond what they hold idle, where a batch has so many rows."""
+        """Most bytes that workers hold beyond their idle memory, for a batch of `rows` rows."""
         layout = self.layout
         return layout.of_workers(rows) if isinstance(layout, PassingLayout) else 0
 
     def fewer(self) -> int:
-        """Half of the workers end. Returns the bytes that they held; 0: there were none."""
+        """Ends half of the workers. Returns the bytes that they held; 0 if there were none."""
         ending = self.workers[len(self.workers) // 2 :]
         freed = sum(read_tree(worker.pid).held for worker in ending)
         for worker in ending:
@@ -103,13 +103,13 @@ class Reading:
         self.said = [f"{len(self.workers)} of {self._asked} worker processes: for more the limit has no room"]
 
     def rows(self, split: str, device: Device) -> "PassingRows | None":
-        """What stands for the rows of a split; None: they are kept."""
+        """Returns the replacement for the rows of a split; None if they are kept."""
         if not self._parts:
             return None
         return PassingRows(self, SPLITS.index(split), self.layout, device)
 
     def part(self, number: int) -> tuple[Part, SourceReader]:
-        """What is read of a split, and who reads it in this process."""
+        """Returns a split's part, and its reader in this process."""
         return self._parts[number], self._readers[number]
 
     @property
@@ -123,14 +123,14 @@ class Reading:
 
 
 class ReadsRows(Protocol):
-    """What is to be planned: what the process tree holds before that, and the workers in it."""
+    """A planner's view of reading: the workers, and the bytes that the process tree holds before the plan."""
 
     reading: Reading
     runtime: int
 
 
 def with_fewer_workers(prepared: ReadsRows, plan: Callable[[], Made]) -> Made:
-    """What `plan` makes, with as many workers as the limit has room for. Raises DoesNotFit where nothing fits without any."""
+    """Returns `plan()` with as many workers as fit in the limit. Raises DoesNotFit if nothing fits without workers."""
     while True:
         try:
             return plan()
@@ -142,7 +142,7 @@ def with_fewer_workers(prepared: ReadsRows, plan: Callable[[], Made]) -> Made:
 
 @dataclass(frozen=True, slots=True)
 class PassingRows:
-    """The rows of a split, none of which are kept: in the place of `Rows` for the readers of phases."""
+    """The rows of a split, none of which are kept; replaces `Rows` for the readers of phases."""
 
     reading: Reading
     number: int
@@ -154,16 +154,16 @@ class PassingRows:
 
 
 class _Unit(NamedTuple):
-    """Rows that are read at once: those of a micro-batch, or of a batch that a collate_fn makes."""
+    """Rows that are read together: those of a micro-batch, or of a batch that a collate_fn makes."""
 
     first: int
     stop: int
-    """Places in the order of the pass."""
+    """first, stop: a range of places in the order of the pass."""
     job: Job
 
 
 class PassingReader:
-    """Batches of one phase in order, each read when it is asked for, or ahead by the workers."""
+    """Batches of one phase in order, each read when it is needed, or ahead by the workers."""
 
     def __init__(self, rows: PassingRows, phase: Phase, *, seed: int, first_update: int) -> None:
         self._phase, self._rows, self._device, self._skips = phase, rows, rows.device, phase.skips
@@ -184,7 +184,7 @@ class PassingReader:
             self._ask(worker)
 
     def take(self) -> Batch:
-        """The next batch. Its rows' memory is that of the one before. Raises DataError."""
+        """Returns the next batch, in the memory of the one before. Raises DataError."""
         m, span = next(self._spans)
         start, stop = self._skips + span.start, self._skips + span.stop
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -200,14 +200,14 @@ class PassingReader:
         return Batch(m, span, x, labels, 0)
 
     def done(self, batch: Batch) -> None:
-        """The device no longer needs `batch.x` once the work issued so far is over."""
+        """Frees `batch.x` for reuse once the work issued to the device so far is over."""
         self._used = self._device.mark()
 
     def close(self) -> None:
-        """Throw away what workers have read ahead, and free the memory."""
+        """Discards what workers have read ahead, and frees the memory."""
         waiting, self._ahead = self._ahead, []
         for place, unit in enumerate(waiting):
-            with contextlib.suppress(Exception):  # a worker that has ended is told where its rows are needed
+            with contextlib.suppress(Exception):  # a worker that has ended raises its error when its rows are needed
                 worker = self._workers[(self._asked - len(waiting) + place) % len(self._workers)]
                 worker.skip(self._nbytes(unit))
         self._x, self._labels = empty(self._part, 0)

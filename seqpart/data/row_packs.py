@@ -1,7 +1,7 @@
-"""What a row of the boundary cache holds where partitions are trained one after the other: all that later blocks need.
+"""Layout of the boundary cache's rows if partitions are trained one after the other: all that later blocks need.
 
-Where one value passes a cut, a row is that value's row. Where several do, as skips of a U-Net or a mask beside hidden
-states, it is their rows one behind the other, as bytes. A value without rows, as positions that all samples share, is kept
+If one value crosses a cut, a row is that value's row. If several do, such as skips of a U-Net or a mask beside hidden
+states, it is their rows concatenated as bytes. A value without rows, such as positions that all samples share, is kept
 once, and must be the same for every micro-batch.
 """
 
@@ -25,22 +25,22 @@ from seqpart.store.row_file import RowLayout, Rows
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Where a value lies in a row, or in what is kept once."""
+    """A value's place in a row, or in what is kept once."""
 
     number: int
     shape: tuple[int, ...]
-    """Of one row; of what is kept once, all of it."""
+    """Shape of one row; of the whole value if it is kept once."""
     dtype: torch.dtype
-    """As it is kept."""
+    """The type in which it is kept."""
     offset: int
-    """Its first byte."""
+    """Offset of its first byte."""
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Out of `rows`, (n, bytes) of uint8: (n, *shape) in memory of its own, since as a part it may lie on any byte."""
+        """Returns (n, *shape) out of `rows`, (n, bytes) of uint8, as a copy, since its offset may be unaligned."""
         picked = rows[:, self.offset : self.offset + self.nbytes].clone(memory_format=torch.contiguous_format)
         return picked.view(self.dtype).view(len(rows), *self.shape)
 
@@ -51,15 +51,15 @@ def _nbytes(columns: Sequence[Column]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowPack:
-    """Of one boundary: what its rows hold, and what is kept once."""
+    """Layout of one boundary: the columns of its rows, and the values that are kept once."""
 
     judged: int
-    """The value that a loss behind the boundary's partition judges."""
+    """Number of the value that the loss of the boundary's partition takes."""
     layout: RowLayout
     columns: tuple[Column, ...]
     once: tuple[Column, ...] = ()
     lack: str = ""
-    """Why these values cannot be kept, in words; "" where they can."""
+    """Why these values cannot be kept, in words; "" if they can."""
 
     @classmethod
     def of_one(cls, number: int, layout: RowLayout) -> Self:
@@ -67,12 +67,12 @@ class RowPack:
 
     @property
     def is_one(self) -> bool:
-        """Whether one value is all."""
+        """True if it has only one value."""
         return len(self.columns) == 1 and not self.once
 
     @property
     def judged_bytes(self) -> int:
-        """Of a row, what is judged."""
+        """Bytes of a row's value that the loss takes."""
         return next((column.nbytes for column in self.columns if column.number == self.judged), self.layout.nbytes)
 
     @property
@@ -80,11 +80,11 @@ class RowPack:
         return RowLayout((_nbytes(self.once),), torch.uint8)
 
     def home_bytes(self, rows: int) -> int:
-        """Of `rows` rows, in two splits."""
+        """Bytes at home of `rows` rows, in two splits."""
         return self.layout.home_bytes(rows) + (2 * self.once_layout.home_bytes(1) if self.once else 0)
 
     def working_bytes(self, micro_batch: int) -> int:
-        """Host memory beyond the cache's own buffers, while a micro-batch is put together or taken apart."""
+        """Bytes of host memory beyond the cache's own buffers, while a micro-batch is packed or unpacked."""
         once = aligned_bytes(self.once_layout.chunk_bytes) + 2 * self.once_layout.nbytes if self.once else 0
         if len(self.columns) == 1:
             return once
@@ -92,11 +92,11 @@ class RowPack:
 
 
 class RowPacks:
-    """Of each block what a row holds where a partition ends with it, found once."""
+    """The row layout after each block, if a partition ends with it; each is found once."""
 
     def __init__(self, costs_at: Callable[[int], Sequence[BlockCost]], rows: int, cache_type: torch.dtype | None) -> None:
-        """costs_at: the model's at any micro-batch; rows: one at which it runs. cache_type: of what learns; None: a run
-        exchanges values itself, and here keeps what a block returned, bit for bit."""
+        """costs_at: the model's costs at any micro-batch. rows: a micro-batch at which the model runs. cache_type: type of
+        differentiable values; None: the run uses a boundary exchange, and the cache keeps a block's output bit for bit."""
         self._costs_at, self._rows, self._cache_type = costs_at, rows, cache_type
         self._behind, self._alone = cache(self._find), cache(self._is_alone)
 
@@ -106,7 +106,7 @@ class RowPacks:
         return self._behind(cost.result.giver)
 
     def has_one_that_learns(self, cost: BlockCost) -> bool:
-        """Whether nothing that learns passes by the value that is judged."""
+        """True if no other differentiable value crosses the cut beside the one that the loss takes."""
         return self._alone(cost.result.giver)
 
     def _is_alone(self, last: int) -> bool:
@@ -116,7 +116,7 @@ class RowPacks:
     def _find(self, last: int) -> RowPack:
         costs = self._costs_at(self._rows)
         judged, live = costs[last].result, passing(costs, last)
-        more = self._rows + 1  # with so many rows a mask for as many positions as rows, looked at once, does not grow
+        more = self._rows + 1  # at one more row, a mask for as many positions as there were rows does not grow
         try:
             other = [judged.with_rows(more)] if live == (judged,) else passing(self._costs_at(more), last)
         except (DataError, ModelError):
@@ -134,7 +134,7 @@ class RowPacks:
         return RowPack(judged.number, layout, columns, self._columns([v for v in live if v not in with_rows], judged, 0))
 
     def _columns(self, values: Sequence[Value], judged: Value, first: int) -> tuple[Column, ...]:
-        """first: the first dimension that is kept."""
+        """Returns the columns of `values`. first: the first dimension that is kept."""
         columns, offset = list[Column](), 0
         for value in values:
             learns = first and (value == judged or (value.learns and value.giver >= 0))
@@ -149,7 +149,7 @@ class RowPacks:
 
 
 class PackWriter:
-    """Rows of a boundary, written once from the first to the last, and beside them what is kept once."""
+    """Writes the rows of a boundary once, from the first to the last, and the values that are kept once."""
 
     def __init__(self, pack: RowPack, boundaries: Boundaries, split: str, partition: int, count: int, device: Device) -> None:
         self._pack, self._device, self._partition = pack, device, partition
@@ -158,9 +158,9 @@ class PackWriter:
         self._first: torch.Tensor | None = None
 
     def append(self, given: Mapping[int, torch.Tensor], passed_by: Callable[[int], torch.Tensor]) -> int:
-        """Add what a partition gave for one micro-batch, and what only passes by it, by number. Returns the bytes written.
+        """Adds a partition's outputs for one micro-batch, and the values that bypass it, by number. Returns the bytes written.
 
-        Raises ModelError where what is kept once differs from an earlier micro-batch's.
+        Raises ModelError if a value that is kept once differs from an earlier micro-batch's.
         """
         pack = self._pack
         found = {c.number: given[c.number] if c.number in given else passed_by(c.number) for c in (*pack.columns, *pack.once)}
@@ -172,7 +172,7 @@ class PackWriter:
         return count * pack.layout.nbytes
 
     def _joined(self, columns: Sequence[Column], found: Pack, count: int) -> torch.Tensor:
-        """(count, bytes) of uint8."""
+        """Returns the columns as (count, bytes) of uint8."""
         rows = torch.empty(count, _nbytes(columns), dtype=torch.uint8)
         for column in columns:
             part = found[column.number].detach().to(column.dtype).reshape(count, prod(column.shape))
@@ -195,17 +195,17 @@ class PackWriter:
                 )
 
     def finish(self) -> None:
-        """The last row is in."""
+        """Finishes the rows after the last one."""
         self._rows.finish()
 
 
 class PackReader:
-    """Takes micro-batches of a boundary's rows apart, with what was kept once."""
+    """Unpacks micro-batches of a boundary's rows, with the values that were kept once."""
 
     def __init__(
         self, pack: RowPack, boundaries: Boundaries, split: str, partition: int, entering: Sequence[Value], device: Device
     ) -> None:
-        """entering: what the partition takes of it. Raises CorruptFile where the rows hold something else."""
+        """entering: the values that the partition takes. Raises CorruptFile if the rows have another layout."""
         self._pack, self._entering, self._device = pack, entering, device
         self._columns = {column.number: column for column in pack.columns}
         self._once: Pack = {}
@@ -224,11 +224,11 @@ class PackReader:
             self._once = {column.number: column.read(whole)[0] for column in pack.once}
 
     def take(self, rows: torch.Tensor) -> Pack:
-        """What enters the partition, on the device. Of one value alone it may be memory of `rows` itself."""
+        """Returns the partition's inputs on the device. A single value may share the memory of `rows`."""
         return {value.number: self._device.upload(self.value(value.number, rows)).to(value.dtype) for value in self._entering}
 
     def value(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """In host memory; of one that was kept once a copy, as blocks may write into what they take."""
+        """Returns a value in host memory; a copy if it was kept once, as blocks may change their inputs in place."""
         if number in self._once:
             return self._once[number].clone()
         return rows if len(self._columns) == 1 else self._columns[number].read(rows)

@@ -1,5 +1,5 @@
-"""One data set of the user's with what its loader adds to it, and how rows of it are read: items one by one, or batches that a
-collate_fn makes."""
+"""One data set of the user with its loader's options, and how its rows are read: item by item, or in batches of a
+collate_fn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError
 
 _END = object()
-"""Of a stream."""
+"""Marks the end of a stream."""
 PIECE_BYTES, PIECE_ROWS = 1 << 20, 64
-"""Of items that are put together at a time, whichever is reached first."""
+"""Bytes and rows of items that are stacked at a time, whichever is reached first."""
 _KEPT = (torch.uint8, torch.int8, torch.int16, torch.bool)
-"""Types smaller than float32 in which rows travel as they come."""
+"""Types smaller than float32 in which rows are transferred unconverted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Source:
-    """Where rows come from, every time that they are needed."""
+    """A source of rows, read every time that they are needed."""
 
     items: Any
-    """The data set: by number, or where it `streams` one item after the other."""
+    """The data set: items by number, or one after the other if it `streams`."""
     name: str
     """training or test."""
     count: int
@@ -38,30 +38,31 @@ class Source:
     """Rows of an epoch."""
     streams: bool = False
     collate: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of the items of an update; None: items are rows, one beside the other."""
+    """Makes a batch of `batch` items; None: each item is a row."""
     batch: int = 0
     """Items of a batch that `collate` makes."""
     shuffles: bool | None = None
-    """None: as the settings say."""
+    """The loader's shuffling; None: the settings decide."""
     goes_on: bool = False
-    """Of a stream whose rows nobody counts: where it ends it begins anew, and its passes are one."""
+    """True for a stream whose rows are not counted: at its end it begins anew, and all its passes count as one."""
     sampler: Any = None
-    """Of the user's own: the order of an epoch."""
+    """The user's own sampler: the order of an epoch."""
     seed: int | None = None
-    """Of the loader's own generator."""
+    """Seed of the loader's own generator."""
     workers: int = 0
-    """Processes that the loader asks for."""
+    """The loader's number of worker processes."""
     begin_worker: Callable[[int], object] | None = None
-    """Called in each of them, with its number, before it reads."""
+    """Called in each worker process, with its number, before it reads."""
     padded: str = ""
-    """How its rows are padded, in words that tell one way from another."""
+    """The padding of its rows, as a text that differs for different paddings."""
 
     def draws(self, seed: int, split: str, stage: int, epoch: int) -> Draws:
         own = seed if self.seed is None else keyed_seed(seed, "generator", self.seed)
         return Draws(own, split, stage, epoch)
 
     def order(self, draws: Draws, *, shuffle: bool) -> Ints | range:
-        """Numbers of items in the order of a pass. Raises DataError where a sampler gives others. Draws random numbers."""
+        """Returns the numbers of items in the order of a pass. Raises DataError for a sampler's invalid ones. Draws random
+        numbers."""
         if not shuffle:
             return range(self.count)
         if self.sampler is None:
@@ -77,7 +78,7 @@ class Source:
 
 
 def _asked(sampler: Any, draws: Draws) -> Iterator[int]:
-    """The sampler's numbers of an epoch, from generators that are seeded for it."""
+    """Yields the sampler's numbers of an epoch, after seeding the generators for it."""
     seed = draws.seed_for("order")
     seed_generators(seed)
     generator = getattr(sampler, "generator", None)
@@ -95,12 +96,12 @@ class SourceReader:
         self._source = source
         self._stream: Iterator[Any] = iter(())
         self._at: tuple[Draws, int] | None = None
-        """Of a stream: the pass that it is in, and the number of the next item."""
+        """In a stream: its current pass, and the number of the next item."""
         self._begun = self._ended = 0
-        """The same: with which number it began last, and how often it has ended in this pass."""
+        """In a stream: the number of the item with which it began last, and how often it has ended in this pass."""
 
     def read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """(x, labels) of the items `numbers`, in order and in pieces; `batch`: which of the pass a collate_fn is to make.
+        """Yields (x, labels) of the items `numbers`, in order and in pieces; `batch`: number of the pass's collated batch.
 
         Seeds the process's generators. Raises DataError.
         """
@@ -121,7 +122,7 @@ class SourceReader:
             yield stacked(piece, source.name)
 
     def item(self, draws: Draws, number: int) -> Any:
-        """As the data set gives it. Seeds the process's generators. Raises DataError."""
+        """Returns item `number` of the data set. Seeds the process's generators. Raises DataError."""
         try:
             if self._source.streams:
                 return self._next(draws, number)
@@ -133,7 +134,7 @@ class SourceReader:
             raise unreadable(self._source.name, self._source.items, number, error) from error
 
     def _next(self, draws: Draws, number: int) -> Any:
-        """Of a stream item `number`: what comes before it is read again where it is behind."""
+        """Returns item `number` of a stream, which is read again from its beginning if it is past that item."""
         source = self._source
         if self._at is None or self._at[0] != draws or self._at[1] > number:
             self._ended = 0
@@ -159,7 +160,7 @@ class SourceReader:
                 return item
 
     def _begin(self, draws: Draws, at: int) -> None:
-        """The stream, from its beginning, where row `at` of the pass is next."""
+        """Starts the stream from its beginning; its first item is row `at` of the pass."""
         seed_generators(draws.seed_for("order", self._ended))
         if callable(begin := getattr(self._source.items, "set_epoch", None)):
             begin(draws.epoch + self._ended)
@@ -183,7 +184,7 @@ class SourceReader:
 
 
 def parted(found: Any, said: str) -> tuple[Any, Any]:
-    """x and labels of an item or a batch: a dict with `labels`, a pair, or a tuple with the labels last. Raises DataError."""
+    """Returns (x, labels) of an item or a batch: a dict with `labels`, a pair, or a tuple, labels last. Raises DataError."""
     if isinstance(found, Mapping):
         return labels_apart(found, said)
     if not isinstance(found, tuple | list) or len(found) < 2:
@@ -195,7 +196,7 @@ def parted(found: Any, said: str) -> tuple[Any, Any]:
 
 
 def stacked(rows: Sequence[tuple[Any, Any]], name: str) -> tuple[Any, Any]:
-    """(x, labels) of several rows, as tensors whose first dimension is theirs. Raises DataError where they differ in shape."""
+    """Stacks several rows to (x, labels), with rows as first dimension. Raises DataError if they differ in shape."""
     for key, part in rows[0][0].items() if isinstance(rows[0][0], Mapping) else ():
         refuse_text(part, f"{name} data: item 0", key)
     try:
@@ -226,20 +227,20 @@ def _nbytes(x: Any) -> int:
 
 
 class RowTaker:
-    """Puts (x, labels) of some rows into tensors, checked: every row as the first ones were."""
+    """Copies (x, labels) of some rows into tensors, after checking that they have the first rows' shapes and types."""
 
     def __init__(self, like: Split, kept: torch.dtype) -> None:
-        """like: some rows of the data. kept: the type in which they travel."""
+        """like: some rows of the data. kept: the type in which rows are transferred."""
         self._like, self.kept = like, kept
         self.shape, self.label_shape, self.label_dtype = like.shape, tuple(like.labels.shape[1:]), like.labels.dtype
 
     @property
     def label_nbytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row's labels."""
         return int(np.prod(self.label_shape)) * self.label_dtype.itemsize
 
     def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, said: str) -> int:
-        """Into the first places of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""
+        """Copies rows to the beginning of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""
         like, at = self._like, 0
         split = as_split((x, y), like.name)
         for what, found, expected in (("rows", split.shape, like.shape), ("labels", split.labels.shape[1:], self.label_shape)):
@@ -269,6 +270,6 @@ class RowTaker:
 
 
 def kept_type(x: Any, like: Split) -> torch.dtype:
-    """In which rows travel, that came as `x` and are `like` these on the device."""
+    """Returns the type in which rows are transferred that came as `x` and become `like` on the device."""
     dtype = getattr(torch.as_tensor(x[:1]), "dtype", None) if not like.form else None
     return dtype if dtype in _KEPT and like.dtype == torch.float32 else like.dtype

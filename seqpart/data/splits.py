@@ -1,9 +1,9 @@
-"""Data sets as they come from the user, checked, and turned into the rows of boundary 0.
+"""Checks the user's data sets and turns them into the rows of boundary 0.
 
 Rows are streamed home a chunk at a time, so a data set larger than the limit is no different from a small one.
 
-Rows are quantities (float32, or float64 where asked for) or tokens (int64), which an embedding looks up. Images and
-tables often come as whole numbers of 8 to 32 bits and are quantities; token ids come as 64-bit ones, or by name.
+Rows are quantities (float32, or float64 if requested) or tokens (int64), which an embedding looks up. Whole numbers of 8 or
+16 bits, as in images, are quantities; those of 32 or 64 bits are tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,24 +27,24 @@ ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)
 TOKENS = torch.int64
 _WHOLE_TO = {torch.float32: 1 << 24, torch.float64: 1 << 53}
-"""Up to what every whole number is exact in them."""
+"""Largest magnitude up to which every whole number is exact in the type."""
 _WIDE = (torch.int32, torch.uint32, torch.int64, torch.uint64)
 LOOKED_AT = 128 << 20
-"""Bytes, 8 for each number, of rows in memory that are looked at to tell data from others."""
+"""Most bytes, 8 for each number, of rows in memory that are read to identify the data."""
 READ_TWICE = 32
-"""Items of a data set that are read a second time, to find out whether they stay the same."""
+"""Items of a data set that are read a second time, to check that they stay the same."""
 
 
 class UnstableRows(DataError):
-    """Items of a data set are others when they are read again."""
+    """Items of a data set differ when they are read again."""
 
 
 class RowSource(Protocol):
-    """Where rows come from that are read anew in every epoch."""
+    """A source of rows that are read anew in every epoch."""
 
     @property
     def rows(self) -> int:
-        """Of an epoch."""
+        """Number of rows in an epoch."""
         ...
 
 
@@ -56,22 +56,22 @@ class Split:
     count: int
     shape: tuple[int, ...]
     labels: torch.Tensor
-    """(count,) int64 classes or floats to regress; (count, ...) classes of positions or floats; uint8 where there is a form."""
+    """(count,) int64 classes or floats to regress; (count, ...) classes of positions or floats; uint8 with a label form."""
     open: Callable[[], Iterable[torch.Tensor]]
     dtype: torch.dtype = torch.float32
-    """What its rows become: float32, float64 (for a float64 model) or int64 (tokens); uint8 where there is a form."""
+    """The type of its rows: float32, float64 (for a float64 model) or int64 (tokens); uint8 with a form."""
     form: Form = ()
-    """How a row of bytes is made of several inputs."""
+    """How several inputs are packed in a row of bytes."""
     label_form: Form = ()
-    """How a row of bytes is made of several labels."""
+    """How several labels are packed in a row of bytes."""
     source: RowSource | None = None
-    """Reads its rows whenever they are needed, none of which are kept; None: they are read once and kept."""
+    """Reads its rows whenever they are needed, without keeping any; None: they are read once and kept."""
     kept: torch.dtype | None = None
-    """The type in which they are kept or travel, of those that come in a smaller one; None: as `dtype`."""
+    """The type in which rows are kept or transferred, if it is a smaller one; None: `dtype`."""
     padded: str = ""
-    """How rows that are read anew are padded; "": as they come."""
+    """The padding of rows that are read anew; "": none."""
     some: Callable[[], Iterable[torch.Tensor]] | None = None
-    """Rows spread over it, which tell it from other data; none where they are others each time. None: its first will do."""
+    """Returns rows spread over the split, which identify it; none if they differ each time. None: use the first rows."""
 
     @property
     def epoch_rows(self) -> int:
@@ -88,7 +88,7 @@ class Split:
         return self.labels.dtype if self.label_form else label_dtype(self.labels)
 
     def one_label(self) -> torch.Tensor:
-        """The labels, as a model takes them that computes its loss itself. Raises DataError where a row has several."""
+        """The labels for a model that computes its loss itself. Raises DataError if a row has several."""
         if self.label_form:
             raise DataError(
                 f'loss="model": expected one tensor of labels; found several in a row ({described(self.label_form)}). Models '
@@ -99,16 +99,16 @@ class Split:
 
 
 def as_split(data: object, name: str) -> Split:
-    """A Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items, as a Split.
+    """Returns a Split of a Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items.
 
     x may also be a dict of tensors, which the model takes by name, or a tuple of tensors, which it takes in order; an item
-    may be a dict with its labels as `labels`. These tensors keep their types, but for floats, which become float32.
-    x of whole numbers of 32 or 64 bits is tokens and stays whole, as int64; of any other type, as uint8 images, it becomes
-    float32. A Split says by its `dtype` what it wants. y has one label for each row; or whole numbers (rows, ...), a class for
-    each position, or floats of any shape; or it is a dict or a tuple of these, for a loss that takes such a one.
+    may be a dict with its labels as `labels`. These tensors keep their types, except that floats become float32.
+    x of whole numbers of 32 or 64 bits is tokens and becomes int64; of any other type, such as uint8 images, it becomes
+    float32. A Split's `dtype` is kept. y has one label for each row; or whole numbers (rows, ...), a class for each position,
+    or floats of any shape; or it is a dict or a tuple of these, for a loss that takes one.
 
     Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
-    data set whose items are others when they are read again, as those of random augmentation: rows are read once and kept.
+    data set whose items differ when they are read again, as with random augmentation: rows are read once and kept.
     """
     data = as_pair(data, f"{name} data")
     if isinstance(data, Split):
@@ -135,7 +135,7 @@ def as_split(data: object, name: str) -> Split:
 
 
 def tested_on(data: object, train: Split) -> Split:
-    """`data` as the test rows of a run that trains on `train`. None, and what comes of it here: there are none."""
+    """Returns `data` as the test rows of a run that trains on `train`; without rows if it is None or an empty Split."""
     if data is None or (isinstance(data, Split) and not data.count):
         return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: (), source=None)
     return as_split(data, "test")
@@ -151,7 +151,7 @@ def _known_dtype(split: Split) -> Split:
 
 
 def _dtype_of(x: object) -> torch.dtype:
-    """Whole numbers that a float32 may round stay whole: ids, tokens, times."""
+    """Returns int64 for whole numbers that a float32 may round (ids, tokens, times), else float32."""
     wide = str(getattr(x, "dtype", "")).removeprefix("torch.") in ("int32", "uint32", "int64", "uint64")
     return TOKENS if wide else torch.float32
 
@@ -171,7 +171,7 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
     def passes(step: int = 1) -> Iterator[torch.Tensor]:
         for start in range(0, len(x), ROWS_AT_ONCE * step):
             rows = x[start : start + ROWS_AT_ONCE * step : step]
-            # A copy: torch warns of arrays that it may not write to, such as memory-mapped ones.
+            # A copy: torch warns about read-only arrays, such as memory-mapped ones.
             yield torch.as_tensor(rows if isinstance(rows, torch.Tensor) else np.array(rows))
 
     shape = tuple(int(n) for n in x.shape[1:])
@@ -182,7 +182,7 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
 
 
 def _step(rows: int, nbytes: int) -> int:
-    """Of rows of so many bytes: one of how many is looked at."""
+    """Returns n such that reading every n-th of `rows` rows of `nbytes` bytes stays within LOOKED_AT."""
     return max(1, -(-rows * nbytes // LOOKED_AT))
 
 
@@ -203,7 +203,7 @@ def _from_several(x: Any, y: Any, name: str) -> Split:
 
 
 def _length(items: Any, name: str) -> int:
-    """len(items), which a data set of the user's may refuse to tell, or tell wrongly. Raises DataError."""
+    """Returns len(items). Raises DataError if the user's __len__ fails."""
     try:
         return len(items)
     except Exception as error:
@@ -219,7 +219,7 @@ def _from_items(items: Any, name: str) -> Split:
     several, dtype = _kind(items, name)
     first = _item(items, 0, name, several)[0]
     targets: Any = getattr(items, "targets", None)
-    # A target_transform changes what items say and leaves `targets` as it was.
+    # A target_transform changes the items' labels and leaves `targets` as it was.
     unlike = (
         bool(several) or targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None
     )
@@ -245,12 +245,12 @@ def _from_items(items: Any, name: str) -> Split:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of `count` numbers, the first and the last among them."""
+    """Returns at most `most` of `count` numbers, evenly spread, with the first and the last."""
     return sorted({int(i) for i in np.linspace(0, count - 1, most)})
 
 
 def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
-    """The form of the first item's inputs, where it has several, and what rows become. That it is no pair is told later."""
+    """Returns (form of the first item's inputs if it has several, type of rows). An invalid item raises later."""
     try:
         x, _ = _parted(items[0], name)
     except Exception:
@@ -259,7 +259,7 @@ def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
 
 
 def _parted(item: Any, said: str) -> tuple[Any, Any]:
-    """x and label of a pair, or of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
+    """Returns x and label of a pair, or of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
     if isinstance(item, Mapping):
         return labels_apart(item, said)
     try:
@@ -273,7 +273,7 @@ def _parted(item: Any, said: str) -> tuple[Any, Any]:
 
 
 def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
-    """Whether some items have other labels than `targets` says. Raises DataError where an item changes between two reads."""
+    """True if some items have other labels than `targets`. Raises DataError if an item changes between two reads."""
     chosen = spread(len(items), READ_TWICE)
     read = {i: _item(items, i, name, form) for i in chosen}
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
@@ -300,7 +300,7 @@ def _digest(row: torch.Tensor, label: Any) -> int:
 
 
 def unreadable(name: str, items: Any, index: int, error: Exception) -> DataError:
-    """Names the file too, where a data set lists them as torchvision's folders of pictures do."""
+    """Returns the error for an unreadable item; names its file if the data set lists files as torchvision's folders do."""
     samples = getattr(items, "samples", None)
     sample = samples[index] if isinstance(samples, list) and 0 <= index < len(samples) else None
     file = f" ({sample[0]})" if isinstance(sample, tuple) and sample and isinstance(sample[0], str) else ""
@@ -324,7 +324,7 @@ def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, 
 
 
 def said_of_rows(split: Split) -> str:
-    """`a tensor (16,) float32`, or `a dict of ids (7,) int64, mask (7,) bool`."""
+    """Describes a split's rows: `(16,) float32`, or `a dict of ids (7,) int64, mask (7,) bool`."""
     return _said(split.form, split.shape, split.dtype)
 
 
@@ -333,14 +333,14 @@ def said_of_labels(split: Split) -> str:
 
 
 def _said(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Of one row."""
+    """Describes one row."""
     if form:
         return f"a {'tuple' if form[0].name is None else 'dict'} of {described(form)}"
     return f"{shape or 'a number'} {str(dtype).removeprefix('torch.')}"
 
 
 def count_tokens(train: Split, test: Split) -> int:
-    """Size of the vocabulary that the rows of tokens use; it takes a pass over them."""
+    """Returns the size of the vocabulary that the token rows use; it takes a pass over them."""
     return 1 + max(int(converted(rows, split).max()) for split in (train, test) for rows in split.open())
 
 
@@ -360,7 +360,7 @@ def refuse_mismatch(train: Split, test: Split) -> None:
 
 
 def first_rows(split: Split, count: int) -> Split:
-    """The first `count` rows, or as many as there are."""
+    """Returns the first `count` rows, or as many as there are."""
     count = min(count, split.count)
 
     def passes() -> Iterator[torch.Tensor]:
@@ -376,7 +376,7 @@ def first_rows(split: Split, count: int) -> Split:
 
 
 def write_rows(split: Split, append: Callable[[torch.Tensor], None]) -> None:
-    """Stream every row of `split`, as its dtype, into `append`.
+    """Streams every row of `split`, in its dtype, into `append`.
 
     Raises DataError, naming the row, at the first NaN or infinity, and at the first token below 0.
     """
@@ -395,7 +395,7 @@ def write_rows(split: Split, append: Callable[[torch.Tensor], None]) -> None:
 
 
 def converted(found: torch.Tensor, split: Split) -> torch.Tensor:
-    """Rows as they come, in the type that the split wants. Raises DataError where that would be others."""
+    """Returns rows converted to the split's type. Raises DataError if that would change their values."""
     if found.is_complex():
         raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
     if split.tokens and found.is_floating_point():
@@ -415,7 +415,7 @@ def converted(found: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _refuse_bad_values(rows: torch.Tensor, split: Split, done: int) -> None:
-    if split.form:  # looked at as they were packed
+    if split.form:  # packing has checked them
         return
     bad = (rows.flatten(1) < 0 if split.tokens else ~rows.flatten(1).isfinite()).any(1)
     if not bool(bad.any()):

@@ -1,9 +1,9 @@
-"""Processes that read rows: forked before the run has memory of its own, each with two pipes to it.
+"""Worker processes that read rows: forked before the run has memory of its own, each with two pipes to it.
 
     the run --(pass, numbers of items)--> worker --(rows, labels)--> the run
 
-A worker has one batch in hand and waits until that is taken, so as many batches are read ahead as there are workers, and there
-is no shared memory. What it holds counts, as all of the process tree does; its own limit is the kernel's.
+A worker reads one batch and waits until that is taken, so as many batches are read ahead as there are workers, and there
+is no shared memory. Its memory counts like that of the whole process tree; the kernel enforces its own limit.
 """
 
 import ctypes
@@ -32,10 +32,10 @@ from seqpart.errors import DataError, OutOfMemory, SeqpartError
 from seqpart.units import format_size
 
 _JOB = struct.Struct("<q5q")
-"""Kind, and five numbers: see `_serve`."""
+"""Kind of a request, and five numbers: see `_serve`."""
 _READ, _LIMIT = 1, 2
 _SEED = struct.Struct("<64s")
-"""A whole number of any size, in words."""
+"""A seed of any size, as text."""
 _REPLY = struct.Struct("<2q")
 """(rows, 0), or (-kind of the error, bytes of its text)."""
 _DATA, _MEMORY = 1, 2
@@ -43,12 +43,12 @@ _PROBED = struct.Struct("<2q")
 _DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 RESERVED = 24 << 20
-"""Bytes that RLIMIT_DATA charges to a worker beyond what was measured and planned: reservations that nobody touches."""
+"""Bytes that RLIMIT_DATA charges to a worker beyond what was measured and planned: reservations that are never touched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one split, as a process reads them."""
+    """What a process needs to read the rows of one split."""
 
     source: Source
     taker: RowTaker
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A batch to be read: number `batch` of a pass, of the items `numbers`."""
+    """A batch to be read: number `batch` of a pass, with the items `numbers`."""
 
     part: int
     draws: Draws
@@ -65,17 +65,17 @@ class Job:
 
 
 class Worker:
-    """One process, from this side. `close` ends it."""
+    """One worker process, seen from the run. `close` ends it."""
 
     def __init__(self, parts: Sequence[Part], number: int, probe: int, others: "Sequence[Worker]") -> None:
-        """probe: items that it reads for a trial. others: that were started before."""
+        """probe: number of items that it reads as a trial. others: workers that were started before."""
         self.number, self._source = number, parts[0].source
         out, self.jobs = os.pipe()
         self.rows, back = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # whoever reads it may be gone
                 stream.flush()
-        with warnings.catch_warnings():  # of threads: a worker has one of its own, and takes no lock of the others'
+        with warnings.catch_warnings():  # about threads: a worker has one thread, and takes no lock of the run's others
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if not self.pid:
@@ -92,7 +92,7 @@ class Worker:
             raise
 
     def limit(self, nbytes: int) -> None:
-        """From now on it may hold so much beyond what it holds idle."""
+        """Sets the bytes that the worker may hold beyond its idle memory."""
         self._send(_JOB.pack(_LIMIT, nbytes, 0, 0, 0, 0))
 
     def ask(self, job: Job) -> None:
@@ -101,13 +101,13 @@ class Worker:
         self._send(head + _SEED.pack(str(draws.seed).encode()) + np.ascontiguousarray(job.numbers, np.int64).tobytes())
 
     def receive(self, rows: torch.Tensor, labels: torch.Tensor) -> None:
-        """What was asked for, into tensors of just that size. Raises what went wrong there."""
+        """Receives the requested rows into tensors of exactly that size. Raises the worker's error."""
         self._refuse(*_REPLY.unpack(self._received(_REPLY.size)))
         for tensor in (rows, labels):
             self._receive_into(memoryview(bytes_of(tensor.reshape(-1).view(torch.uint8))))
 
     def skip(self, nbytes: int) -> None:
-        """Throw an answer away that nobody wants any more, be it rows or an error."""
+        """Discards a reply that is no longer needed, be it rows or an error."""
         status, size = _REPLY.unpack(self._received(_REPLY.size))
         left = size if status < 0 else nbytes
         while left:
@@ -120,7 +120,7 @@ class Worker:
         os.waitpid(self.pid, 0)
 
     def _refuse(self, status: int, size: int) -> None:
-        """Raises the error that a reply tells of."""
+        """Raises the error of a reply, if it is one."""
         if status >= 0:
             return
         text = self._received(size).decode()
@@ -160,7 +160,7 @@ def _write(fd: int, memory: memoryview) -> None:
 
 
 def _live(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int) -> NoReturn:
-    """The worker's life, which ends with that of the run."""
+    """Runs in the worker until the run ends."""
     status = 1
     try:
         for number_of in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these may go to all; the run answers them
@@ -223,7 +223,7 @@ def _fail(back: int, error: BaseException) -> None:
 
 
 def _read(fd: int, nbytes: int) -> bytes:
-    """Raises EOFError where the run has closed the pipe."""
+    """Reads exactly `nbytes`. Raises EOFError if the run has closed the pipe."""
     data = b""
     while len(data) < nbytes:
         some = os.read(fd, nbytes - len(data))
@@ -237,14 +237,14 @@ def _read(fd: int, nbytes: int) -> bytes:
 
 
 def empty(part: Part, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for so many rows and their labels."""
+    """Returns uninitialized memory for `count` rows and their labels."""
     taker = part.taker
     rows = torch.empty((count, *taker.shape), dtype=taker.kept)
     return rows, torch.empty((count, *taker.label_shape), dtype=taker.label_dtype)
 
 
 def fill(part: Part, reader: SourceReader, job: Job, rows: torch.Tensor, labels: torch.Tensor) -> None:
-    """Read a batch into tensors of just that size. Seeds the process's generators. Raises DataError."""
+    """Reads a batch into tensors of exactly that size. Seeds the process's generators. Raises DataError."""
     at = 0
     for x, y in reader.read(job.draws, job.batch, job.numbers.tolist()):
         said = f"{part.source.name} data: rows {at} and on of a batch of the items {_listed(job.numbers)}"
@@ -257,13 +257,13 @@ def _listed(numbers: Ints) -> str:
 
 
 def probed(part: Part, reader: SourceReader, items: int) -> tuple[int, int]:
-    """(bytes that this process holds, most bytes that it held beyond that and the rows themselves while it read some)."""
+    """Reads some items. Returns (bytes that this process holds, most bytes beyond that and the rows while it read)."""
     source, count = part.source, min(items, part.source.count)
     step = 1 if source.streams or source.collate is not None else max(1, source.count // count)
     rows, labels = empty(part, count)
     rows.view(-1).view(torch.uint8)[:] = 0
     job = Job(0, source.draws(0, "train", 0, 0), 0, np.arange(count) * step)
-    fill(part, reader, job, rows, labels)  # what a first item loads stays
+    fill(part, reader, job, rows, labels)  # the first read loads what stays in memory
     works = set_mark_back()
     before = read_process().held
     fill(part, reader, job, rows, labels)
@@ -273,4 +273,4 @@ def probed(part: Part, reader: SourceReader, items: int) -> tuple[int, int]:
 
 
 _UNSEEN = 32 << 20
-"""Bytes that an item is taken to need where the kernel's mark cannot be set back."""
+"""Bytes assumed for reading an item if the kernel's peak mark cannot be reset."""

@@ -1,4 +1,4 @@
-"""What devices with memory of their own have in common, whether they are there or simulated."""
+"""Base of devices with memory of their own, real or simulated."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from seqpart.device.device import Device
 
 
 class Accelerator(Device):
-    """Copies from and to pinned host memory, by streams of their own; a caching allocator, which is capped."""
+    """A device with its own memory: streams for copies from and to pinned host memory, and a capped caching allocator."""
 
     shares_memory = False
     contention = 0.0
@@ -17,11 +17,11 @@ class Accelerator(Device):
     granule = 512
     heap_below = 0
     growth = 64 << 20
-    """Kernel workspaces, and what the caching allocator loses to fragments."""
+    """Bytes allowed for kernel workspaces and the caching allocator's fragmentation."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """The limit caps its allocator; the processor's memory is no matter of it."""
+        """A context without effect: the limit caps the device's allocator, not the processor's memory."""
         yield
 
     def own(self, host: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""PyTorch's caching allocator in numbers: segments that it has of the device, and blocks of them that tensors have.
+"""A model of PyTorch's caching allocator, in numbers only: segments taken from the device, and their blocks for tensors.
 
 As in c10/cuda/CUDACachingAllocator.cpp with its default settings: requests are rounded to 512 bytes; up to 1 MiB they share
 segments of 2 MiB, up to 10 MiB segments of 20 MiB, and larger ones have a segment of their own, rounded to 2 MiB; the smallest
-free block that suffices is taken, and split where enough is left; free neighbours are joined; free segments are given back only
+free block that suffices is taken, and split where enough is left; free neighbours are joined; free segments are returned only
 when the device has no more.
 """
 
@@ -27,25 +27,25 @@ class _Block:
 
 
 class CachingAllocator:
-    """Blocks by number. `capacity`: bytes of the device that segments may take."""
+    """Allocates blocks, identified by number. capacity: bytes of the device that segments may take."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = self._cap = capacity
         self.reserved = self.allocated = self.reserved_peak = self.allocated_peak = 0
         self._segments: dict[int, list[int]] = {}
-        """Blocks of each, in the order of their places."""
+        """{segment: numbers of its blocks, in order of address}."""
         self._blocks: dict[int, _Block] = {}
         self._next = 0
 
     def cap(self, nbytes: int | None) -> None:
-        """Segments may take so many bytes from now on; None: all."""
+        """Limits segments to `nbytes` from now on; None: the whole capacity."""
         self._cap = self.capacity if nbytes is None else min(nbytes, self.capacity)
 
     def restart_peaks(self) -> None:
         self.reserved_peak, self.allocated_peak = self.reserved, self.allocated
 
     def take(self, nbytes: int) -> int:
-        """The number of a block of `nbytes`. Raises torch.OutOfMemoryError where the device has no more."""
+        """Allocates a block of `nbytes` and returns its number. Raises torch.OutOfMemoryError where the device has no more."""
         size = -(-max(nbytes, 1) // GRANULE) * GRANULE
         small = size <= _SMALL
         found = self._fitting(size, small)
@@ -61,19 +61,19 @@ class CachingAllocator:
         return found
 
     def give(self, number: int) -> None:
-        """The block is free; it stays the allocator's."""
+        """Frees the block; the allocator keeps its memory."""
         block = self._blocks[number]
         block.free = True
         self.allocated -= block.size
         order = self._segments[block.segment]
         at = order.index(number)
-        for other in (at + 1, at - 1):  # the one behind first: then the place of the one before is still right
+        for other in (at + 1, at - 1):  # the one after first: then the place of the one before is still right
             if 0 <= other < len(order) and self._blocks[order[other]].free:
                 self._join(order, min(at, other), max(at, other))
                 at = min(at, other)
 
     def release_cached(self) -> None:
-        """Give free segments back to the device."""
+        """Returns free segments to the device."""
         for segment, order in list(self._segments.items()):
             if len(order) == 1 and self._blocks[order[0]].free:
                 self.reserved -= self._blocks.pop(order[0]).size

@@ -1,8 +1,8 @@
-"""What planning has to know of a card that is not here: its memory, and what it, its links and its disk do per second.
+"""Tables of cards that are not in this machine: memory, and the speeds of the card, its links and its disk.
 
-The card at hand is measured. A card that one does not have can only be described, and a data sheet's peaks would promise
-too much: a table has what programs reach, and says of every number where it comes from, or that it is assumed. A table of
-one's own is a file of the same form: seqpart/device/cards/rtx3060-12gb.toml is one to start from.
+A card at hand is measured. A card that one does not have can only be described, and a data sheet's peaks would promise
+too much: a table has what programs reach, and says for every number where it comes from, or that it is assumed. Your own
+table is a file of the same form: seqpart/device/cards/rtx3060-12gb.toml is one to start from.
 """
 
 import tomllib
@@ -18,12 +18,13 @@ from seqpart.units import format_size, parse_size
 
 _SUFFIX = ".toml"
 _ADAM_BYTES = 28
-"""A parameter's in a fused float32 Adam: weight, gradient and two moments read, all but the gradient written, each 4 bytes."""
+"""Bytes moved per parameter by a fused float32 Adam: weight, gradient and two moments read, all but the gradient written, 4
+bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A card, and the machine that one expects around it."""
+    """A card, and the machine that is assumed around it."""
 
     name: str
     memory: int
@@ -33,21 +34,21 @@ class Hardware:
     flops: Mapping[str, float]
     """FLOP/s that a large matrix product of PyTorch reaches: `float32` without TF32, as is the default; `bfloat16`, dense."""
     memory_bandwidth: float
-    """Bytes/s, those read and those written together, of a kernel that goes over large tensors element by element."""
+    """Bytes/s, read and written together, of an elementwise kernel on large tensors."""
     h2d: float
     """Bytes/s of a large copy from pinned host memory to the card, while nothing comes back."""
     d2h: float
     """Bytes/s of a large copy from the card to pinned host memory, while nothing goes there."""
     copy_latency: float
-    """Seconds that a copy takes however small it is."""
+    """Seconds that the smallest copy takes."""
     launch: float
     """Seconds that the host needs to start one kernel."""
     disk_read: float
     """Bytes/s of large reads around the page cache, from the disk that is assumed in such a machine."""
     disk_write: float
-    """Bytes/s of writes that go on for hours: a consumer's disk begins faster, until its cache is full."""
+    """Bytes/s of writes that last for hours: a consumer's disk begins faster, until its cache is full."""
     sources: Mapping[str, str]
-    """Where the number of a field comes from, by the field's name."""
+    """{field: source of its number}."""
 
     @property
     def optimizer(self) -> float:
@@ -60,19 +61,19 @@ _DTYPES = ("float32", "bfloat16")
 _RATES = ("memory_bandwidth", "h2d", "d2h", "disk_read", "disk_write")
 _TIMES = ("copy_latency", "launch")
 _LEAST_RATE, _MOST_RATE = 1e6, 1e21
-"""Per second. No link or card is outside; whoever writes 25 for 25e9 is."""
+"""Bounds of rates per second, which catch 25 written for 25e9; every link and card is inside."""
 _LONGEST = 1.0
-"""Seconds of a launch or a copy's latency; whoever writes 5 for 5e-6 takes longer."""
+"""Most seconds of a launch or a copy's latency, which catches 5 written for 5e-6."""
 
 
 def names() -> tuple[str, ...]:
-    """The cards whose tables come with seqpart."""
+    """Names of the cards whose tables come with seqpart."""
     found = (file.name for file in (resources.files("seqpart.device") / "cards").iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX)))
 
 
 def load(name_or_path: str) -> Hardware:
-    """The card of one of `names()`, or of a .toml file of that form. Raises OptionError for anything else."""
+    """Loads a card of `names()`, or a .toml file of that form. Raises OptionError for anything else."""
     known = names()
     if name_or_path in known:
         text = (resources.files("seqpart.device") / "cards" / f"{name_or_path}{_SUFFIX}").read_text(encoding="utf-8")
@@ -129,7 +130,7 @@ def _hardware(table: dict[str, Any], where: str) -> Hardware:
 
 
 def _refuse_other_keys(table: Collection[str], where: str, *, needed: Collection[str], known: Collection[str]) -> None:
-    """All at once, so that a table is not mended key by key."""
+    """Raises OptionError for all missing and unknown keys at once, so that a table is not corrected key by key."""
     missing = [name for name in needed if name not in table]
     unknown = [short(name) for name in sorted(table) if name not in known]
     problems = [f"{what} {', '.join(keys)}" for what, keys in (("has no", missing), ("has unknown", unknown)) if keys]
@@ -171,7 +172,7 @@ def _seconds(value: object, where: str) -> float:
 
 
 def _number(value: object, least: float, most: float) -> float | None:
-    """`value` as a float above zero, from `least` to `most`; None where it is no such number, and nan is none."""
+    """`value` as a float above zero, from `least` to `most`; None for anything else, nan included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if value > 0 and least <= value <= most else None

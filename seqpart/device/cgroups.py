@@ -1,7 +1,7 @@
-"""The memory that the cgroups of this process allow, v1 or v2, from its own up to the root: the kernel kills what passes one.
+"""Memory limits of this process's cgroups, v1 or v2, from its own up to the root: the kernel kills what exceeds one.
 
-A cgroup's directory is found by `/proc/self/cgroup` and by what is mounted where (`/proc/self/mountinfo`). In a container the
-mounted root is often the container's own cgroup, and the path that of the host: what is below the mounted root is looked at.
+A cgroup's directory is found by `/proc/self/cgroup` and the mounts in `/proc/self/mountinfo`. In a container the mounted root
+is often the container's own cgroup, and the path is the host's: the part below the mounted root is used.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 NONE = 1 << 62
-"""Bytes that stand for no limit; v1 has a number of this size for it."""
+"""Bytes that mean no limit; v1 uses a number of this size for it."""
 _PROCESS = Path("/proc/self")
 
 
@@ -32,7 +32,7 @@ def limit(process: Path = _PROCESS) -> int:
 
 
 def free(process: Path = _PROCESS) -> int:
-    """Bytes that may still be taken, file pages that can go left out of what is; NONE without a limit."""
+    """Bytes that may still be taken, not counting file pages that can be dropped as used; NONE without a limit."""
     return min((max(0, most - used) for most, used in _levels(process)), default=NONE)
 
 
@@ -48,7 +48,7 @@ def _levels(process: Path) -> Iterator[tuple[int, int]]:
 
 
 def _mounted(process: Path) -> Iterator[tuple[_Names, Path, Path]]:
-    """(files, where its hierarchy is mounted, the process's own directory there) of v1's memory controller, and of v2."""
+    """(file names, mount point, the process's own directory there) of v1's memory controller, and of v2."""
     own: dict[_Names, PurePosixPath] = {}
     for line in filter(None, _lines(process / "cgroup")):
         number, controllers, path = line.split(":", 2)
@@ -75,7 +75,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """None for `max`, and where there is no such file."""
+    """Reads a number from a file; None for `max`, and where there is no such file."""
     (text,) = _lines(path)[:1] or [""]
     return int(text) if text.isdigit() else None
 

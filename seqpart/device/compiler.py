@@ -1,19 +1,19 @@
-"""torch's compiler, which a run has no use for, and how it stays out of the memory.
+"""Keeps torch's compiler, which a run does not use, out of memory.
 
-torch._dynamo and sympy, which it computes shapes with, hold 76 MB: a quarter of what a process held before anything of its
-own, and 1.2 s of its start. Parts of torch that compile nothing load them all the same. Where a run does need them (a block
-that is compiled, or gradient checkpointing inside one), they are loaded while its plan is made, and the plan counts them.
+torch._dynamo and sympy, which computes its shapes, hold 76 MB, a quarter of what a process held before its own work, and take
+1.2 s to load. Parts of torch that compile nothing load them all the same. Where a run does need them (a compiled block, or
+gradient checkpointing inside one), they are loaded while its plan is made, and the plan counts them.
 """
 
-# [Note: the compiler] Who asks for it, where nothing is compiled, and for what:
+# [Note: the compiler] These parts of torch load it, where nothing is compiled, for:
 #   an optimizer's step       to break the graph that is recorded (there is none)
 #   `torch._disable_dynamo`   not to compile one of torch's own functions: of fake tensors, of optimizers
-#   fake tensors              for its switches, and whether a number may be a symbol (ours never are)
+#   fake tensors              its switches, and whether a number may be a symbol (ours never are)
 #   a given gradient          whether its size may be a symbol
-# So while one of these is at work, modules that are not loaded have a stand-in with the answers, and no others: who asks for
-# more, or changes something, gets the real module. A block's own questions are not answered, but for `torch._check`: it asks
-# them in training too, where there is no stand-in, and by then the plan is made. Hence the lists of callers. Another version of
-# torch may ask for more: then a run holds more, and says so.
+# So while one of these is at work, stand-ins take the place of modules that are not loaded, with these answers and no others:
+# any other access, or a change, loads the real module. Accesses by a block's own code are not answered, except `torch._check`:
+# a block makes them in training too, where there is no stand-in, and by then the plan is made. Hence the lists of callers.
+# Another version of torch may need more: then a run holds more, and says so.
 
 import functools
 import importlib
@@ -40,18 +40,18 @@ _UNCOMPILED = (
     "seqpart.profile.",
     "seqpart.model.",
 )
-"""Modules whose functions need not be kept from the compiler, since only we call them."""
+"""Modules whose functions need not be disabled for the compiler, since only we call them."""
 _KEPT = "__dynamo_disable"
-"""Attribute of a function in which `torch._disable_dynamo` keeps what the compiler made of it."""
+"""Attribute of a function in which `torch._disable_dynamo` caches its disabled version."""
 _kept: list[Any] = []
-"""Functions that have it from us."""
+"""Functions that got this attribute from a stand-in."""
 _inside = 0
-"""Bodies of `without_compiler` that run."""
+"""Number of active `without_compiler` contexts."""
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, the compiler is not loaded for what can be answered without it. See [Note: the compiler]."""
+    """A context in which the compiler is not loaded for what can be answered without it. See [Note: the compiler]."""
     enter()
     try:
         yield
@@ -61,8 +61,8 @@ def without_compiler() -> Iterator[None]:
 
 @contextmanager
 def without_symbols() -> Iterator[None]:
-    """Inside, `torch._check` needs no sympy (40 MB) where nothing is a symbol: attention asks it about a mask of padding. For a
-    block's forward pass; what else is asked of that module has no stand-in there, see [Note: the compiler]."""
+    """A context in which `torch._check` (attention calls it for a padding mask) loads no sympy (40 MB) if nothing is a symbol.
+    For a block's forward pass; nothing else of that module has a stand-in there, see [Note: the compiler]."""
     if _CHECKED.__name__ in sys.modules:
         yield
         return
@@ -144,7 +144,7 @@ def _give_way(stand_ins: Sequence[_StandIn]) -> None:
 
 
 class _Parts(Loader):
-    """Finds modules inside the compiler's package, whose stand-in has none: the real ones."""
+    """Finds the real modules inside the compiler's package, since its stand-in has none."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
         self._module = module
@@ -181,7 +181,7 @@ def _graph_break(*arguments: Any, **options: Any) -> None:
 
 
 def _of_number(name: str, answer: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`answer` to a number; a symbol gets the real one, from those too who have kept this function."""
+    """A function that applies `answer` to a number, and the real function to a symbol, even if a caller kept a reference."""
 
     def answered(value: Any, *more: Any, **options: Any) -> Any:
         if isinstance(value, int | float):
@@ -202,7 +202,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class _Unsaid:
-    """What is asked for, and then not used, where there are no symbols."""
+    """Placeholder for classes that are imported, but never used without symbolic shapes."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -221,7 +221,7 @@ _OF_NUMBERS = {
     "sym_and": _joined(operator.and_), "sym_or": _joined(operator.or_), "sym_eq": _equal,
     "DimDynamic": _Unsaid, "GuardOnDataDependentSymNode": type("GuardOnDataDependentSymNode", (RuntimeError,), {}),
 }  # fmt: skip
-"""What is said of symbols where there are none."""
+"""Answers about symbols where there are none."""
 _CONFIG = _StandIn(
     f"{COMPILER}.config",
     {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enabled": False, "_custom_ops_profile": None},
@@ -234,6 +234,6 @@ _OF_SYMBOLS = (
     _StandIn(_SYMBOLS, _OF_NUMBERS),
     _StandIn("torch.utils._sympy.functions", {"Max": max}),
     _StandIn("sympy", dict.fromkeys(("Basic", "Symbol", "Eq"), _Unsaid)),
-    _CHECKED,  # behind the other of that name, which stands in first where all do
+    _CHECKED,  # after the other of that name, which stands in first where all do
 )
 _STAND_INS = (_COMPILER, _CONFIG, _SOURCE, *_OF_SYMBOLS)

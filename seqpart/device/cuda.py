@@ -2,10 +2,10 @@
 memory, the caching allocator and its cap.
 
 Work is issued from several threads to three streams: the current one, which computes, and one for copies each way. All memory
-of the device is allocated on the first of them; whoever copies from or to it elsewhere waits for events, or lends it.
+of the device is allocated on the first of them; copies on another stream must wait for events, or `lend` the tensor.
 
 A pinned buffer that is dropped while a copy of it is under way is not handed out again before that is over: PyTorch's allocator
-of pinned memory notes the stream of every copy that `copy_` and `to` issue, also of a part of the buffer. Whoever keeps the
+of pinned memory notes the stream of every copy that `copy_` and `to` issue, also of a part of the buffer. Code that keeps the
 buffer and writes into it again has to wait for an event.
 """
 
@@ -28,7 +28,7 @@ class CudaDevice(Accelerator):
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.torch)
         self._share = torch.cuda.get_per_process_memory_fraction(self.torch)
-        """Of the card, that the program allows itself: no cap of ours is wider, and it is put back."""
+        """Share of the card that the program allows itself: no cap of ours is larger, and it is restored."""
         self._copies = {way: torch.cuda.Stream(self.torch) for way in (UP, DOWN)}  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.torch)  # the context is made here, so that NVML knows this process from the start
 

@@ -1,4 +1,4 @@
-"""Tables of NVIDIA's libraries, which a CPU run holds for nothing, and how they are put down.
+"""Moves tables of NVIDIA's libraries, which a CPU run does not use, out of memory.
 
 torch's CUDA build loads the libraries whether or not there is a GPU, and while they load they fill 103 MB of anonymous
 memory, 92 of them in cuBLASLt: a third of what the imported libraries hold. Only work on a GPU reads them.
@@ -20,9 +20,9 @@ _LIBRARIES = ("libcublas", "libcufft", "libcusparse", "libnvJitLink", "libnvrtc"
 _DRIVER = "libcuda.so"
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _LASTING = "/var/tmp"
-"""For temporary files on a disk: where /tmp lies in memory, as many systems have it, nothing would be gained."""
+"""Directory for temporary files on a disk: /tmp lies in memory on many systems, so nothing would be gained there."""
 _WORTH = 1 << 20
-"""Bytes of a mapping below which it stays where it is."""
+"""Smaller mappings, in bytes, are left alone."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -31,7 +31,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(slots=True)
 class _Mapping:
-    """One line of /proc/self/smaps, and the bytes of it that lie in anonymous memory."""
+    """A mapping in /proc/self/smaps, with its bytes in anonymous memory."""
 
     start: int
     end: int
@@ -45,17 +45,17 @@ class _Mapping:
 
 
 def may_use_gpu() -> bool:
-    """Whether the driver is there."""
+    """True if NVIDIA's driver is present."""
     return any(path.exists() for path in _DRIVER_FILES)
 
 
 @cache
 def release_gpu_tables() -> int:
-    """Move what NVIDIA's libraries keep in memory to a file without a name, once. Returns the bytes that left the memory.
+    """Moves the tables of NVIDIA's libraries to a file without a name, once. Returns the bytes that left memory.
 
-    The pages are mapped from the file to where they were, so that a library that is used after all reads them from
-    the disk and writes to copies of its own. Nothing moves when a GPU may be in use, which could write meanwhile, or
-    where the system offers no way: the runtime is then what it is.
+    The pages are mapped from the file to their old addresses, so that a library that is used after all reads them from
+    the disk and writes to copies of its own. Nothing is moved if a GPU may be in use, which could write meanwhile, or
+    where the system does not support it: the runtime is then larger.
     """
     cuda: Any = sys.modules.get("torch.cuda")
     if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
@@ -82,10 +82,10 @@ def _mappings() -> list[_Mapping]:
 
 
 def _gpu_tables(mappings: list[_Mapping]) -> Iterator[_Mapping]:
-    """Mappings of the libraries that lie in anonymous memory, for the most part.
+    """Mappings of the libraries that lie mostly in anonymous memory.
 
     A library's zeroed data has no path, and may have grown together with what lies above: it is taken only between
-    two mappings of one library, whose place nobody else gets.
+    two mappings of one library, where no other memory can be.
     """
     for before, mapping, after in zip(mappings, mappings[1:], mappings[2:], strict=False):
         enclosed = before.path == after.path and before.end == mapping.start and mapping.end == after.start
@@ -96,7 +96,7 @@ def _gpu_tables(mappings: list[_Mapping]) -> Iterator[_Mapping]:
 
 
 def _release(libc: ctypes.CDLL, mapping: _Mapping) -> bool:
-    """Write the mapping to a file, look whether that says the same, and put it in the mapping's place."""
+    """Writes the mapping to a file, compares the two, and maps the file in its place. Returns True if that worked."""
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     address, size = ctypes.c_void_p(mapping.start), ctypes.c_size_t(mapping.size)
     access = mmap.PROT_READ | (mmap.PROT_WRITE if "w" in mapping.access else 0)
@@ -121,7 +121,7 @@ def _release(libc: ctypes.CDLL, mapping: _Mapping) -> bool:
 
 
 def _in_memory(descriptor: int) -> bool:
-    """Whether the file lies on a file system that is memory itself."""
+    """True if the file is on a file system in memory."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     lines = [line.split() for line in _MOUNTS.read_text().splitlines()]

@@ -1,20 +1,20 @@
-"""Whether memory of tensors that die leaves the process at once, or stays for those that come.
+"""Controls whether freed memory leaves the process at once, or is kept for later tensors.
 
-    returned   every tensor over 64 KiB is a mapping of its own: the least memory, and exactly what is alive. Each page is
-               asked for anew, and the kernel clears it: a third to a half of the time of an update whose tensors are small.
+    returned   every tensor over 64 KiB is a mapping of its own: the least memory, and exactly the live bytes. The kernel gives
+               and clears each page anew: a third to a half of the time of an update whose tensors are small.
     kept       tensors lie on the C library's heap, which never shrinks: it is made as large as the plan says and touched
-               before training begins, so that what the plan predicts is there from the first step on.
+               before training begins, so that the predicted memory is there from the first step on.
 
 [Note: a kept heap] Tensors are aligned: glibc cuts a piece of less than 100 bytes off the front and the back of each. It puts
-these pieces into a cache of small pieces (tcache), from where small objects take them, and then a tensor that dies leaves a
-hole which is those bytes too small for the next one of its size. So a heap grew to 1.3 to 1.7 times what is alive at once where
+these pieces into a cache of small pieces (tcache), from where small objects take them, and then a freed tensor leaves a hole
+which is those bytes too small for the next one of its size. So a heap grew to 1.3 to 1.7 times the bytes alive at once where
 a network is trained as one partition, 2.1 to 2.5 times where several are, up to 4.5 where they come and go in each update, and
 7 where boundaries are on the disk and little is alive beside gradients: there no heap is kept. Without that cache, as the
 command starts itself (seqpart/launch), 1.0 to 1.4 times were seen, and 1.9 where 31 MB were alive; and up to 2.0 where nearly
-as many bytes of gradients come in a backward pass as of activations go, in other sizes: 1.18 times what is alive and those that
-replace others. See benchmarks/LOG.md.
+as many bytes of gradients are made in a backward pass as activations are freed, in other sizes: 1.18 times the sum of live
+bytes and those that replace others. See benchmarks/LOG.md.
 The heap is made larger than that from the beginning, where the limit has room for it: then the prediction holds whatever the
-holes are. A smaller one is tried too, and of all the room that the limit has. Should it grow beyond that until memory runs
+holes are. A smaller one is tried too, and one as large as the limit allows. Should it grow beyond that until memory runs
 out, the run goes on without it. Tensors aligned for huge pages would double the holes: THP_MEM_ALLOC_ENABLE, which is off by
 default.
 """
@@ -37,31 +37,31 @@ _OWN = {
     _M_MMAP_THRESHOLD: ("mmap_threshold", 32 << 20), _M_TRIM_THRESHOLD: ("trim_threshold", 64 << 20),
     _M_MMAP_MAX: ("mmap_max", 1 << 16), _M_MXFAST: ("mxfast", 128), _M_ARENA_MAX: ("arena_max", 8 * (os.cpu_count() or 1)),
 }  # fmt: skip
-"""What a run sets: glibc's name for it, and its own value. It cannot be read, and its two thresholds grow with what is freed,
-until somebody sets them: to these, where a tensor of 32 MB or several have come and gone."""
+"""{setting that a run changes: (glibc's name, glibc's value)}. Settings cannot be read, and the two thresholds grow with what
+is freed until they are set: to these values, after tensors of 32 MB were freed."""
 _TRIM_THRESHOLD = 1 << 20
-"""Bytes that may be free at the heap's end: with 128 KiB, as glibc begins, streaming took 7 % more pages."""
+"""Bytes that may be free at the heap's end: with 128 KiB, glibc's initial value, streaming took 7 % more pages."""
 RETURNED_FROM = _MMAP_THRESHOLD - 112
-"""Bytes from which a tensor is a mapping of its own: 112 bytes are its header and our alignment."""
+"""Tensors of at least this many bytes are mappings of their own: 112 bytes are the header and our alignment."""
 _MOST_MAPPINGS = 1 << 30
 _FOR_ONE, _FOR_SEVERAL, _STREAMED, _LEAST_FOR_ONE = 2, 3, 5, 1.5
 _LEAST_WITHOUT_CACHE, _MORE = 1.4, 16 << 20
-"""Without the cache: the least for one partition, and the most bytes beside 1.5 times what is alive."""
+"""Heap without the cache: the least factor for one partition, and the most bytes added to 1.5 times the live bytes."""
 _CACHED, _IN_CACHE = 1000, 16
-"""Bytes of a piece that glibc's cache takes, of which it holds up to 7 of one size."""
+"""Bytes of a piece that goes into glibc's cache, and a number of pieces beyond the 7 of one size that it holds."""
 _PIECE = 64 << 10
 _PROBE = 4 << 20
 _PROBED, _PROBES = 64 << 20, 3
-"""Bytes that are asked for to see who gives them, and not touched."""
+"""Bytes that are allocated, and not touched, to see which allocator serves them; and the number of attempts."""
 COMPUTING_SHARE = 0.7
-"""Of the seconds that computing takes where memory is returned, where no run has told (profile/trials.py)."""
+"""Ratio of compute time with a kept heap to that without, if no trial measured it (profile/trials.py)."""
 
 
 def heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:
-    """Bytes of a kept heap for tensors of which `alive` bytes are there at once: one partition's, or those of `several`.
+    """Bytes of a kept heap for tensors with `alive` bytes at once, of one partition or of `several`.
 
-    replaced: the most bytes of gradients that come while what autograd saved goes, or of the latter where these are fewer.
-    streamed: they come and go in each update, or may.
+    replaced: most bytes of gradients that are made while saved activations are freed, or of the latter if they are fewer.
+    streamed: True if partitions come and go in each update, or may.
     """
     least = least_heap_for(alive, replaced, several=several, streamed=streamed)
     if several or streamed:
@@ -70,7 +70,7 @@ def heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = F
 
 
 def least_heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:
-    """The same where the limit has no room for so much."""
+    """Least bytes of a kept heap, for a limit without room for `heap_for`."""
     if several or streamed:
         found = _with_holes(alive) if pieces_join() else alive * (_STREAMED if streamed else _FOR_SEVERAL)
     else:
@@ -79,7 +79,7 @@ def least_heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bo
 
 
 def _with_holes(alive: int) -> int:
-    """Bytes of a heap without the cache."""
+    """Bytes of a kept heap, with its holes, without glibc's cache."""
     return alive * 3 // 2 + min(alive // 2, _MORE)
 
 
@@ -119,9 +119,9 @@ _libc = _glibc()
 
 @cache
 def other_allocator() -> str | None:
-    """The file of a library that allocates in the place of glibc, as LD_PRELOAD does it; None where none does.
+    """Returns the file of a library that allocates in place of glibc, for example by LD_PRELOAD; None if there is none.
 
-    A library that counts allocations and passes them on to glibc, as profilers of memory do, is none.
+    A library that counts allocations and passes them on to glibc, as memory profilers do, does not count.
     """
     if _libc is None or not hasattr(_libc, "mallinfo2"):
         return None
@@ -141,7 +141,7 @@ def other_allocator() -> str | None:
 
 @cache
 def pieces_join() -> bool:
-    """Whether small pieces that are free join the free memory beside them, and are not cached for small objects."""
+    """True if small freed pieces join free memory beside them, and are not cached for small objects."""
     if _libc is None or not hasattr(_libc, "mallinfo2"):
         return False
     pieces = [_libc.malloc(_CACHED) for _ in range(_IN_CACHE)]  # what was in the cache is not any more
@@ -152,14 +152,14 @@ def pieces_join() -> bool:
 
 
 def _given(name: str, own: int) -> int:
-    """What the environment says of a setting of glibc's, as one of its tunables or as a variable; `own` without."""
+    """Value of glibc's setting `name` from the environment, as a tunable or a variable; otherwise `own`."""
     words = os.environ.get("GLIBC_TUNABLES", "").split(":") + [f"{key}={value}" for key, value in os.environ.items()]
     found = (re.fullmatch(rf"(?:glibc\.malloc\.{name}|MALLOC_{name.upper()}_?)=(\d+)", word) for word in words)
     return next((int(one[1]) for one in found if one), own)
 
 
 class Heap:
-    """The C library's heap, of which a process has one. Without glibc nothing is done: the meter still holds the limit."""
+    """The C library's heap, one per process. Without glibc its methods do nothing: the meter still holds the limit."""
 
     can_be_kept = _libc is not None
 
@@ -168,11 +168,11 @@ class Heap:
 
     @contextmanager
     def returned(self) -> Iterator[None]:
-        """Inside, memory leaves the process as soon as it is free: by default glibc keeps 225-290 MB of it. Behind it glibc has
-        its own settings again, or those of the environment; but its thresholds no longer move, and its arenas stay one where it
-        has counted them meanwhile.
+        """A context in which freed memory leaves the process at once: by default glibc keeps 225-290 MB of it. After it glibc
+        has its own settings again, or the environment's; but its thresholds no longer move, and there is still one arena if
+        glibc has counted its arenas meanwhile.
 
-        Raises OptionError where the process has another allocator: what that keeps is not predicted, and passes limits.
+        Raises OptionError where the process has another allocator: the memory that it keeps cannot be predicted.
         """
         if (other := other_allocator()) is not None:
             raise OptionError(
@@ -197,15 +197,15 @@ class Heap:
                 _libc.mallopt(_M_MXFAST, 0)  # another cache
 
     def trim(self) -> None:
-        """Give free memory back to the system, unless it is kept."""
+        """Returns free memory to the system, unless the heap is kept."""
         if _libc is not None and not self._kept:
             _libc.malloc_trim(0)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, what does not fit into a heap that is kept is a mapping, which leaves the process when it is free.
+        """A context in which allocations that do not fit into a kept heap are mappings, which leave the process when freed.
 
-        For work beside the blocks', which would make that heap larger for good."""
+        For work beside the blocks', which would enlarge the heap for good."""
         kept = self._kept
         if _libc is not None and kept:
             _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
@@ -217,7 +217,7 @@ class Heap:
 
     @contextmanager
     def kept(self, nbytes: int) -> Iterator[None]:
-        """While the body runs, memory stays, `nbytes` of it from the beginning; with 0 bytes none does."""
+        """A context with a kept heap of `nbytes` from the beginning; with 0 bytes none is kept."""
         if _libc is None or not nbytes:
             yield
             return
@@ -234,7 +234,7 @@ class Heap:
 
 
 def _touch(libc: ctypes.CDLL, nbytes: int) -> None:
-    """Fill the heap's holes, and make it larger behind them: by pieces with nothing between them, which join when they go.
+    """Fills the heap's holes and enlarges it after them, with adjacent pieces that join when they are freed.
 
     Raises MemoryError where the limit has no room for it.
     """
@@ -251,13 +251,13 @@ def _touch(libc: ctypes.CDLL, nbytes: int) -> None:
 
 
 def page_faults() -> int:
-    """Pages that the kernel has given to this thread so far. Those of two threads that compute together are waited for once."""
+    """Number of this thread's page faults so far: threads that compute together wait for theirs at the same time."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 @cache
 def seconds_per_fault() -> float:
-    """What the kernel takes to give one page, and a mapping's share of that: what a kept heap saves.
+    """Seconds of one page fault, with its share of a mapping: the time that a kept heap saves.
 
     Seconds without those of the computing thread's faults were 0.48 (convolution), 0.67 (LSTM), 0.83 (wide linear layer) of
     all; computing with a kept heap took 0.46, 0.66 and 0.87.

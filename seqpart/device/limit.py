@@ -1,4 +1,4 @@
-"""The limit: its margin, what refuses it, and what enforces it: the kernel, or the allocator."""
+"""The memory limit: its margin, refusals, and its enforcement by the kernel or the allocator."""
 
 import gc
 import resource
@@ -19,27 +19,27 @@ from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
 from seqpart.units import format_limit, format_size, parse_size
 
 _SLACK = 16 << 20
-"""Bytes of a limit that no plan spends: stacks and other reservations, which RLIMIT_DATA charges and nobody touches."""
+"""Bytes of a limit that no plan spends, for stacks and other reservations, which RLIMIT_DATA charges though untouched."""
 
 RUNTIME_VARIES = 4 << 20
 """Bytes by which the runtimes of two processes may differ: 294 to 297 MB were seen."""
 
 WARM_UP_BYTES = 10 << 20
-"""What warm_up's own small step and the probes of the machine take for a moment, before any plan: the least peak beyond the
+"""Bytes that warm_up's small step and the probes of the machine take for a moment, before any plan: the least peak beyond the
 runtime."""
 
 
 def growth_beside(allowed: int, work: int) -> int:
-    """Bytes, of those that are `allowed` for growth on the CPU, that there may be beside `work` bytes.
+    """Bytes of growth to expect on the CPU beside `work` bytes, at most `allowed`.
 
-    Kernels pack what they multiply, and of many blocks more small objects lie about: beside 4 to 150 MB of work that was up to
-    4 MB of 12. All of it was allowed for, and with a runtime of 226 MB such peaks were predicted 4 to 8 % too high.
+    Kernels pack their factors, and many blocks leave more small objects: beside 4 to 150 MB of work that was up to 4 MB of 12.
+    With all 12 allowed, and a runtime of 226 MB, such peaks were predicted 4 to 8 % too high.
     """
     return min(allowed, allowed // 2 + work // 32)
 
 
 def limit_of(asked: str | int | float, device: Device) -> int:
-    """Bytes of --mem-limit. Raises OptionError for more than the device has: no such promise could be kept."""
+    """Returns --mem-limit in bytes. Raises OptionError for more than the device has."""
     total = device.total_memory()
     held = read_process().held if device.shares_memory else 0  # a limit on a process is one on what it holds already, too
     limit = parse_size(asked, total=total, free=min(total, held + device.free_memory()), name="--mem-limit")
@@ -57,7 +57,7 @@ def limit_of(asked: str | int | float, device: Device) -> int:
 
 
 def warm_up(device: Device) -> None:
-    """One small training step: starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces."""
+    """Runs small training steps: starts the OpenMP threads, autograd, the optimizer and the matrix library's workspaces."""
     width, out, batch = 1024, 256, 256
     layer = torch.nn.Linear(width, out, device=device.torch, dtype=torch.float32)
     with without_compiler():
@@ -69,9 +69,9 @@ def warm_up(device: Device) -> None:
 
 
 def measure_runtime(device: Device) -> int:
-    """Bytes that the process (CPU) or its context (CUDA) holds, of which nothing will go: every library has warmed up.
+    """Measures the bytes that the process (CPU) or its context (CUDA) holds for good, after every library has warmed up.
 
-    Only young garbage is collected: all of it was as the job began, which takes 0.4 s where large libraries are loaded.
+    Only young garbage is collected: a full collection, 0.4 s with large libraries, was made when the job began.
     """
     gc.collect(1)
     device.release_cached()
@@ -79,20 +79,20 @@ def measure_runtime(device: Device) -> int:
 
 
 def margin_of(limit: int) -> int:
-    """Room left under the limit: what RLIMIT_DATA charges and nobody uses, and noise of the runtime."""
+    """Bytes left free under the limit, for unused reservations that RLIMIT_DATA charges, and noise of the runtime."""
     return limit // 100 + _SLACK
 
 
 def left_of(limit: int) -> str:
-    """What a refusal says of a limit."""
+    """Says in a refusal how many bytes the limit leaves."""
     return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
 
 
 def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, block: int, state: int = 0, rows: int = 0) -> str:
-    """What a refusal advises: only what makes the plan so much smaller that it may fit.
+    """Advice in a refusal: only changes that may make the plan fit.
 
-    peak: of the smallest plan. finer: whether --partitions asks for larger ones than need be. block: bytes of what needs most,
-    with `state` of its optimizer, and `rows` of a micro-batch that was asked for.
+    peak: peak of the smallest plan. finer: True if --partitions asks for larger partitions than necessary. block: bytes of the
+    largest partition, of which `state` are its optimizer's, and `rows` a requested micro-batch's.
     """
     available = limit - margin_of(limit)
     if runtime > available:
@@ -114,19 +114,19 @@ def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, bloc
 
 
 def refused(message: str, smallest: int, rows: int | None = None, *, tried: bool = True) -> DoesNotFit:
-    """A refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: whether blocks were run, and
-    nothing that they leave behind is added."""
+    """Makes a refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: True if blocks were run, so
+    that no allowance for them is added."""
     less = "" if tried else ", or a little less: what blocks take there is known when they are tried"
     return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}{less}.", rows)
 
 
 def limit_for(peak: int) -> int:
-    """The least limit whose margin leaves room for `peak`, also where the runtime of the next process is a little larger."""
+    """The least limit whose margin leaves room for `peak`, even if the runtime of the next process is a little larger."""
     return -(-(peak + _SLACK + RUNTIME_VARIES) * 100 // 99) + 1
 
 
 def any_plan_fits(device: Device, limit: int, *, beside: int = 0) -> bool:
-    """Whether what is held now leaves room for the least that a plan needs. beside: what other processes of the run hold."""
+    """True if the memory held now leaves room for the smallest plan. beside: bytes that other processes of the run hold."""
     if not device.shares_memory:
         return _free_of(device, limit) > 0
     room = limit - margin_of(limit) - WARM_UP_BYTES - beside
@@ -136,15 +136,15 @@ def any_plan_fits(device: Device, limit: int, *, beside: int = 0) -> bool:
 
 
 class _DataLimit:
-    """RLIMIT_DATA of this process, which several may hold at a time, as sessions do: the least of theirs is set, and the last
-    to let go puts back what there was before the first."""
+    """RLIMIT_DATA of this process, shared by several holders, such as sessions: the least of their limits is set, and the last
+    holder to release restores the original."""
 
     def __init__(self) -> None:
         self._held: dict[object, int] = {}
         self._before = resource.RLIM_INFINITY, resource.RLIM_INFINITY
 
     def hold(self, who: object, nbytes: int | None) -> None:
-        """None: no more."""
+        """Holds a limit of `nbytes` for `who`; None releases it."""
         if not self._held:
             self._before = resource.getrlimit(resource.RLIMIT_DATA)
         soft, hard = self._before
@@ -165,13 +165,13 @@ class Grant(Protocol):
 
 @contextmanager
 def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0) -> Iterator[Grant]:
-    """Hold the limit by something that is not ours while the body runs: an allocation beyond it fails, catchably.
+    """A context in which the kernel or the allocator enforces the limit: an allocation beyond it fails, catchably.
 
-    CPU: RLIMIT_DATA counts what is reserved, so the difference to what is used now (library data, thread stacks:
-    a constant) is granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields what grants on top
-    what has been reserved since and is not used, and says whether that was anything: what is reserved for generated code, and
-    `at_rest`, when nothing is loaded, all else too, as a heap that cannot shrink because its last bytes are in use.
-    beside: bytes of the limit that other processes of the run have. untouched: bytes that kernels will reserve and not use.
+    CPU: RLIMIT_DATA counts reserved bytes, so the difference to the bytes used now (library data, thread stacks: a constant) is
+    granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields a function that also grants bytes
+    reserved since then and not used, and returns True if there were any: those for generated code and, `at_rest`, when nothing
+    is loaded, all others too, as of a heap that cannot shrink because its last bytes are in use. beside: bytes of the limit
+    that other processes of the run have. untouched: bytes that kernels will reserve and not use.
     """
     if not device.shares_memory:
         with _capped_allocator(device, limit):
@@ -207,8 +207,8 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
 
 
 def generated_code() -> int:
-    """Bytes of this process's memory that is writable and executable. A convolution's kernel is generated for every shape, in a
-    reservation of up to megabytes of which it fills one part in 40: 100 MB of a ResNet."""
+    """Bytes of this process's writable and executable memory. A convolution's kernel is generated for every shape, in a
+    reservation of up to megabytes of which it fills one part in 40: 100 MB for a ResNet."""
     with open("/proc/self/maps", "rb") as maps:
         ranges = [line.split(b" ", 1)[0].split(b"-") for line in maps if b" rwxp " in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ranges)
@@ -228,7 +228,7 @@ def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
 
 
 def _free_of(device: Device, limit: int) -> int:
-    """Bytes that the context leaves of a limit. Kernels that are loaded later make it grow: the margin is theirs."""
+    """Bytes that the context leaves of a limit. Kernels loaded later enlarge the context: the margin is for them."""
     return limit - margin_of(limit) - (MemoryUsage(device).read() - device.reserved())
 
 
@@ -241,7 +241,7 @@ def too_small(limit: int, held: int) -> DoesNotFit:
 
 @contextmanager
 def translate_oom(device: Device, when: str) -> Iterator[None]:
-    """Outside the loop no smaller micro-batch helps: say when memory ran out. Raises OutOfMemory."""
+    """A context that turns failed allocations outside the loop, where no smaller micro-batch helps, into OutOfMemory."""
     try:
         yield
     except Exception as error:

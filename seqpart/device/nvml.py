@@ -1,7 +1,7 @@
-"""NVML's figure for this process on one GPU or MIG instance, context included; what stands in where there is none is named.
+"""NVML's figure for this process on one GPU or MIG instance, context included; without one a substitute is used, and named.
 
-torch's own count would not do: it leaves out the context, a quarter to half a gigabyte. What stands in never says less than
-this process holds, where that can be known: the figure proves a limit.
+torch's own count would not do: it leaves out the context, a quarter to half a gigabyte. A substitute is never less than this
+process holds, where that can be known: the figure proves a limit.
 
     NVML lists this process        its figure
     it does not (containers, WSL)  what is used on the whole card, less what others must have held at the start
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from seqpart.units import format_size
 
 MOST_CONTEXT = 1 << 30
-"""Where NVML does not tell ours from others', this much of what is used is taken for our context. Less could hide a part of it
+"""Bytes taken for our context where NVML does not separate our memory from others'. Less could hide a part of it
 from the limit: 0.3 GB is usual, large cards take more, and over 1 GB only what loads all kernels at once does (PyTorch issue
 107667)."""
 
@@ -64,7 +64,7 @@ class _NoFigure(Exception):
 
 
 def _best_figure(uuid: str, reserved: Callable[[], int]) -> _Figure:
-    """The first that can be read."""
+    """Returns the first figure that can be read."""
     try:
         card = _Card(uuid)
     except Exception as error:  # no nvidia-ml-py, no library, no driver, no such device
@@ -100,7 +100,7 @@ class _OfProcess:
 
 
 class _OfWholeCard:
-    """What is used by all, less what others held at the start; others that free it later hide nothing of ours."""
+    """Bytes used by all less what others held at the start; never less than ours, even if others free memory later."""
 
     def __init__(self, card: "_Card", reserved: Callable[[], int], reason: str) -> None:
         self._card, self._reserved = card, reserved
@@ -141,7 +141,7 @@ class _Card:
             self._version = None
 
     def held(self) -> int:
-        """By this process. Raises _NoFigure."""
+        """Bytes used by this process. Raises _NoFigure."""
         listed = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(self._handle)
         found = [process.usedGpuMemory for process in listed if process.pid in self._pids]
         if not found:
@@ -154,12 +154,12 @@ class _Card:
         return max(known)
 
     def used(self) -> int:
-        """By all processes."""
+        """Bytes used by all processes."""
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle, self._version).used)
 
 
 def _handle(nvml: Any, uuid: str) -> object:
-    """By UUID: CUDA_VISIBLE_DEVICES renumbers CUDA's indices, not NVML's. CUDA's text may come without NVML's prefix."""
+    """NVML's handle by UUID: CUDA_VISIBLE_DEVICES renumbers CUDA's indices, not NVML's. CUDA's text may lack NVML's prefix."""
     if uuid.startswith(("GPU-", "MIG-")):
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     try:

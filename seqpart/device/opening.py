@@ -1,4 +1,4 @@
-"""Devices by the names that users give."""
+"""Opens devices by the names that users give."""
 
 import torch
 
@@ -17,13 +17,13 @@ _REFUSED = {
     "hip": _CUDA_TOO,
     "rocm": _CUDA_TOO,
 }
-"""Accelerators that PyTorch knows, and why they are not used by that name."""
+"""{name of an accelerator of PyTorch: why it is refused}."""
 
 
 def open_device(name: str) -> Device:
-    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`, `sim` or `sim:CARD`. Raises OptionError for anything else.
+    """Opens `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, `sim` or `sim:CARD`. Raises OptionError for anything else.
 
-    CARD: a name of seqpart/hardware, or a file of that form; `@7` behind it is the seed of how late copies happen.
+    CARD: a card of seqpart/device/cards, or a file of that form; `@7` after it is the seed of how late copies happen.
     """
     kind, colon, rest = name.partition(":")
     if kind == "sim" and (rest or not colon):

@@ -1,4 +1,4 @@
-"""Pages of memory: what direct I/O, host memory and the device ask of sizes and addresses, and who watches their use."""
+"""Page-aligned memory, as direct I/O, host memory and the device need it, and hooks to observe its use."""
 
 import mmap
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ def round_up(size: int, to: int = PAGE) -> int:
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """What `aligned(nbytes)` takes."""
+    """Bytes that `aligned(nbytes)` takes."""
     return max(PAGE, round_up(nbytes))
 
 
 def aligned(nbytes: int) -> torch.Tensor:
-    """A new uint8 buffer, (round_up(nbytes),), that starts on a page. Owned by the caller; its pages are not touched.
+    """Returns a new uint8 buffer, (round_up(nbytes),), that starts on a page. Owned by the caller; its pages are not touched.
 
     A mapping of its own, which leaves the process with it: on a heap that is kept it would be a hole, and threads have heaps
     of their own. Raises OSError (ENOMEM) where memory is refused.
@@ -38,7 +38,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class Watcher(Protocol):
-    """Is told of memory that the processor uses, by its address, or that goes to or from a `disk`, before it does."""
+    """A function called before the processor uses memory, given by its address, or before that goes to or from a `disk`."""
 
     def __call__(self, address: int, nbytes: int, *, write: bool, disk: bool) -> None: ...
 
@@ -48,7 +48,7 @@ _watchers: list[Watcher] = []
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Inside, in every thread, `watcher` is told of what files and their users do with memory."""
+    """A context in which `watcher` is called, in every thread, before files and their users access memory."""
     _watchers.append(watcher)
     try:
         yield

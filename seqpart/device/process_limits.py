@@ -1,5 +1,5 @@
-"""What a run needs of the process that it is in: files, threads and memory. Looked at first, since libraries that lack one of
-these end the process, each in its own words."""
+"""Checks the files, threads and memory that a run needs of its process. Made first, since libraries that lack one of these end
+the process, each in its own words."""
 
 import contextlib
 import resource
@@ -10,16 +10,16 @@ from pathlib import Path
 from seqpart.errors import OptionError
 
 FILES = 32
-"""Files that a run has open at most, with what the interpreter keeps open."""
+"""Most files that a run has open, with those of the interpreter."""
 THREADS = 4
-"""Of its own: the reader, two that move homes, and the sampler."""
+"""Threads of a run: the reader, two that move homes, and the sampler."""
 _STACK = 128 << 10
 _SIZES = {"-v": (resource.RLIMIT_AS, "VmSize:"), "-d": (resource.RLIMIT_DATA, "VmData:")}
-"""By the flag of ulimit: a limit on a process's memory, and the kernel's figure that it is on."""
+"""{flag of ulimit: (limit on a process's memory, the kernel's figure that it limits)}."""
 _LIMITS = {
     name: soft for kind, name in _SIZES.values() if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
 }  # fmt: skip
-"""As the process began: a run sets one itself."""
+"""Limits when the process began: a run sets one itself."""
 
 
 def limited_sizes() -> list[str]:
@@ -33,18 +33,18 @@ def room() -> int:
 
 
 def room_left() -> int:
-    """Bytes that they let it take still; 1 << 62 without these. Both count what is reserved too: libraries, stacks."""
+    """Bytes that ulimit -v and -d still let it take; 1 << 62 without these. Both count reserved bytes: libraries, stacks."""
     return max(0, min((soft - _figure(name) for name, soft in _LIMITS.items()), default=1 << 62))
 
 
 def _figure(name: str) -> int:
-    """Bytes, of a line of the kernel's status of this process."""
+    """Bytes in a line of the kernel's status of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def set_mark_back() -> bool:
-    """Let VmHWM begin anew at what is held now; False where that cannot be: /proc is read-only."""
+    """Resets VmHWM to the bytes held now; returns False where /proc is read-only."""
     try:
         with open("/proc/self/clear_refs", "wb", buffering=0) as marks:
             marks.write(b"5")
@@ -66,11 +66,11 @@ _RUNS = _Runs()
 
 @contextlib.contextmanager
 def in_run(kind: str, changes: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Around a run on a device of that kind. `changes` of the process are made by the first of those that overlap, and undone
-    with the last.
+    """A context for a run on a device of that kind. Of overlapping runs the first makes the `changes` of the process, and the
+    last undoes them.
 
-    Raises OptionError while another thread is in one: the limit on memory, signal handlers, random numbers and the allocator's
-    settings are those of the process, and whoever ended first would take them from the other.
+    Raises OptionError while another thread is in a run: the memory limit, signal handlers, random numbers and the allocator's
+    settings belong to the process, and the run that ended first would take them from the other.
     """
     me = threading.get_ident()
     with _RUNS.lock:
@@ -96,7 +96,7 @@ def in_run(kind: str, changes: Callable[[], contextlib.AbstractContextManager[No
 
 @contextlib.contextmanager
 def files_and_threads(computing: int) -> Iterator[None]:
-    """Inside, the process may open the files of a run. Raises OptionError where it may not, or may not start the threads.
+    """A context in which the process may open a run's files. Raises OptionError if it may not, or may not start the threads.
 
     computing: threads that the libraries start beside ours.
     """
@@ -115,7 +115,7 @@ def files_and_threads(computing: int) -> Iterator[None]:
 
 
 def _try_threads(count: int) -> None:
-    """Start so many at once, and let them go again."""
+    """Starts `count` threads at once, and ends them. Raises OptionError if that fails."""
     go, started, before = threading.Event(), [], threading.stack_size(_STACK)
     try:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Memory sampled all through a run, and the proof in its last line."""
+"""Samples memory throughout a run, for the proof in its last line."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from seqpart.units import format_size
 
 
 class Sampler:
-    """Reads the memory usage every `interval` seconds in a thread, and remembers the peak and what was running then."""
+    """A thread that reads the memory usage every `interval` seconds, and remembers the peak and what was running then."""
 
     def __init__(self, usage: MemoryUsage, limit: int, interval: float = 0.01) -> None:
         self.usage, self.limit, self.interval = usage, limit, interval
@@ -19,10 +19,10 @@ class Sampler:
         self.peak_label = self.violation_label = ""
         self.file_growth = 0
         self.known = 0
-        """The peak when the plan was made: what came before is no matter of its prediction."""
+        """The peak when the plan was made: the prediction does not cover earlier ones."""
         self.timeline = Timeline()
         self.told: list[Callable[[int], None]] = [self.timeline.note]
-        """Called with the bytes of every look, mostly by the sampler's thread."""
+        """Functions called with the bytes of every sample, mostly by the sampler's thread."""
         self._file_start = read_process().file
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="seqpart-sampler", daemon=True)
@@ -35,14 +35,14 @@ class Sampler:
         self._thread.start()
 
     def hold(self, limit: int) -> None:
-        """The limit is known now, and has counted from the start."""
+        """Sets the limit once it is known; it applies to earlier samples too."""
         self.limit = limit
         if self.peak > limit:
             self.violations += 1
             self.violation_label = self.violation_label or self.peak_label or "planning"
 
     def heed(self, held: int, label: str = "planning") -> None:
-        """Somebody else saw that much held, between two looks perhaps."""
+        """Adds a measurement from elsewhere, which may fall between two samples."""
         self._tell(held)
         if held > self.peak:
             self.peak, self.peak_label = held, label
@@ -92,16 +92,16 @@ class Proof:
     source: str
     predicted: int
     runtime: int
-    """What the imported libraries (CPU) or the context (CUDA) took before any training."""
+    """Bytes that the imported libraries (CPU) or the context (CUDA) took before any training."""
     allocator_peak: int | None
     host: int
-    """Host memory granted beside the limit, and not part of the peak."""
+    """Bytes of host memory granted beside the limit, not part of the peak."""
     file_growth: int
     samples: int
     violations: int
 
     def and_then(self, other: "Proof") -> "Proof":
-        """Of both, one behind the other in one process, under the same limit."""
+        """The proof of both runs, one after the other in one process, under the same limit."""
         allocator = [peak for peak in (self.allocator_peak, other.allocator_peak) if peak is not None]
         return replace(
             self, peak=max(self.peak, other.peak), predicted=max(self.predicted, other.predicted),

@@ -1,10 +1,10 @@
-"""An accelerator that is not there: its memory, streams, links and rates, simulated by the processor.
+"""A simulated accelerator: its memory, streams, links and rates, computed by the processor.
 
 The same calls as CUDA's, and the same rules, each of which is checked where a GPU would silently go wrong or hardware would be
 needed to see it:
 
-    memory     taken from a caching allocator of the card's size, under a cap; what nobody wrote is not a number
-    host       a kernel uses no host memory, and the host none of the device's, but through `copy`, `upload` and `download`
+    memory     taken from a caching allocator of the card's size, under a cap; unwritten memory is not a number
+    host       a kernel uses no host memory, and the host none of the device's, except by `copy`, `upload` and `download`
     streams    copies happen late, and every two accesses must be ordered by events; see ordering.py and streams.py
     seconds    copies take as long as the card's links do, kernels as long as its rates say
 
@@ -31,7 +31,7 @@ _COPIES = {UP: "the stream of copies to the device", DOWN: "the stream of copies
 
 
 class SimulatedDevice(Accelerator):
-    """`hardware`, simulated; `seed`: of how late copies happen."""
+    """A simulation of `hardware`. seed: seed of how late copies happen."""
 
     kind = "sim"
     hardware: Hardware
@@ -44,11 +44,11 @@ class SimulatedDevice(Accelerator):
         self.streams = Streams(tuple(_COPIES.values()), seed)
         self._allocator = CachingAllocator(hardware.memory - hardware.context)
         self._memories: dict[int, Memory] = {}
-        """By the address of the storage."""
+        """{address of a storage: its memory}."""
         self._freed: deque[Memory] = deque()
-        """Those whose storages are gone."""
+        """Memory whose storage was freed."""
         self._links = {UP: 0.0, DOWN: 0.0, "disk": 0.0}
-        """When each is free."""
+        """Times at which the links are free."""
         self.busy = {UP: 0.0, DOWN: 0.0, "disk": 0.0, "computing": 0.0}
         """Seconds of work of each."""
         self._freed_too_early: list[str] = []
@@ -64,7 +64,7 @@ class SimulatedDevice(Accelerator):
         return self.hardware.memory - self.used()
 
     def used(self) -> int:
-        """Bytes of the card that this process has: what its driver would say."""
+        """Bytes of the card that this process holds, as its driver would say."""
         return self.hardware.context + self._allocator.reserved
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class SimulatedDevice(Accelerator):
         return memory
 
     def _made(self, tensors: list[torch.Tensor], name: str) -> None:
-        """Tensors that came into being on the device: their memory was the computing stream's before, whoever had it."""
+        """Notes tensors that were made on the device: their memory belonged to the computing stream before."""
         for tensor in tensors:
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes and self._memory_of(tensor) is None:
@@ -127,7 +127,8 @@ class SimulatedDevice(Accelerator):
                 touch(memory, 0, nbytes, write=True, actor=stream.name, clock=_acting(stream), what=f"allocated for {name}")
 
     def _forget_freed(self) -> None:
-        """A last reference may be dropped anywhere, also by the garbage collector in the middle of the allocator."""
+        """Frees blocks of freed storages, later: a last reference may be dropped anywhere, also by the garbage collector inside
+        the allocator."""
         while self._freed:
             with self.streams.lock:
                 if not self._freed:
@@ -162,7 +163,7 @@ class SimulatedDevice(Accelerator):
             self._raise_errors()
 
     def _refuse_freed(self, held: tuple[torch.Tensor, torch.Tensor], stream: Stream) -> None:
-        """A copy that nobody waited for, of memory that nobody has any more: its next owner would find it overwritten."""
+        """Notes an error for a late copy of memory that was freed without waiting: its next owner would find it overwritten."""
         for tensor in held:
             memory = self._memory_of(tensor)
             if memory is None or not memory.on_device or stream.name in memory.lent or stream.name == COMPUTING:
@@ -220,7 +221,7 @@ class SimulatedDevice(Accelerator):
             touch(memory, first, first + span * tensor.itemsize, write=write, actor=actor, clock=clock, what=what)
 
     def _host_used(self, address: int, nbytes: int, *, write: bool, disk: bool) -> None:
-        """The processor read or wrote memory, for a file or for itself."""
+        """Notes that the processor uses memory, for a file or for itself."""
         with self.streams.lock:
             act(HOST, self.streams.host)
             self._forget_freed()
@@ -295,7 +296,7 @@ class SimulatedDevice(Accelerator):
 
 
 _OURS = 2
-"""References to a storage that one tensor of ours and its Python object make."""
+"""Number of references to a storage from one tensor of ours and its Python object."""
 
 
 def _acting(stream: Stream) -> dict[str, int]:

@@ -1,10 +1,10 @@
-"""Streams whose copies happen late: when somebody waits for them, or before that by chance.
+"""Simulated streams whose copies happen late: when the program waits for them, or before that by chance.
 
-Kernels of the stream that computes run at once, since the program goes on with what they return; what waits for them is ordered
-by events all the same, see ordering.py. Copies of the other streams are put off: one whose wait is missing finds, or leaves,
-other bytes. In which order streams go on is drawn from a seed.
+Kernels of the stream that computes run at once, since the program goes on with their results; accesses after them must be
+ordered by events all the same, see ordering.py. Copies of the other streams are delayed: one whose wait is missing reads, or
+leaves, other bytes. The order in which streams go on is drawn from a seed.
 
-Beside the clocks that order accesses goes one of seconds: when everything would end on the hardware that is simulated.
+Beside the clocks that order accesses there is one of seconds: when everything would end on the simulated hardware.
 """
 
 import random
@@ -19,12 +19,12 @@ from seqpart.device.watching import HOST, Clock, act, join
 
 COMPUTING = "the stream that computes"
 _LATE_SHARE, _LATE_SECONDS = 0.1, 0.02
-"""How often a thread of copies comes late, and by how much; with seed 0 none does."""
+"""Share of copies for which a thread is late, and seconds of delay; with seed 0 none is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """Behind the first `position` entries of a stream."""
+    """An event after the first `position` entries of a stream."""
 
     stream: "Stream"
     position: int
@@ -37,15 +37,15 @@ class Stream:
     name: str
     clock: Clock
     seconds: float
-    """When what was issued to it so far is over."""
+    """Time at which everything issued so far is over."""
     late: "deque[Callable[[], None] | Event]"
-    """What was issued and not done: copies, and events to wait for."""
+    """Entries issued and not done: copies, and events to wait for."""
     issued: int = 0
     done: int = 0
 
 
 class Streams:
-    """One that computes, and others by name. From any thread; all under one lock."""
+    """The stream that computes, and others by name. Usable from any thread, under one lock."""
 
     def __init__(self, names: tuple[str, ...], seed: int) -> None:
         self.lock = threading.RLock()
@@ -54,7 +54,7 @@ class Streams:
         self.host: Clock = {}
         self._random = random.Random(seed)
         self._haste = self._random.choice((0.0, 0.0, 0.2, 0.8))
-        """How likely a copy is to happen although nobody waits for it."""
+        """Probability that a copy happens before the program waits for it."""
         self._late_share = _LATE_SHARE if seed else 0.0  # whose copies are issued in another order takes another time
 
     # --- the calling thread ---------------------------------------------------------------------------------------
@@ -74,20 +74,20 @@ class Streams:
 
     @property
     def seconds(self) -> float:
-        """When the calling thread got to here."""
+        """Simulated time of the calling thread."""
         return float(getattr(self._thread, "seconds", 0.0))
 
     @property
     def computed_until(self) -> float:
-        """When the last kernel that was issued is over."""
+        """Time at which the last issued kernel is over."""
         return self._streams[COMPUTING].seconds
 
     def reach(self, seconds: float) -> None:
-        """The calling thread waits until then."""
+        """Advances the time of the calling thread to `seconds`."""
         self._thread.seconds = max(self.seconds, seconds)
 
     def dawdle(self) -> None:
-        """Now and then the calling thread comes late."""
+        """Delays the calling thread now and then."""
         with self.lock:
             late = self._random.random() < self._late_share
         if late:
@@ -96,14 +96,14 @@ class Streams:
     # --- issuing --------------------------------------------------------------------------------------------------
 
     def begin(self, stream: Stream) -> float:
-        """The stream's next action, behind what it and the calling thread did so far. When it can begin."""
+        """Begins the stream's next action, after all that it and the calling thread did. Returns when it can begin."""
         act(HOST, self.host)
         join(stream.clock, self.host)
         act(stream.name, stream.clock)
         return max(stream.seconds, self.seconds)
 
     def issue(self, stream: Stream, item: Callable[[], None] | Event) -> None:
-        """A copy, or an event to wait for: at once where the stream computes."""
+        """Issues a copy, or an event to wait for; done at once in the stream that computes."""
         stream.issued += 1
         stream.late.append(item)
         if stream.name == COMPUTING:
@@ -111,7 +111,7 @@ class Streams:
         self._hurry()
 
     def finish_all(self, stream: Stream) -> None:
-        """Before what is done at once there."""
+        """Does all entries of the stream, before a kernel runs at once there."""
         self._finish(stream, stream.issued)
 
     def record(self) -> Event:
@@ -121,7 +121,7 @@ class Streams:
             return Event(stream, stream.issued, dict(stream.clock), max(stream.seconds, self.seconds))
 
     def follow(self, event: Event) -> None:
-        """The current stream waits for it."""
+        """Makes the current stream wait for `event`."""
         with self.lock:
             stream = self.current
             join(stream.clock, event.clock)
@@ -129,12 +129,12 @@ class Streams:
             self.issue(stream, event)
 
     def is_known(self, event: Event) -> bool:
-        """Whether the calling thread has waited for it, or for what came behind it."""
+        """True if the calling thread has waited for `event`, or for a later one."""
         with self.lock:
             return all(self.host.get(stream, 0) >= position for stream, position in event.clock.items())
 
     def wait(self, event: Event) -> None:
-        """The calling thread does."""
+        """Makes the calling thread wait for `event`."""
         with self.lock:
             self._finish(event.stream, event.position)
             join(self.host, event.clock)

@@ -1,4 +1,4 @@
-"""Memory over time in a file of the run: thinned, so that its length grows with the logarithm of the run's.
+"""Memory over time in a file of the run, thinned so that its length grows with the logarithm of the run's.
 
     {"began": "2026-11-25T04:00:42+00:00", "limit": 2000000000, "source": "RssAnon + RssShmem of the process tree"}
     [0.05, 312475648]        seconds since `began`, and the most bytes that were held since the point before
@@ -19,22 +19,22 @@ MEMORY = "memory.jsonl"
 _FIRST = 0.05
 """Seconds that a point stands for, at first."""
 _POINTS = 512
-"""After so many each stands for twice the time: 6,000 in a week."""
+"""Points after which each stands for twice the time: 6,000 in a week."""
 
 
 class Timeline:
-    """Told of every look at the memory, from any thread."""
+    """A log of memory samples, from any thread."""
 
     def __init__(self) -> None:
         self.began, self._start = datetime.now(UTC), time.monotonic()
         self._every, self._count, self._next, self._highest = _FIRST, 0, 0.0, 0
         self._kept: list[str] = []
-        """Lines until there is a file."""
+        """Lines not yet in a file."""
         self._file: int | None = None
         self._lock = threading.Lock()
 
     def note(self, used: int) -> None:
-        """So many bytes are held now."""
+        """Adds a sample: `used` bytes are held now."""
         with self._lock:
             self._highest = max(self._highest, used)
             now = time.monotonic() - self._start
@@ -50,7 +50,7 @@ class Timeline:
             self._write()
 
     def leave(self, path: Path, *, limit: int, source: str, add: bool) -> None:
-        """From now on, and from the start, in the file `path`; `add` behind what a run left there that goes on."""
+        """Writes points so far, and later ones, to the file `path`; with `add` after those of the run that is resumed."""
         head = {"began": self.began.isoformat(timespec="milliseconds"), "limit": limit, "source": source}
         with self._lock:
             try:

@@ -1,10 +1,10 @@
-"""How much memory there is, read from the kernel and the driver.
+"""Reads how much memory is held, from the kernel and the driver.
 
 On CPU the figure is RssAnon + RssShmem of the process tree: memory that only this program holds. VmHWM and RSS would
 add file pages, which the kernel drops at will. On CUDA it is NVML's figure for this process, context included.
 
-A look every 10 ms misses what is shorter. VmHWM misses nothing: what it rose by between two looks was held, but for the file
-pages of the two, which hardly change while a network is trained. Children have no such mark that we may set back.
+A sample every 10 ms misses shorter peaks. VmHWM misses nothing: what it rose by between two samples was held, except for file
+pages, which hardly change while a network is trained. Children have no such mark that we may reset.
 """
 
 import mmap
@@ -21,13 +21,13 @@ from seqpart.device.nvml import NvmlUsage
 from seqpart.device.process_limits import set_mark_back
 
 _FELL = 1 << 20
-"""Bytes of file pages."""
+"""Decrease of file pages in bytes above which VmHWM is reset."""
 _STATUS_FIELDS = (b"RssAnon:", b"RssShmem:", b"RssFile:", b"VmData:")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the memory, in bytes."""
+    """One sample of a process's memory, in bytes."""
 
     anon: int = 0
     shmem: int = 0
@@ -36,7 +36,7 @@ class Reading:
 
     @property
     def held(self) -> int:
-        """What only this process holds."""
+        """Bytes that only this process holds."""
         return self.anon + self.shmem
 
     def __add__(self, other: "Reading") -> "Reading":
@@ -53,7 +53,7 @@ def read_process(pid: int | str = "self") -> Reading:
 
 
 def read_tree(pid: int | None = None) -> Reading:
-    """A process and all its descendants."""
+    """The kernel's figures for a process and all its descendants."""
     pid = pid or os.getpid()
     total = read_process(pid)
     for child in _children(pid):
@@ -62,7 +62,7 @@ def read_tree(pid: int | None = None) -> Reading:
 
 
 def _children(pid: int) -> Iterator[int]:
-    """Those with memory of their own."""
+    """Children with memory of their own."""
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with open(thread / "children", "rb") as file:
@@ -73,15 +73,15 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _same_memory(parent: int, child: int) -> bool:
-    """Whether the child still runs in its parent's address space, as between vfork and exec: nothing of it is its own.
+    """True if the child still runs in its parent's address space, as between vfork and exec: it has no memory of its own.
 
-    Then all that /proc says of the one's memory it says of the other's. A forked copy differs: it begins without file pages.
+    Then all figures of /proc are the same for both. A forked copy differs: it begins without file pages.
     """
     return _address_space(parent) == _address_space(child)
 
 
 def _address_space(pid: int) -> list[bytes]:
-    """Its size, what of it is in memory, that one's limit, where code begins and ends, and where the stack begins."""
+    """Size of the address space, its resident part and that one's limit, begin and end of code, and begin of the stack."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[20:26]
@@ -90,7 +90,7 @@ def _address_space(pid: int) -> list[bytes]:
 
 
 class MemoryUsage:
-    """The figure that is held against the limit on this device, and its name."""
+    """The figure that is compared with the limit on this device, and its name."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -104,17 +104,17 @@ class MemoryUsage:
         return self._nvml.source if self._nvml else f"of the {self._device.name}: its context and what the allocator reserved"
 
     def watch(self) -> None:
-        """From now on `read` also finds what was held between two looks, where the system has a mark of it."""
+        """Makes `read` also find peaks between two samples, where the system marks them."""
         if self._tree:
             self._tree.set_back()
 
     def grant(self, shared: int) -> None:
-        """Leave `shared` bytes of RssShmem out: the host memory that --ram-limit grants beside the limit."""
+        """Leaves out `shared` bytes of RssShmem: the host memory that --ram-limit grants beside the limit."""
         if self._tree:
             self._tree.granted = shared
 
     def read(self) -> int:
-        """Bytes."""
+        """Bytes held now."""
         if self._tree:
             return self._tree.read()
         return self._nvml.read() if self._nvml else self._device.used()
@@ -126,18 +126,18 @@ def _nvml_usage(device: Device) -> NvmlUsage:
 
 
 class _TreeUsage:
-    """This process's figure through one open file, 10 us a look; children, 100 us, where there are any."""
+    """Figure of the process tree: this process through one open file, 10 us a sample; children, 100 us, if there are any."""
 
     def __init__(self) -> None:
         self._pid, self.granted = os.getpid(), 0
         self._mark = self._files = -1
-        """VmHWM and RssFile at the last look; -1 while nobody sets the mark back."""
+        """VmHWM and RssFile at the last sample; -1 while the mark is not reset."""
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         weakref.finalize(self, os.close, self._status).atexit = False  # a thread may look until the process is gone
 
     def set_back(self) -> None:
-        """Let VmHWM begin anew at what is held now."""
-        if not set_mark_back():  # what is left is a look now and then
+        """Resets VmHWM to the bytes held now."""
+        if not set_mark_back():  # then only samples are left
             self._mark = self._files = -1
             return
         text = os.pread(self._status, 8192, 0)
@@ -153,7 +153,7 @@ class _TreeUsage:
         return used
 
     def _between(self, text: bytes) -> int:
-        """The most that was held since the last look, if the mark has risen; the greater number of file pages is taken off."""
+        """Most bytes held since the last sample, if the mark has risen, less the larger count of file pages; otherwise 0."""
         if self._mark < 0:
             return 0
         mark, files = _field(text, b"VmHWM:"), _field(text, b"RssFile:")
@@ -166,7 +166,7 @@ class _TreeUsage:
 
 
 def _has_children() -> bool:
-    """One system call; which ones, and what they hold, takes many."""
+    """True if this process has children. Takes one system call; listing and measuring them takes many."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -186,10 +186,10 @@ def _field(text: bytes, name: bytes) -> int:
 
 
 class Reservations:
-    """The most that is reserved between two looks, exactly: kernels do not touch all that they ask for.
+    """Measures exactly the most bytes reserved since `restart`: kernels do not touch all that they reserve.
 
-    The kernel's mark of that, VmPeak, cannot be set back. So a mapping without any access, which no limit charges, first makes
-    what is reserved as large as the mark: from there on it rises with every reservation.
+    The kernel's mark, VmPeak, cannot be reset. So a mapping without any access, which no limit charges, first raises the
+    reserved bytes to the mark: from there on it rises with every reservation.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class Reservations:
         self._from = 0
 
     def restart(self) -> None:
-        """From now on `most` counts."""
+        """Starts the measurement of `most`."""
         self.end()
         size, most = _sizes()
         if most > size:
@@ -205,7 +205,7 @@ class Reservations:
         self._from = _sizes()[0]
 
     def most(self) -> int:
-        """Bytes beyond what was reserved at `restart`."""
+        """Most bytes beyond those reserved at `restart`."""
         return _sizes()[1] - self._from
 
     def end(self) -> None:
@@ -220,7 +220,7 @@ def _sizes() -> tuple[int, int]:
 
 
 def highest() -> int:
-    """Most bytes that this process held since the kernel's mark was set back, or since it began."""
+    """Most bytes that this process held since the kernel's mark was reset, or since it began."""
     text = _status()
     # The mark counts file pages too, which grow only where code runs for the first time.
     held = _field(text, b"RssAnon:") + _field(text, b"RssShmem:")
@@ -228,15 +228,15 @@ def highest() -> int:
 
 
 class HighWater:
-    """The most that is held between two looks, exactly, however short it was: for planning, which runs blocks one by one.
+    """Measures exactly the most bytes held since `restart`, however briefly: for planning, which runs blocks one by one.
 
-    CPU: the kernel's own mark of this process. Setting it back makes `ru_maxrss` forget what was before. CUDA: the allocator's.
+    CPU: the kernel's own mark of this process; resetting it makes `ru_maxrss` forget earlier peaks. CUDA: the allocator's.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = None if device.shares_memory else device
         self.works = device.hardware is None and (self._device is not None or set_mark_back())
-        """Not where /proc is read-only; and a simulated device has no kernels whose memory it could show."""
+        """False where /proc is read-only, and for a simulated device, which has no kernels whose memory it could show."""
 
     def now(self) -> int:
         """Bytes held now."""

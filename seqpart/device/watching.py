@@ -1,4 +1,4 @@
-"""Every operation of PyTorch seen: which memory it reads, writes and makes, on which side, in how many seconds."""
+"""Observes every operation of PyTorch for simulated devices: the memory that it reads, writes and makes, and its costs."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 Used = tuple[torch.Tensor, bool]
-"""A tensor, and whether it is written."""
+"""(tensor, True if it is written)."""
 
 
 class Observer(Protocol):
-    """What is told of operations."""
+    """An observer of operations."""
 
     def begins(self, name: str, used: list[Used], *, makes: bool) -> bool:
-        """Whether the operation is the device's, whose tensors are used; `makes`: it is asked for tensors there."""
+        """Called before an operation on tensors `used`; returns True if it is the device's. makes: it makes tensors there."""
 
     def ends(self, name: str, found: list[torch.Tensor], *, nbytes: int, flops: int, dtype: torch.dtype) -> None:
-        """Tensors that it gave, bytes and floating-point operations that it took."""
+        """Called after an operation, with its result tensors, its bytes moved and its floating-point operations."""
 
 
 _WAITS = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
-"""Operations whose result the program looks at, or whose shape: the host waits for them."""
+"""Operations for which the host waits, since the program reads their result or its shape."""
 _UNSET = ("aten.empty", "aten.new_empty")
 
 
@@ -34,7 +34,7 @@ def waits(name: str) -> bool:
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, in one thread, `observer` is told of every operation on real tensors; `card`: what asks for tensors on it."""
+    """A mode that reports this thread's operations on real tensors to `observer`. card: the simulated device of new tensors."""
 
     def __init__(self, observer: Observer, card: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,12 +76,12 @@ def _used(func: Any, args: Any, kwargs: Any) -> Iterator[Used]:
 
 
 def _is_view(func: Any) -> bool:
-    """Nothing is read or written: the result is another name for the same memory."""
+    """True if the operation returns a view, and reads and writes nothing."""
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    """What nobody wrote is to be nothing that one can go on with."""
+    """Fills unwritten memory with values that no program can use unnoticed."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype is not torch.bool:
@@ -90,11 +90,11 @@ def _spoil(tensor: torch.Tensor) -> None:
 
 HOST = "the host"
 Clock = dict[str, int]
-"""For everybody who acts, how many of its actions are known to be over."""
+"""{actor: number of its actions that are known to be over}."""
 
 
 class Unordered(RuntimeError):
-    """Two accesses to the same bytes, one of them a write, and nothing says which comes first: a defect of the program."""
+    """Raised for two accesses to the same bytes, one of them a write, in no defined order: a defect of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class Memory:
     nbytes: int
     on_device: bool
     block: int | None = None
-    """Of the allocator."""
+    """Number of its block in the allocator."""
     lent: set[str] = field(default_factory=set)
-    """Streams that use it, and are waited for before its memory is somebody else's."""
+    """Streams that use it, for which the allocator waits before it reuses the memory."""
     accesses: "list[_Access]" = field(default_factory=list)
 
 
@@ -133,13 +133,13 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def act(actor: str, clock: Clock) -> int:
-    """The number of the actor's next action, which its own clock knows from now on."""
+    """Counts the actor's next action in its own clock, and returns its number."""
     clock[actor] = clock.get(actor, 0) + 1
     return clock[actor]
 
 
 def touch(memory: Memory, first: int, last: int, *, write: bool, actor: str, clock: Clock, what: str) -> None:
-    """Note an access of `actor`, whose clock stands at that action. Raises Unordered."""
+    """Notes an access of `actor`, whose clock is at that action. Raises Unordered."""
     now = _Access(first, last, write, actor, clock[actor], what)
     for before in memory.accesses:
         overlaps = before.first < last and first < before.last and (write or before.write)
@@ -149,7 +149,7 @@ def touch(memory: Memory, first: int, last: int, *, write: bool, actor: str, clo
 
 
 def _needed(accesses: Iterable[_Access], now: _Access) -> Iterable[_Access]:
-    """Without those that `now` stands for: what is ordered behind it is ordered behind them."""
+    """The accesses without those that `now` replaces: what is ordered after it is ordered after them."""
     for before in accesses:
         inside = now.first <= before.first and before.last <= now.last
         if not (inside and (now.write or (before.actor == now.actor and not before.write))):

@@ -11,11 +11,11 @@ METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, 
 
 
 EXACT = (FULL, CHECKPOINTED, STREAMED)
-"""What `auto` chooses from."""
+"""The methods that `auto` chooses from."""
 
 
 def methods_named(name: str) -> tuple[Method, ...]:
-    """The method of that name; for `auto` all exact ones. Raises OptionError for another name."""
+    """Returns the method of that name; for `auto` all exact ones. Raises OptionError for another name."""
     if name == "auto":
         return EXACT
     if name not in METHODS:

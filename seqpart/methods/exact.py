@@ -1,10 +1,10 @@
 """Exact training: back-propagation through the whole network, whatever part of it is on the device.
 
-    full           one partition: the baseline that everything is measured by
-    checkpointed   all partitions on the device, activations kept at the cuts only and computed again
-    streamed       one partition on the device at a time, all micro-batches of it before the next
+    full           one partition: the baseline for all comparisons
+    checkpointed   all partitions on the device, activations kept only at the cuts and recomputed
+    streamed       one partition on the device at a time, all its micro-batches before the next
 
-The three give the same bits: of every parameter, gradient, moment, buffer and loss.
+The three give bit-identical parameters, gradients, moments, buffers and losses.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from seqpart.schedule.pieces import training
 
 
 def whole_network(work: Workload, *, streamed: bool) -> Phase:
-    """One pass of updates through all partitions, as epoch 0."""
+    """Returns one pass of updates through all partitions, as epoch 0."""
     first, last = work.partitions[0], len(work.partitions) - 1
     breadth_first = streamed and last > 0
     streams = frozenset(range(last + 1)) - work.stays if breadth_first else frozenset[int]()
@@ -29,12 +29,12 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
 
 
 def exact_phases(work: Workload, *, streamed: bool) -> Phases:
-    """All epochs, then the test rows."""
+    """Returns all epochs, then the test rows."""
     return trained(work, whole_network(work, streamed=streamed), test_phases(work, stays=not streamed))
 
 
 def trained(work: Workload, train: Phase, behind: tuple[Phase, ...]) -> Phases:
-    """All updates of `train`, with `behind` between them and after the last."""
+    """Returns all updates of `train`, with `behind` at every evaluation and after the last update."""
     first = work.partitions[0]
     return Phases([training(train, first.epochs, first.updates, behind, work.tests)])
 
@@ -48,13 +48,13 @@ def streamed_phases(work: Workload) -> Phases:
 
 
 def evaluation_phases(work: Workload) -> Phases:
-    """The test rows alone."""
+    """Returns only the passes over the test rows."""
     train = whole_network(work, streamed=True)
     return Phases([Epochs(train=train, epochs=0, behind=test_phases(work))])
 
 
 def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
-    """The streamed schedule once more, with one side frozen (PNN paper, section 5), then the test rows."""
+    """Returns the streamed schedule once more, with one side frozen (PNN paper, section 5), then the test rows."""
     recovery = work.recovery
     if recovery is None:
         return ()
@@ -69,7 +69,7 @@ def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
 
 
 def true_loss(targets: Targets) -> PartitionLoss | None:
-    """The true loss at the end of the network; none elsewhere."""
+    """Returns the true loss for the last partition, and None for the others."""
     return TrueLoss(targets.final_loss, targets.reduction) if targets.partition == targets.partitions - 1 else None
 
 
@@ -77,4 +77,4 @@ FULL = Method(name="full", exact=True, cuts=False, phases=staying_phases, loss=t
 CHECKPOINTED = Method(name="checkpointed", exact=True, cuts=True, phases=staying_phases, loss=true_loss, stays=True)
 STREAMED = Method(name="streamed", exact=True, cuts=True, phases=streamed_phases, loss=true_loss)
 EVALUATION = replace(STREAMED, phases=evaluation_phases)
-"""Nothing is trained: of a streamed run its passes over the test rows."""
+"""The streamed method without training: only its passes over the test rows."""

@@ -1,9 +1,9 @@
-"""Synthetic intermediate labels: fixed random rows, one for each class, that can be drawn again at any moment.
+"""Synthetic intermediate labels: fixed random rows, one for each class, that can be drawn again at any time.
 
 Row c is a function of (key, c) alone: its element j is the counter c * 2^32 + j through SplitMix64 (Steele, Lea and Flood
-2014, "Fast splittable pseudorandom number generators"), begun at the key. The bits are the same on every device; what is
-computed of them (a normal distribution, a norm) is rounded as the device rounds. So labels that would take too much memory are
-never whole: a row is drawn where its class is met, and forgotten.
+2014, "Fast splittable pseudorandom number generators"), started at the key. The bits are the same on every device; what is
+computed from them (a normal distribution, a norm) is rounded as the device rounds. So labels that would take too much memory
+never exist whole: a row is drawn when its class occurs, and freed.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from collections.abc import Callable
 import torch
 
 _AT_ONCE = 1 << 18
-"""Elements that are drawn in one go: temporaries of 8 bytes each are made of every one."""
+"""Elements that are drawn at once: each makes temporaries of 8 bytes."""
 _ORTHOGONAL = 1 << 16
-"""Elements that are made orthogonal. In rows of more than 256 numbers random directions are nearly that: their cosines are
-1 / sqrt(size), and what orthogonal ones gain in 60 dimensions was gone at 256 (docs/objectives.md)."""
+"""Most elements that are made orthogonal. In rows of more than 256 numbers random directions are nearly orthogonal: their
+cosines are 1 / sqrt(size), and the gain of orthogonal ones in 60 dimensions was gone at 256 (docs/objectives.md)."""
 _STEP, _FIRST, _SECOND = (factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""SplitMix64's constants, as the int64 that torch has."""
+"""SplitMix64's constants, as torch's int64."""
 
 
 class SyntheticLabels:
     """`classes` rows of `size` numbers from U(0, 1), or with `normal` N(0, 1); `finish` changes rows (n, size) in place.
 
     orthogonal: up to 65,536 numbers are made orthogonal all together, and always kept; larger labels stay as they are drawn.
-    kept: all of them, (classes, size), where that is at most `most` bytes; else None.
+    kept: all labels, (classes, size), if they take at most `most` bytes; else None.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class SyntheticLabels:
         self.nbytes = 0 if self.kept is None else self.kept.nbytes
 
     def of(self, classes: torch.Tensor) -> torch.Tensor:
-        """(n, size): the rows of `classes`, (n,)."""
+        """Returns the rows (n, size) of `classes` (n,)."""
         return self._drawn(classes) if self.kept is None else self.kept[classes]
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """All classes in order, in pieces of which each has at most `most` bytes of rows."""
+        """Returns all classes in order, in pieces whose rows take at most `most` bytes each."""
         return torch.split(self._classes, self._rows_at_once)
 
     def _drawn(self, classes: torch.Tensor) -> torch.Tensor:
@@ -69,14 +69,14 @@ class SyntheticLabels:
 
 
 def _orthogonal(rows: torch.Tensor) -> torch.Tensor:
-    """The nearest matrix with orthonormal rows, or where those are more than dimensions, orthonormal columns (a tight frame).
+    """Returns the nearest matrix with orthonormal rows, or columns (a tight frame) if it has more rows than columns.
 
-    On the CPU, whose bits are the same under every limit and beside every GPU, and whose library is there already."""
+    Computed on the CPU, whose bits are the same under every limit and with every GPU, and whose library is loaded already."""
     left, _, right = torch.linalg.svd(rows.cpu().double(), full_matrices=False)
     nearest: torch.Tensor = left @ right
     return nearest.to(rows)
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right with zeros coming in; torch's own shift brings the sign in."""
+    """Returns a logical right shift, which fills with zeros; torch's own shift fills with the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)

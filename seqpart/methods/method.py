@@ -1,4 +1,4 @@
-"""What a method is: which phases a run goes through, and which loss each partition owns. Never a loop."""
+"""A method defines the phases of a run, and the loss that each partition owns. It is never a loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,40 +30,40 @@ class PartitionLoss(Protocol):
     """The loss that one partition owns."""
 
     nbytes: int
-    """Memory that its fixed targets take on the device."""
+    """Bytes of its fixed targets on the device."""
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | LossValue:
-        """Loss of `output`, (rows, *boundary), with `labels`, (rows, ...): the mean over the rows, a scalar, or a verdict."""
+        """Returns the loss of `output` (rows, *boundary) with `labels` (rows, ...): a scalar mean over rows, or a LossValue."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(scores (n, classes, ...), labels (n, ...)), larger is likelier; None where the output says nothing of classes. A
-        label below 0 counts for nothing."""
+        """Returns (scores (n, classes, ...), labels (n, ...)), larger is likelier; None if the output has no scores of classes.
+        Labels below 0 are ignored."""
 
 
 class SyntheticLoss(PartitionLoss, Protocol):
     """The loss of an inner partition, against synthetic labels."""
 
     def ideal(self, labels: torch.Tensor) -> torch.Tensor:
-        """The output (rows, *boundary) that it asks for, for `labels`."""
+        """Returns the ideal output (rows, *boundary) for `labels`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionTraining:
-    """How one partition is trained: the settings that may differ from partition to partition."""
+    """Training settings that may differ from partition to partition."""
 
     epochs: int
     batch_size: int
     micro_batch: int
     updates: int | None = None
-    """Of the whole training, where it is not `epochs` whole ones."""
+    """Updates of the whole training, if it is not a whole number of epochs."""
     trainable: bool = True
     rows: int = 0
-    """Of a micro-batch those that pass at once, where it is not all of them."""
+    """Rows per forward pass, if fewer than the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """The second stage of a run: the true loss, back through the whole network."""
+    """The second stage of a run: the true loss, back-propagated through the whole network."""
 
     epochs: int
     batch_size: int
@@ -77,22 +77,22 @@ class Subnets:
 
     count: int
     whole: int
-    """Partitions of the whole network: those of the parts come behind them."""
+    """Number of partitions of the whole network: those of the parts come after them."""
     local_steps: int
-    """Updates of each in a round."""
+    """Updates of each part in a round."""
     rows: int
-    """Of each in an epoch."""
+    """Rows of each part in an epoch."""
     all_rows: bool
-    """Whether these are the same."""
+    """True if all parts train on the same rows."""
     observed: int
-    """The whole network's partitions up to the last that has running statistics; 0: none has, or they are right already."""
+    """Number of the whole network's partitions up to the last with running statistics; 0: none, or they are right already."""
     observed_rows: int
-    """Training rows from which these are made anew."""
+    """Training rows from which running statistics are recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Ints that a method turns into phases."""
+    """The sizes of a run, which a method turns into phases."""
 
     train_rows: int
     test_rows: int
@@ -101,41 +101,41 @@ class Workload:
     partitions: tuple[PartitionTraining, ...]
     clips: bool = False
     stays: frozenset[int] = frozenset()
-    """In a streamed pass: partitions that stay on the device all the same."""
+    """In a streamed pass: partitions that stay on the device anyway."""
     keeps: frozenset[int] = frozenset()
     """In a whole-network pass: partitions that keep their graphs."""
     offloads: frozenset[int] = frozenset()
-    """Those of them whose graphs do not wait on the device."""
+    """Those of `keeps` whose graphs are offloaded until backward."""
     one_value: bool = True
-    """Whether partitions hand each other one value, whose rows can wait in a file."""
+    """True if only one value crosses each boundary, whose rows can wait in a file."""
     recovery: Recovery | None = None
     subnets: Subnets | None = None
     synthetic_inputs: bool = False
-    """Later partitions train on the synthetic labels of the one before them, and not on its outputs."""
+    """True if later partitions train on the synthetic labels of the one before them instead of its outputs."""
     tests: Interval = AT_THE_END
-    """Of what is trained last, between two passes over the test rows. Updates are those of an exact method."""
+    """Interval between two passes over the test rows, in the last training; in updates only for an exact method."""
     views: int = 1
-    """Draws of each row whose outputs are kept for a later partition."""
+    """Number of draws of each row whose outputs are kept for a later partition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """What a method's loss may depend on."""
+    """Everything that a method's loss may depend on."""
 
     partition: int
     partitions: int
     output_shape: tuple[int, ...]
-    """Of one row of the partition's output boundary."""
+    """Shape of one row of the partition's output boundary."""
     label_shape: tuple[int, ...]
-    """Of one row's labels: () where a row has one, (T,) where each of T positions has its own."""
+    """Shape of one row's labels: () if a row has one, (T,) if each of T positions has its own."""
     classes: int
     seed: int
     most: int
-    """Bytes that fixed targets may take; beyond that they are drawn whenever they are needed."""
+    """Most bytes of fixed targets; larger ones are drawn whenever they are needed."""
     device: torch.device
     final_loss: LossFunction
     reduction: Reduction | None = BY_ROWS
-    """Of the final loss; None on fake tensors, of which nothing can be counted."""
+    """Reduction of the final loss; None on fake tensors, where nothing can be counted."""
     objective: str
     kappa: float
     prototype_scale: float
@@ -145,22 +145,22 @@ class Targets:
 class Method:
     name: str
     exact: bool
-    """Whether it is back-propagation through the whole network."""
+    """True if it back-propagates through the whole network."""
     alone: bool = False
-    """Whether every partition has a loss of its own, and is trained alone."""
+    """True if every partition has a loss of its own, and is trained alone."""
     cuts: bool
-    """Whether it may cut the chain at all."""
+    """True if it may cut the chain at all."""
     phases: Callable[[Workload], Phases]
     loss: Callable[[Targets], PartitionLoss | None]
     stays: bool = False
-    """Whether all partitions are on the device at once."""
+    """True if all partitions are on the device at once."""
     in_pairs: bool = False
-    """Whether partitions are given by the model, and all but the first and the last meet in pairs."""
+    """True if the model defines the partitions, and all but the first and the last are loaded in pairs."""
 
 
 def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
-    """The test rows through one partition after the other; where all of them stay, or hand each other more than rows in a
-    file hold, through all of them at once, as many rows at a time as an update has."""
+    """Returns the passes of the test rows: through one partition after the other, or in one phase through all partitions, if
+    all of them stay or boundaries have more than one value; a streamed phase then takes an update's rows at a time."""
     last, first = len(work.partitions) - 1, work.partitions[0]
     if not work.test_rows:
         return ()
@@ -178,7 +178,7 @@ def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
 
 
 class _WeightsAreThere(TorchFunctionMode):
-    """Raises OptionError where a loss reads a weight of the model that is not on the device while it judges."""
+    """Raises OptionError if a loss reads a weight of the model that is not on the device at that moment."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(one, nn.Parameter) and not one.numel() for one in tree_leaves((args, kwargs))):
@@ -199,15 +199,15 @@ class TrueLoss:
         self._held: Held | None = None
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> LossValue:
-        if self._seen or isinstance(output, FakeTensor):  # nothing is there while a plan is made
+        if self._seen or isinstance(output, FakeTensor):  # no weights are loaded while a plan is made
             return judged(self._function, self._reduction, output, labels)
         self._seen = True
         with _WeightsAreThere():
             return judged(self._function, self._reduction, output, labels)
 
     def hold(self, output: torch.Tensor, labels: torch.Tensor, span: Span, micro_batches: int) -> None:
-        """Of an update whose micro-batches' losses are compared with that of the whole, where only a trial says that they add
-        up. Raises OptionError behind the last one where they do not."""
+        """Holds an update's outputs, to compare the losses of its micro-batches with that of the whole batch, if only a trial
+        shows that they add up. Raises OptionError after the last micro-batch if they do not."""
         if self._reduction is None or not self._reduction.tried:
             return
         if self._held is None:

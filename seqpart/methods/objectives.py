@@ -1,8 +1,8 @@
-"""What an inner partition learns under `sil`: losses against fixed random targets, of which no gradient leaves it.
+"""Losses of inner partitions under `sil`, against fixed random targets; no gradient leaves the partition.
 
-Features are what is judged, (n, size) in float32 with labels (n,): of tokens, which have a label each, every position for
-itself; else one row for each sample. `prototype` and `orthogonal` average a convolution's channels over 2 x 2 fields of its
-space, (rows, C, H, W) to (rows, 4 C): an average over all of it has no use for where something is, and later partitions have
+A loss compares features, (n, size) in float32 with labels (n,): one row for every position if tokens have a label each, else
+one row for each sample. `prototype` and `orthogonal` average a convolution's channels over 2 x 2 fields of its space,
+(rows, C, H, W) to (rows, 4 C): an average over all of it would lose positions, which later partitions need
 (docs/objectives.md). The paper's `mse` takes all C x H x W of them.
 """
 
@@ -21,12 +21,12 @@ from seqpart.methods.method import SyntheticLoss, Targets
 
 
 def has_positions(shape: tuple[int, ...], label_shape: tuple[int, ...]) -> bool:
-    """Whether an output of this shape has one place for each of a row's labels, and features there."""
+    """True if an output of this shape has one position for each of a row's labels, and features there."""
     return not label_shape or (shape[: len(label_shape)] == label_shape and len(shape) > len(label_shape))
 
 
 def lack_of(objective: str, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
-    """What an output of this shape lacks to be judged, in words; "" where it has all."""
+    """Returns what an output of this shape lacks for the objective, in words; "" if nothing."""
     if not has_positions(shape, label_shape):
         return f"labels stand for {label_shape} positions, which method sil must find there"
     if objective in WITH_DIRECTIONS and _feature_count(shape, label_shape, pooled=True) < 2:
@@ -45,12 +45,12 @@ def _is_pooled(shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: 
 
 
 def _halves(size: int) -> list[int]:
-    """The two fields along an axis of space; one where it has but one place."""
+    """Returns the sizes of the two fields along a spatial axis; of one field if its size is 1."""
     return [size - size // 2, size // 2] if size > 1 else [size]
 
 
 class _Features:
-    """How the output of a partition becomes features and back. pooled: whether a convolution is averaged over its fields."""
+    """Turns a partition's output into features and back. pooled: average a convolution over its fields."""
 
     def __init__(self, targets: Targets, *, pooled: bool) -> None:
         shape = targets.output_shape
@@ -70,7 +70,7 @@ class _Features:
         return torch.stack([field.mean(over_space) for field in fields], 2).flatten(1).float()
 
     def back(self, features: torch.Tensor, rows: int) -> torch.Tensor:
-        """An output (rows, *boundary) that has these features."""
+        """Returns an output (rows, *boundary) that has these features."""
         if not self._pools:
             return features.view(rows, *self._shape)
         halves = [_halves(size) for size in self._shape[1:]]
@@ -99,7 +99,7 @@ class Regression:
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         rows, squares = self._labels.kept, self._squares
         if rows is None or squares is None:
-            return None  # all would be drawn for every micro-batch, only to be counted
+            return None  # all targets would be drawn for every micro-batch, only to count hits
         # The nearest row wins: -|h - s|^2 without |h|^2, which is the same for every class.
         return 2 * self._features(output) @ rows.T - squares, labels.flatten()
 
@@ -110,8 +110,8 @@ class Regression:
 class Prototypes:
     """Cross-entropy to fixed random unit directions, one per class: logits = scale * cos(direction, LayerNorm(h)).
 
-    LayerNorm without learned weights keeps the logits' size independent of depth and width. Our own objective, not
-    the paper's: better than regression on every network tried, and below full training that is tuned (docs/objectives.md).
+    LayerNorm without learned weights keeps the logits' size independent of depth and width. It is our own objective, not
+    the paper's: better than regression on every network tried, and worse than tuned full training (docs/objectives.md).
     """
 
     orthogonal: ClassVar[bool] = False
@@ -143,8 +143,8 @@ class Prototypes:
 
 
 class _Projection(torch.autograd.Function):
-    """features @ directions.T, with directions that are drawn once more in backward: a graph would hold each piece of them,
-    and with that all. (torch.utils.checkpoint does the same, and loads torch's compiler for it.)"""
+    """features @ directions.T, with directions that are drawn again in backward: the graph would otherwise hold all pieces of
+    them. (torch.utils.checkpoint does the same, but loads torch's compiler.)"""
 
     @staticmethod
     def forward(ctx: Any, features: torch.Tensor, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -157,9 +157,9 @@ class _Projection(torch.autograd.Function):
 
 
 class Orthogonal(Prototypes):
-    """`Prototypes` whose directions do not disturb each other: what one class gains in its own is nothing in another's.
+    """`Prototypes` with orthogonal directions: a change along one class's direction does not change another class's logit.
 
-    With hardly more features than classes random ones do: 47 in 60 dimensions have cosines of 0.13 and more.
+    With few more features than classes random directions interfere: 47 in 60 dimensions have cosines of 0.13 and more.
     """
 
     orthogonal: ClassVar[bool] = True

@@ -1,10 +1,10 @@
-"""`psl`: one pair of scores on the device at a time, by the partially-separable loss.
+"""`psl`: trains one pair of scores on the device at a time, with the partially-separable loss.
 
 P. Raynaud, D. Orban, J. Bigeon, "Partially-separable loss to parallelize partitioned neural network training" (2023),
-equations 6b and 6c: the loss is a sum of elements h[k, j], each of which depends on the common weights and on those of the
-scores k and j alone, and needs only the rows labelled k. h[j, k] depends on the same, so an unordered pair is one visit, of the
-rows labelled with either. Gradients are gathered at home, and one optimizer step follows: that of the whole network, whose
-terms are added up in another order: pair by pair, (0, 1), (0, 2), ..., (1, 2), ..., and in each by micro-batches.
+equations 6b and 6c: the loss is a sum of elements h[k, j], each of which depends only on the common weights and on those of
+the scores k and j, and needs only the rows labelled k. h[j, k] depends on the same weights, so an unordered pair is one visit,
+with the rows labelled with either. Gradients accumulate at home, and one optimizer step follows, that of the whole network,
+with terms added up in another order: pair by pair, (0, 1), (0, 2), ..., (1, 2), ..., and within each by micro-batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ from seqpart.schedule.phases import Phases
 from seqpart.store.row_file import RowLayout
 
 COMMON = 0
-"""The partition that all scores share; behind it comes one for each score, and then what puts them side by side."""
+"""The partition that all scores share; after it comes one for each score, and then the one that concatenates them."""
 
 KERNEL = 40 << 10
-"""Bytes that oneDNN keeps for each number of rows that it meets, as pairs have many: seen in runs of PSNet."""
+"""Bytes that oneDNN keeps for each number of rows that it meets, and pairs have many: measured in runs of PSNet."""
 
 
 def in_pairs(work: Workload) -> Phase:
-    """One pass of updates through the common partition and the scores."""
+    """Returns one pass of updates through the common partition and the scores."""
     side_by_side = len(work.partitions) - 1
     return replace(
         whole_network(work, streamed=True), through=side_by_side - 1, in_pairs=True, clips=True,
@@ -41,7 +41,7 @@ def in_pairs(work: Workload) -> Phase:
 
 
 def psl_phases(work: Workload) -> Phases:
-    """All epochs, then the test rows, through the whole network, no more of them at once than of a pair."""
+    """Returns all epochs, then the test rows through the whole network, no more rows at once than a pair has."""
     first = work.partitions[0]
     fewer = replace(first, micro_batch=min(first.micro_batch, first.rows or first.micro_batch))
     behind = test_phases(replace(work, partitions=(fewer, *work.partitions[1:])))
@@ -52,15 +52,16 @@ PSL = Method(name="psl", exact=True, cuts=True, phases=psl_phases, loss=true_los
 
 
 _EPOCHS = 200
-"""That are looked at for the rows of a pair; for those behind them there is room for an eighth more."""
+"""Epochs whose row order is checked for the most rows of a pair; the plan leaves an eighth more for those after them."""
 
 
 def rows_of_pairs(
     method: Method, loss: LossFunction, splits: Sequence[Split], *, batch: int, epochs: int, key: tuple[int | str, ...] | None
 ) -> Callable[[int], int]:
-    """Micro-batch to the most rows of it that pass at once: of one pair, where the method has pairs. See `_rows_of_a_pair`.
+    """Returns the function from a micro-batch to its most rows per forward pass: one pair's, for a method with pairs. See
+    `_rows_of_a_pair`.
 
-    Raises OptionError or DataError for what is no sum over pairs of scores.
+    Raises OptionError or DataError if the loss is no sum over pairs of scores.
     """
     if not method.in_pairs:
         return lambda micro_batch: micro_batch
@@ -73,9 +74,9 @@ def rows_of_pairs(
 def _rows_of_a_pair(
     labels: torch.Tensor, micro_batch: int, batch: int, epochs: int, chunk_rows: int, key: tuple[int | str, ...] | None
 ) -> int:
-    """Most rows of a micro-batch that are labelled with one of two classes: no more pass with a graph.
+    """Returns the most rows of a micro-batch that are labelled with one of two classes: no more run with a graph.
 
-    labels (rows,): classes from 0 up. key: of the row order, without partition and epoch; None: rows are not shuffled.
+    labels (rows,): classes from 0 up. key: seeds the row order, without partition and epoch; None: rows are not shuffled.
     """
     count, classes = len(labels), int(labels.max()) + 1
     phase = Phase(kind=PhaseKind.TRAIN, partition=COMMON, rows=count, batch=batch, micro_batch=micro_batch)

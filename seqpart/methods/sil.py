@@ -31,7 +31,7 @@ from seqpart.schedule.phases import Epochs, Phases
 
 
 def sil_phases(work: Workload) -> Phases:
-    """Per partition: its epochs (2), the outputs for the next (3), the test rows through it; then recovery (6)."""
+    """Returns for each partition its epochs (2), the outputs for the next (3), its test rows; then recovery (6)."""
     stretches: list[Epochs] = []
     last = len(work.partitions) - 1
     for p, part in enumerate(work.partitions):
@@ -49,7 +49,7 @@ def sil_phases(work: Workload) -> Phases:
         )
         behind: tuple[Phase, ...] = (test,) if work.test_rows else ()
         if p < last:
-            # A frozen partition never learned its labels: what comes behind it is to see what it really gives.
+            # A frozen partition never learned its labels: the next one must see its real outputs.
             outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
             cached = (replace(test, kind=outputs, rows=work.train_rows, view=view) for view in range(work.views))
             behind = *cached, *behind
@@ -59,7 +59,7 @@ def sil_phases(work: Workload) -> Phases:
 
 
 def sil_loss(targets: Targets) -> PartitionLoss:
-    """(1) for an inner partition, the true loss for the last (4)."""
+    """Returns the loss of (1) for an inner partition, and the true loss for the last (4)."""
     if targets.partition == targets.partitions - 1:
         return TrueLoss(targets.final_loss, targets.reduction)
     return OBJECTIVES[targets.objective](targets)
@@ -69,7 +69,7 @@ SIL = Method(name="sil", exact=False, alone=True, cuts=True, phases=sil_phases, 
 
 
 def refuse_partitions_alone(chain: Chain, classes: int, splits: Sequence[Split], loss: LossFunction | None) -> None:
-    """loss: the user's. Raises ModelError or DataError where partitions cannot be trained one after the other, each alone."""
+    """Raises ModelError or DataError if partitions cannot be trained one after another, each alone. loss: the user's."""
     if any(block.tied for block in chain):
         raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
     if not classes:

@@ -1,7 +1,7 @@
 """The model as a chain of blocks, and a block's parameters as views of memory that someone else owns.
 
 A block is a module that is never cut. It comes from a factory, which is called only when the block is built, so that
-a model larger than memory never exists whole; or it is a module that already lives, whose parameters are moved home.
+a model larger than memory never exists whole; or it is a module given alive, whose parameters are moved home.
 Between its visits to the device a block is its module with empty parameters.
 """
 
@@ -28,7 +28,7 @@ MOST_BLOCKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """Parameter `name` of a block is parameter `owner_name` of the earlier block `owner`, whose home it has."""
+    """A tied parameter: `name` of a block is `owner_name` of the earlier block `owner`, and has its home there."""
 
     name: str
     owner: "Block"
@@ -36,10 +36,10 @@ class Tied:
 
 
 class Block:
-    """One link of the chain: `number` in the chain, `name` in the model's own state_dict.
+    """One block of the chain: `number` in the chain, `name` in the model's own state_dict.
 
     takes, gives: numbers of values (model/packs.py), for a block that was cut out of a whole model: then it returns a tuple,
-    and its tensors have the model's own names. Else it takes one tensor from the block before, and gives one.
+    and its tensors have the model's own names. Otherwise it takes one tensor from the block before, and returns one.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class Block:
     ) -> None:  # fmt: skip
         self.number, self.name, self._source = number, name, source
         self.draws_as = number
-        """Of its random numbers."""
+        """The block number that seeds its random numbers."""
         self.is_cut_out = takes is not None
         self.takes = (number,) if takes is None else takes
         self.gives = (number + 1,) if gives is None else gives
         self._module: nn.Module | None = None
         self._buffers = frozenset[str]()
         self.alive = source if isinstance(source, nn.Module) else None
-        """The user's own module, which is empty while a run lasts, and gets its weights back when it is over."""
+        """The user's own module, which is empty during a run, and gets its weights back at the end."""
         self.places: dict[str, int] = {}
-        """Of its parameters among those of a whole model, by its own names."""
+        """{own name of a parameter: its position among the parameters of the whole model}."""
         self.learns = dict[str, bool]()
-        """Parameters that the user has let learn, or frozen, since the run began."""
+        """{name of a parameter: new requires_grad}, as set by the user since the run began."""
         self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
-        # Looked at now: the module is empty when it is measured, and when it is measured again with fewer rows.
+        # Read now: the module is empty when it is measured, and when it is measured again with fewer rows.
         self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
         held = set(map(id, beside(self.alive))) if self.alive is not None else set()
         self.held_twice = [name for name, t in self.alive.named_buffers() if id(t) in held] if self.alive is not None else []
-        """Buffers that its modules hold in attributes or lists too, which stay what they were when these come and go."""
+        """Buffers that its modules also hold in attributes or lists, which do not change when the buffers come and go."""
         self.tied: tuple[Tied, ...] = ()
         self._same: object = id(source)
         if self.is_cut_out and self.alive is not None:
@@ -85,26 +85,26 @@ class Block:
 
     @property
     def same_as(self) -> object:
-        """Equal for blocks that come from one factory, and for layers of a whole model that are alike."""
+        """A key that is equal for blocks from one factory, and for layers of a whole model that are alike."""
         return self._same
 
     @property
     def home(self) -> str:
-        """Name of its weights in the store."""
+        """Name in the store of its weights."""
         return f"block-{self.number:05d}"
 
     @property
     def state_home(self) -> str:
-        """Name of its optimizer state in the store."""
+        """Name in the store of its optimizer state."""
         return f"{self.home}.optimizer"
 
     @property
     def gradient_home(self) -> str:
-        """Name of its gradients in the store, while they wait for their norm."""
+        """Name in the store of its gradients, while they wait for their norm."""
         return f"{self.home}.gradients"
 
     def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        """The module, and its parameters and buffers by name as fake tensors: shapes that own no memory."""
+        """Returns the module, and its parameters and buffers by name as fake tensors: shapes without memory."""
         if self.alive is not None:
             return self.alive, {name: _fake_like(tensor, mode) for name, tensor in self._shapes.items()}
         try:
@@ -120,7 +120,7 @@ class Block:
             return self._fake_from_meta(mode, error)
 
     def _fake_from_meta(self, mode: FakeTensorMode, why: Exception) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        """Fake parameters cannot be converted, as a factory does with `Linear(...).double()`; those on `meta` can."""
+        """Builds on `meta` first: fake parameters cannot be converted, as a factory does with `Linear(...).double()`."""
         try:
             with torch.device("meta"):
                 module = _called(self._source, self)
@@ -134,19 +134,19 @@ class Block:
         return module, {name: _fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
 
     def build(self, device: Device, seed: int) -> nn.Module:
-        """The real module, its random initial weights keyed by (seed, block)."""
+        """Builds the real module, with random initial weights keyed by (seed, block)."""
         device.seed(seed, "build", self.number)
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
         self._module, self._buffers = module, buffer_names(module)
         return module
 
     def another(self) -> nn.Module:
-        """One more module from the factory, which is not the one to be trained."""
+        """Returns another module from the factory, not the one to be trained."""
         return _called(self._source, self)
 
     def restore_modes(self) -> None:
-        """Let every submodule of a module that was given alive train or evaluate as it did when it came, and each parameter
-        learn or not: a pass over the test rows wants no gradients."""
+        """Restores, for a module given alive, each submodule's `training` and each parameter's `requires_grad`: a pass over the
+        test rows turns gradients off."""
         for module, training in self._modes:
             module.training = training
         for name, parameter in self.alive.named_parameters() if self.alive is not None else ():
@@ -155,22 +155,22 @@ class Block:
 
     @contextmanager
     def left_as_it_is(self) -> Iterator[None]:
-        """What the body makes a module that was given alive remember is forgotten: a cache of fake tensors, a mode."""
+        """A context after which a module given alive has its earlier attributes again: no cache of fake tensors, no mode."""
         with left_as_they_are(module for module, _ in self._modes):
             yield
 
     def exported(self, name: str) -> str:
-        """What the model's own state_dict calls its tensor `name`."""
+        """Name of the block's tensor `name` in the model's own state_dict."""
         return str(self._source.exported(name)) if self.is_cut_out else f"{self.name}.{name}"  # type: ignore[union-attr, operator]
 
     def own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of its `tensors` that have their home in this block."""
+        """The `tensors` that have their home in this block: all but tied ones."""
         tied = {tie.name for tie in self.tied}
         return {name: tensor for name, tensor in tensors.items() if name not in tied}
 
     @property
     def buffers_made(self) -> list[str]:
-        """Names of buffers that it did not have when it was built."""
+        """Names of buffers that were registered after the module was built."""
         return buffers_made(self.module, self._buffers)
 
     @property
@@ -180,10 +180,13 @@ class Block:
 
 
 class Chain(Sequence[Block]):
-    """differentiable: values through which gradients come; None: all that are floating point. aliases: {name in the model's
-    state_dict: another of the same tensor, which a block has}. wholes: {name of a tensor that is rows of a larger one: what the
-    model calls that one, the rows of a name in the order of the chain}. tile: bytes of such rows at most; 0: there are none.
-    begins: blocks that take the rows; from a later one on it is the chain of a part of the network."""
+    """A model as a sequence of blocks.
+
+    differentiable: values that gradients pass through; None: all floating-point ones. aliases: {name in the model's
+    state_dict: the name by which a block has the same tensor}. wholes: {name of a tile: the name in the model of the tensor
+    whose rows it has}, tiles of one tensor in the order of the chain. tile: most bytes of a tile; 0: there are none. begins:
+    blocks that take the model's input; each after the first begins the chain of a part of the network.
+    """
 
     def __init__(
         self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None, aliases: Mapping[str, str] | None = None,
@@ -192,11 +195,11 @@ class Chain(Sequence[Block]):
         self._blocks, self.differentiable, self.aliases = tuple(blocks), differentiable, aliases or {}
         self.wholes, self.tile, self.begins = wholes or {}, tile, begins
         self.ends = (*begins[1:], len(self._blocks))
-        """Blocks behind those that give the network's output."""
+        """Block numbers after those that return the network's output, one for each of `begins`."""
 
     @property
     def said(self) -> list[str]:
-        """What was done to the model, in words."""
+        """Remarks on the model for the user: tiles, quantized layers, parts that stay in evaluation."""
         count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
         layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
         tiles = [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
@@ -205,7 +208,7 @@ class Chain(Sequence[Block]):
 
     @property
     def whole(self) -> "Chain":
-        """Without those of parts."""
+        """The chain of the whole network, without those of its parts."""
         return self if len(self.begins) == 1 else Chain(self._blocks[: self.ends[0]], aliases=self.aliases)
 
     def __len__(self) -> int:
@@ -216,7 +219,7 @@ class Chain(Sequence[Block]):
 
 
 def as_chain(model: object) -> Chain:
-    """An nn.Sequential, a list of modules or a list of factories as a chain.
+    """Converts an nn.Sequential, a list of modules or a list of factories to a chain.
 
     A parameter may belong to several blocks, as the first and last weights of many language models do. Raises ModelError
     for anything else, for no blocks or more than MOST_BLOCKS, and for shared buffers.
@@ -246,7 +249,7 @@ def as_chain(model: object) -> Chain:
 
 
 def checked(chain: Chain) -> Chain:
-    """The chain, with the parameters found that its blocks share. Raises ModelError for tensors that are shared otherwise."""
+    """Finds parameters that blocks share, and returns the chain. Raises ModelError for tensors that are shared otherwise."""
     _find_tied(chain)
     alive = [(block, block.alive) for block in chain if block.alive is not None]
     once = {id(tensor): (name, tensor) for block, module in reversed(alive) for name, tensor in _named(block, module).items()}
@@ -275,11 +278,11 @@ def _find_tied(chain: Chain) -> None:
 
 
 _QUANTIZED = ("bitsandbytes", "torchao")
-"""Libraries with tensors of a kind of their own."""
+"""Libraries with quantized tensor classes of their own."""
 
 
 def refuse_without_values(modules: Mapping[str, nn.Module]) -> None:
-    """Raises ModelError for tensors of `modules`, by name, that have no shape yet, or no values, or more than these."""
+    """Raises ModelError for tensors of `modules` (by name) without a shape, without values, or with quantization scales."""
     for name, module in modules.items():
         for own, tensor in tensors_of(module).items():
             if type(tensor).__module__.partition(".")[0] in _QUANTIZED:
@@ -292,8 +295,7 @@ def refuse_without_values(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _without_values(module: nn.Module, name: str, *, meta: bool = True) -> list[str]:
-    """Its tensors that cannot be trained because there is nothing in them yet, each in words. `meta`: those too that are
-    there."""
+    """Describes the module's tensors that cannot be trained since they have no shape yet or, with `meta`, are on meta."""
     found = []
     for own, tensor in tensors_of(module).items():
         if is_lazy(tensor):
@@ -319,7 +321,7 @@ def _called(factory: Factory, block: Block) -> nn.Module:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Its type and shape, without memory; of a counter its value too, which a forward pass may look at."""
+    """Copies type and shape of `tensor` without memory; a counter keeps its value, which a forward pass may read."""
     if _is_counter(tensor):
         return tensor.detach().cpu().clone()
     shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

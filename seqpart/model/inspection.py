@@ -1,5 +1,4 @@
-"""Modules that are looked at: what tells their kinds apart without running them, and running them so that they are afterwards
-what they were: modes, caches, hooks."""
+"""Inspects modules: tells their kinds apart without running them, and restores modes, caches and hooks after they are run."""
 
 import copy
 import hashlib
@@ -18,11 +17,12 @@ from torch import nn
 from seqpart.errors import DataError, ModelError, OptionError
 
 _WORDS = 4
-"""Types that are named."""
+"""Most types that a message names."""
 
 
 class KeptModes:
-    """A context in which the parts of a model, a module or a list with some, that came so stay so; its value is the model."""
+    """A context in which parts of a model (a module, or a list of them) that came in evaluation mode stay in it; its value is
+    the model."""
 
     def __init__(self, model: object) -> None:
         self._model = model
@@ -44,7 +44,8 @@ class KeptModes:
 
 
 def _evaluating(module: nn.Module, trains: bool) -> Iterator[nn.Module]:
-    """trains: whether what it is a part of does. One with a `train` of its own decides for itself."""
+    """Parts in evaluation inside a model that trains. trains: True if the parent does. A part with its own `train` decides for
+    itself."""
     trains = module.training if hasattr(type(module), "from_pretrained") else trains
     if trains and not module.training and type(module).train is nn.Module.train and "train" not in vars(module):
         yield module
@@ -59,13 +60,13 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def stays(module: nn.Module) -> bool:
-    """Whether it stays in evaluation."""
+    """True if the module stays in evaluation mode."""
     own: Any = vars(module).get("train")
     return getattr(own, "__func__", None) is _stay
 
 
 def said_of(modules: Iterable[nn.Module]) -> list[str]:
-    """Which parts of these stay in evaluation, in words: by type, those that have no parts."""
+    """Says which parts of the modules stay in evaluation mode: those without children, by type."""
     kept = (part for module in modules for part in module.modules() if stays(part))
     kinds = Counter(type(part).__name__ for part in kept if next(part.children(), None) is None)
     named = [f"{kind} ({count})" for kind, count in kinds.most_common(_WORDS)]
@@ -80,18 +81,18 @@ ACTIVATIONS = (
     nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
     nn.Identity,
 )  # fmt: skip
-"""Layers that make of each number another one by itself, the same every time, and have no tensors."""
+"""Elementwise, deterministic layers without tensors."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"})
-"""Settings that tell layers which are alike apart: their own numbers."""
+"""Settings that differ between layers that are otherwise alike, such as their own number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Of a module whose weights are quantized, as its attribute `packed`: how, how many they are, and its tensors that they
-    are in: they have fewer elements, or other ones beside them.
+    """The attribute `packed` of a module with quantized weights: the format, the number of weights, and its tensors that hold
+    them: these have fewer elements, or others beside them.
 
-    said_in: the one that says how they are packed, which must stay what it is; "" where none does.
+    said_in: name of the tensor that says how they are packed, which must not change; "" where none does.
     """
 
     how: str
@@ -101,8 +102,8 @@ class Packed:
 
 
 def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast: torch.dtype | None) -> str:
-    """What helps a module that fails on floats of type `dtype`, where all its weights are of another: to have weights of that
-    type, or to be run under autocast, if it is not."""
+    """The cure for a module that fails on floats of type `dtype` since its weights have another type: weights of that type, or
+    autocast if it is off. "" where that is not the reason."""
     found = {tensor.dtype for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()}
     if not found or not dtype.is_floating_point or dtype in found:
         return ""
@@ -119,7 +120,7 @@ def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast:
 
 
 def cure_of_tokens(said: str, dtype: torch.dtype) -> str:
-    """What helps an embedding that was given rows of type `dtype`, and failed so; else ""."""
+    """The cure for an embedding that failed with error `said` on rows of type `dtype`; "" where it is another failure."""
     if not dtype.is_floating_point or "indices" not in said:
         return ""
     return "An embedding takes tokens: give them as whole numbers of 64 bits (x.long()), which stay whole."
@@ -135,16 +136,16 @@ _OTHER_WORDS = {
         "A model that differentiates itself cannot be cut into blocks.",
     ),
 }
-"""Of what torch says: what is meant, and what helps."""
+"""{part of an error of torch: (what it means, its cure)}."""
 
 
 def in_other_words(reason: str) -> tuple[str, str]:
-    """(what torch meant by `reason`, what helps); the reason itself and "" where nothing is known of it."""
+    """Returns (the meaning of torch's error `reason`, its cure); `reason` itself and "" for an unknown one."""
     return next((words for said, words in _OTHER_WORDS.items() if said in reason), (reason, ""))
 
 
 def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Collection[str]) -> int:
-    """How many weights of `own`, tensors of the module by name, do not learn."""
+    """Number of frozen weights among `own`, tensors of the module by name."""
     count = {name: t.numel() for name, t in own.items() if isinstance(t, nn.Parameter) and name not in trainable}
     for path, packed in packed_parts(module):
         inside = [f"{path}.{name}".lstrip(".") for name in packed.tensors]
@@ -154,7 +155,7 @@ def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Col
 
 
 def nothing_learns(frozen: int) -> ModelError:
-    """The error for a model that is to be trained and has no weight that learns. frozen: how many do not."""
+    """The error for a model that is to be trained and has no trainable weight. frozen: number of frozen weights."""
     expected = "nothing learns: expected a model with weights that require gradients; found"
     if not frozen:
         return ModelError(f"{expected} one without weights. Give it a layer that has some.")
@@ -165,7 +166,7 @@ def nothing_learns(frozen: int) -> ModelError:
 
 
 def packed_in(modules: Iterable[nn.Module]) -> list[str]:
-    """Which layers have quantized weights, in words."""
+    """Says how many layers have quantized weights, by format."""
     found = {id(packed): packed for module in modules for _, packed in packed_parts(module)}
     said = []
     for how in dict.fromkeys(packed.how for packed in found.values()):
@@ -181,7 +182,7 @@ def packed_parts(module: nn.Module) -> Iterator[tuple[str, Packed]]:
 
 
 def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, private: bool = True) -> Kind:
-    """Types, plain settings, and the tensors' names and shapes; and what a module says of itself as its `structure`.
+    """A key of the module's structure: types, plain settings, names and shapes of tensors, and its attribute `structure`.
 
     private: also settings whose names begin with an underscore."""
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
@@ -191,13 +192,13 @@ def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, priv
 
 
 def digest_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of its structure: the same in another process."""
+    """Digest of the module's structure, equal in other processes."""
     structure = structure_of(module, tensors, private=False)
     return hashlib.blake2b(_ADDRESS.sub("", _text(structure)).encode(), digest_size=8).hexdigest()
 
 
 def settings_of(module: nn.Module) -> list[str]:
-    """Its plain settings, and those of its parts, in words: each once."""
+    """Returns the plain settings of the module and its parts as `name=value`, each once."""
     return list(dict.fromkeys(f"{name}={value}" for part in module.modules() for name, value in _settings(part, private=False)))
 
 
@@ -219,12 +220,12 @@ def _plain(value: object) -> bool:
 
 
 def _shallow(value: object) -> object:
-    """A copy of a container, in which a module may keep what it has made; anything else as it is."""
+    """Returns a shallow copy of a container, in which a module may keep what it made; anything else unchanged."""
     return copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
 
 
 def _put_back(value: Any, content: Any) -> object:
-    """The container itself, since the handle of a hook knows it, with the content that `_shallow` kept."""
+    """Puts the content that `_shallow` kept back into the same container, which handles of hooks refer to."""
     if type(value) is list:
         value[:] = content
     elif value is not content:
@@ -234,14 +235,14 @@ def _put_back(value: Any, content: Any) -> object:
 
 
 def is_listened_to(module: nn.Module) -> bool:
-    """Whether it does something that its type and tensors do not say: who puts another in its place would leave that out."""
+    """True if the module has hooks or a forward of its own, which would be lost if another module replaced it."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in vars(module)
 
 
 @contextmanager
 def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What the body makes modules remember is forgotten."""
+    """A context after which the modules have the attributes that they had before."""
     before = [(module, {name: (value, _shallow(value)) for name, value in vars(module).items()}) for module in modules]
     try:
         yield
@@ -253,8 +254,8 @@ def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Lists in which submodules keep their own tensors once more, as nn.LSTM does, hold `others` (by the id of the one that
-    each stands for): they would run with the tensors of a module that is empty."""
+    """A context in which lists that submodules keep of their own tensors, as nn.LSTM does, hold `others` (by the id of the
+    tensor that each replaces): otherwise they would run with the tensors of an emptied module."""
     changed: list[tuple[dict[str, object], str, object]] = []
     for attributes in map(vars, module.modules()):
         for name, value in attributes.items():
@@ -270,13 +271,13 @@ def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[No
 
 
 OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that each module has."""
+"""Attributes that every nn.Module has."""
 Remembered = Mapping[tuple[nn.Module, str], object]
 _SHORT = 32
 
 
 def remembered(modules: Iterable[nn.Module]) -> Remembered:
-    """Plain attributes of modules: numbers, tensors with their versions, short lists; and which buffers they have."""
+    """Snapshot of the modules' plain attributes (numbers, tensors with their versions, short lists) and buffer names."""
     found: dict[tuple[nn.Module, str], object] = {}
     for module in modules:
         for name, value in vars(module).items():
@@ -287,14 +288,14 @@ def remembered(modules: Iterable[nn.Module]) -> Remembered:
 
 
 def beside(module: nn.Module) -> list[torch.Tensor]:
-    """Tensors that it holds in plain attributes, and in lists and dicts there."""
+    """Returns the tensors that the module holds in plain attributes, and in lists and dicts there."""
     values = [value for part in module.modules() for name, value in vars(part).items() if name not in OF_TORCH]
     return [leaf for leaf in _leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """What containers hold that is no container. Those of a type of their own are looked into, as the FrozenDict of diffusers'
-    models, where torch's pytree takes them for leaves; one that holds itself is looked into once."""
+    """Yields what nested containers hold that is no container. Subclasses are entered too, as the FrozenDict of diffusers'
+    models, which torch's pytree takes for leaves; a container that holds itself is entered once."""
     ahead, known = [value], set[int]()
     while ahead:
         one = ahead.pop()
@@ -320,14 +321,14 @@ def _looks(value: object) -> object:
 
 
 def without_stop(error: Exception, cure: str) -> Exception:
-    """Another error in the place of a StopIteration, which would end a generator that it passes."""
+    """Replaces a StopIteration, which would end a generator that it passes, by a RuntimeError."""
     if not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"it raised StopIteration{f'({error})' if str(error) else ''}, which only an iterator may. {cure}.")
 
 
 def explained_step(error: Exception) -> Exception:
-    """In words, where the message does not say what is wrong with the rows, or the loss."""
+    """Replaces an error of a step whose message does not say what is wrong with the rows or the loss by one that does."""
     error = without_stop(error, "Let the layer, the loss or the metric raise another error")
     if re.search(r"of type _Place|through the graph a second time|size of tensor [ab] \(0\)", str(error)):
         return OptionError(

@@ -1,7 +1,7 @@
-"""Modules that were given alive: their tensors wait in a file while a run is planned and carried out.
+"""Modules given alive: their tensors wait in a file while a run is planned and carried out.
 
-The file has no name, so that nothing stays of it however the process ends. It holds pieces of storages, not tensors: what
-shared memory before shares it again, with the strides that it had.
+The file has no name, so that nothing is left of it however the process ends. It holds pieces of storages, not tensors, so
+tensors that shared memory share it again afterwards, with the strides that they had.
 """
 
 import os
@@ -26,15 +26,15 @@ from seqpart.model.tensors import tensors_of
 from seqpart.store.direct import REQUEST, explained
 
 _ALIGNED = 64
-"""A piece begins at a multiple of so many bytes of its storage, and so of every element's size."""
+"""Alignment in bytes of a piece in its storage: a multiple of every element's size."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """What modules use of one storage: bytes `first` to `last` (not included), in the file from `offset` on."""
+    """The part of one storage that modules use: bytes `first` to `last` (not included), in the file from `offset` on."""
 
     storage: "weakref.ref[torch.UntypedStorage]"
-    """It lives on where somebody else holds it too."""
+    """The storage, which outlives `take` if anything else holds it."""
     device: torch.device
     first: int
     last: int
@@ -47,22 +47,22 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Taken:
-    """A tensor of a module, how it lay in its storage, and every place in the module (for a buffer)."""
+    """A tensor of a module, its place in its storage, and (for a buffer) every name that it has in the module."""
 
     tensor: torch.Tensor
     piece: _Piece
     start: int
     """Bytes of the storage before its first element."""
     has_no_values: bool
-    """It has a shape, and its storage is empty: its values come from files."""
+    """True if its storage is empty and its values come from files."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     given: TensorWeakRef | None = None
-    """A buffer as it came, which somebody else may hold too: it keeps its values, and an empty one stands in its places."""
+    """The original buffer, which others may hold too: it keeps its values, while an empty one takes its places."""
 
     def empty(self) -> None:
-        """Let the module have nothing of it."""
+        """Replaces the tensor in the module by an empty one."""
         empty = torch.empty(0, dtype=self.tensor.dtype, device=self.piece.device)
         if not self.places:
             self.tensor.data = empty
@@ -71,7 +71,7 @@ class _Taken:
         self.put(empty)
 
     def back(self, value: torch.Tensor) -> None:
-        """Let the module have `value`, in the tensor that it came with."""
+        """Puts `value` into the original tensor, and that into the module."""
         given = None if self.given is None else self.given()
         self.tensor = self.tensor if given is None else given
         self.tensor.data = value
@@ -82,23 +82,23 @@ class _Taken:
             module._buffers[leaf] = tensor
 
     def on(self, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
-        """The tensor as it lay, on a storage whose byte 0 is byte `first` of the one it lay on."""
+        """The tensor as a view of `storage`, whose byte 0 was byte `first` of the original storage."""
         found = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
         return found.set_(storage, (self.start - first) // self.tensor.itemsize, self.shape, self.stride)
 
 
 class MetaTensors:
-    """Tensors on the meta device of `model`, or of those of its blocks that are modules: their values come from files.
+    """Tensors on the meta device of `model`, or of its blocks that are modules: their values come from files.
 
-    From now on until they are given back they are on the CPU, with shapes and empty storages. A parameter stays the object that
-    it is, with its attributes, since an optimizer's groups may be made by these; another buffer takes the place of one.
+    Until `give_back` they are on the CPU, with shapes and empty storages. A parameter stays the same object, with its
+    attributes, since an optimizer's groups may be made by these; a buffer is replaced by another.
     """
 
     def __init__(self, model: object) -> None:
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
-        """Of buffers."""
+        """(buffers of a module, name, buffer on meta, its replacement)."""
         self._parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Those of the model, each once, and what holds their other selves."""
+        """(parameter of the model, the tensor that it is swapped with), each once."""
         others: dict[int, torch.Tensor] = {}
         for module in modules_of(model):
             for name, parameter in module._parameters.items():
@@ -127,7 +127,7 @@ class MetaTensors:
             tensors[name] = stand_in
 
     def give_back(self) -> None:
-        """Let the model be what it was."""
+        """Restores the model's tensors on the meta device."""
         for parameter, other in self._parameters:
             if not parameter.is_meta:
                 parameter.grad = None
@@ -138,7 +138,7 @@ class MetaTensors:
 
 
 def _refuse_hooked(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
-    """Raises ModelError for what would be lost with the tensor that a parameter on the meta device is."""
+    """Raises ModelError for a parameter on the meta device with hooks, which would be lost with its tensor."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ModelError(
             f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which does not come "
@@ -147,7 +147,7 @@ def _refuse_hooked(name: str, module: nn.Module, parameter: nn.Parameter) -> Non
 
 
 def modules_of(model: object) -> Iterator[nn.Module]:
-    """Of a module, or of those in a list: each once."""
+    """All submodules of a module, or of the modules in a list, each once."""
     parts = (model,) if isinstance(model, nn.Module) else model if isinstance(model, list | tuple) else ()
     modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
     yield from {id(module): module for module in modules}.values()
@@ -163,18 +163,18 @@ def _with_empty_storage(tensor: torch.Tensor) -> Any:
 
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """On the CPU, with a shape and an empty storage; memory is reserved for a moment, and not touched."""
+    """Makes a tensor on the CPU with a shape and an empty storage; memory is reserved for a moment, and not touched."""
     like = torch.empty_strided(shape, stride, dtype=dtype)
     like.untyped_storage().resize_(0)
     return like
 
 
 _away = WeakTensorKeyDictionary()
-"""The tensors that are in the file of a run or a session. One that is gone is not: another may have its address."""
+"""Tensors that are in the file of a run or a session. Weak keys: another tensor may get the address of one that is gone."""
 
 
 def refuse_away(model: object) -> None:
-    """Raises OptionError for a model that a run, or a session, has at that moment: it is empty, whoever else asks for it."""
+    """Raises OptionError for a model that a run or a session is using: it is empty meanwhile."""
     parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values() if tensor is not None)
     if any(tensor in _away for tensor in parameters):
         raise OptionError(
@@ -184,7 +184,7 @@ def refuse_away(model: object) -> None:
 
 
 def refuse_hooked(model: object) -> None:
-    """Raises ModelError for modules that accelerate's hooks bring to where they are run, and take away from there again."""
+    """Raises ModelError for modules with hooks of accelerate, which move their weights to the device and back."""
     hooked = [type(module).__name__ for module in modules_of(model) if "_hf_hook" in vars(module)]
     if hooked:
         raise ModelError(
@@ -197,24 +197,24 @@ def refuse_hooked(model: object) -> None:
 
 
 class LiveModules:
-    """The modules of `chain` that were given alive, and the file in `folder` where their tensors are while they are empty.
+    """The modules of `chain` that were given alive, and the file in `folder` that holds their tensors while they are empty.
 
-    meta: what takes the places of tensors on the meta device.
+    meta: the model's tensors on the meta device.
     """
 
     def __init__(self, chain: Sequence[Block], folder: Path, meta: MetaTensors | None = None) -> None:
         self._blocks = [block for block in chain if block.alive is not None]
         self._folder, self._file, self._meta = folder, -1, meta or MetaTensors(None)
         self._taken: dict[int, dict[str, _Taken]] = {}
-        """By the number of the block and the name in it."""
+        """Tensors in the file, by the number of the block and the name in it."""
         self._pieces: list[_Piece] = []
         self._emptied: list[torch.Tensor] = []
         self.empty_tensors = {block.number: set(_without_values(block)) for block in self._blocks}
-        """By block, names of tensors whose storage is empty."""
+        """{block number: names of tensors whose storage is empty}."""
 
     @property
     def empty(self) -> bool:
-        """Whether some of the modules' tensors have shapes alone."""
+        """True if some of the modules' tensors have shapes alone."""
         return any(self.empty_tensors.values())
 
     @property
@@ -222,15 +222,15 @@ class LiveModules:
         return self._file >= 0
 
     def alive(self, kind: str) -> int:
-        """Memory of that kind of device that the modules' tensors take while they are not in the file."""
+        """Bytes that the modules' tensors take on that kind of device (cpu, cuda); 0 while they are in the file."""
         return 0 if self.away else sum(piece.nbytes for piece in self._found()[1] if piece.device.type == kind)
 
     def nbytes(self, kind: str) -> int:
-        """Memory of that kind of device (cpu, cuda) that was freed when the modules were emptied, and is theirs at the end."""
+        """Bytes on that kind of device (cpu, cuda) that emptying the modules freed, and that they take again at the end."""
         return sum(round_up(piece.nbytes) for piece in self._pieces if piece.device.type == kind and piece.storage() is None)
 
     def take(self) -> None:
-        """Write every tensor to the file, and leave the modules empty. Raises StoreError; then nothing was changed."""
+        """Writes every tensor to the file, and empties the modules. Raises StoreError; then nothing was changed."""
         if self.away or not self._blocks:
             return
         self._meta.take()
@@ -253,7 +253,7 @@ class LiveModules:
             raise explained(error, self._folder) from None
 
     def read(self, block: Block, views: dict[str, torch.Tensor]) -> None:
-        """Copy a block's tensors, as they came, into `views` (without gaps, on the CPU). Raises StoreError."""
+        """Copies a block's original tensors into `views` (without gaps, on the CPU). Raises StoreError."""
         for name, view in views.items():
             taken = self._taken[block.number][name]
             if taken.has_no_values:
@@ -267,13 +267,13 @@ class LiveModules:
                 view.copy_(taken.on(self._storage(taken.piece, torch.device("cpu")), taken.piece.first))
 
     def keep(self, block: Block) -> None:
-        """Its module has other values now, which `give_back` is to leave there."""
+        """Makes `give_back` leave the block's module with the values that it has now."""
         for name, taken in self._taken.pop(block.number, {}).items():
             if taken.places and block.alive is not None and (now := tensors_of(block.alive).get(name)) is not None:
                 taken.back(now)
 
     def give_back(self) -> None:
-        """Let the modules be what they were, but for those to `keep`. Raises StoreError where the file cannot be read."""
+        """Restores the modules, except for blocks given to `keep`. Raises StoreError where the file cannot be read."""
         with undivided():
             self._give_back()
 
@@ -331,7 +331,7 @@ class LiveModules:
                 done += os.pwrite(file, memory[done:], piece.offset + at + done)
 
     def _storage(self, piece: _Piece, device: torch.device) -> torch.UntypedStorage:
-        """A new storage with the piece's bytes."""
+        """Reads the piece into a new storage."""
         flat = torch.empty(piece.nbytes, dtype=torch.uint8)
         self._read(piece.offset, flat)
         return flat.to(device).untyped_storage()

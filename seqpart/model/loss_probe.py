@@ -1,4 +1,4 @@
-"""Losses that read a value out of a tensor, where a plan is made of tensors that have shapes and no values: said in words.
+"""Explains in words why a loss cannot be planned with tensors that have shapes and no values.
 
 torch names the kernel that failed (aten._local_scalar_dense); what a user wrote is seen by watching torch's functions.
 """
@@ -43,20 +43,20 @@ _CALLS = {
     ),
 }  # fmt: skip
 _SECOND_TIME = "backward through the graph a second time"
-"""torch's words for the graph of the pass that made the model's example, which is gone."""
+"""torch's words for a second backward pass, here through the graph of the model's example pass, which is gone."""
 _OUTSIDE_TORCH = (torch.Tensor.numpy, torch.Tensor.__array__)
-"""Which give memory of tensors that have none, and do not fail."""
+"""Functions that return memory for fake tensors, which have none, instead of failing."""
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what asks for values."""
+    """A mode that notes which functions read values."""
 
     def __init__(self, *, values: bool) -> None:
         super().__init__()
         self._values, self.asked = values, ""
-        """By what, the last time."""
+        """Description of the last function that read a value."""
         self.cannot = ""
-        """What it does that no trial and no plan can do."""
+        """Description of a call that neither a trial nor a plan can make."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -72,7 +72,7 @@ class _Watch(TorchFunctionMode):
 
 
 def seed_all(seed: int) -> int:
-    """Random numbers of torch, Python and numpy. Returns the seed."""
+    """Seeds the generators of torch, Python and numpy. Returns the seed."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -81,7 +81,7 @@ def seed_all(seed: int) -> int:
 
 @contextmanager
 def generators_left_alone() -> Iterator[None]:
-    """Behind it Python's and numpy's random numbers go on as if nothing had been drawn inside."""
+    """A context after which Python's and numpy's generators continue as if nothing had been drawn inside."""
     python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -92,10 +92,10 @@ def generators_left_alone() -> Iterator[None]:
 
 @contextmanager
 def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) -> Iterator[None]:
-    """Around a loss of that name that judges outputs of that shape, of one row.
+    """A context for a call of the loss of that name on outputs of `shape` (one row's).
 
-    values: whether tensors have some. Raises OptionError where it asks for one and there are none, or counts classes by the
-    labels of a part; DataError where it fails for another reason.
+    values: True if tensors have values. Raises OptionError where the loss reads one and there are none, or counts classes by
+    the labels of a part; DataError where it fails for another reason.
     """
     with generators_left_alone(), _Watch(values=values) as watch:  # a loss may draw
         try:
@@ -118,7 +118,7 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
 
 
 def refuse_borrowed(loss: str, found: Any) -> None:
-    """Raises OptionError where what a loss made of real outputs has no values: it took a tensor of the network with it."""
+    """Raises OptionError if a loss of real outputs has no values: it used a tensor of the network that it was not given."""
     if isinstance(found, FakeTensor):
         raise _refusal(loss, _GRAPH)
 

@@ -1,9 +1,8 @@
-"""The losses that have names, which of them a run takes where the user gives none, and the scores that its accuracy is
-counted from.
+"""Losses with names, the default loss of a run, and the scores that its accuracy is counted from.
 
-Classes stand in the last dimension of an output: (rows, classes), or (rows, T, classes) where every position has a
-label of its own. torch's own cross-entropy expects them in dimension 1, which a language model's output has not; that of a
-convolution has, (rows, classes, H, W) for labels (rows, H, W), and is judged so where its shape says it.
+Classes are the last dimension of an output: (rows, classes), or (rows, T, classes) where every position has a label of its
+own. torch's own cross-entropy expects them in dimension 1, where a language model does not have them; a convolution has,
+(rows, classes, H, W) for labels (rows, H, W), and is judged so where the shapes say it.
 """
 
 from collections.abc import Callable
@@ -19,21 +18,21 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(output (rows, ...), labels (rows, ...)) -> mean loss over the rows, a scalar. What else it may be: see `Trainer`."""
 LossName = Literal["cross-entropy", "psl", "mse", "bce"]
 LossSource = LossFunction | Literal["model"] | None
-"""A function; the one that the model computes itself; None: the one that the settings name."""
+"""A function; "model": the loss that the model computes itself; None: the loss that the settings name."""
 LossChoice = LossSource | LossName
-"""The same, or one by its name; None: what suits the labels."""
+"""A `LossSource`, or a loss by its name; None: the loss that suits the labels."""
 IGNORED = -100
 """The label that torch's cross-entropy leaves out: its own default for `ignore_index`."""
 
 
 def label_dtype(labels: torch.Tensor) -> torch.dtype:
-    """The type in which a loss gets labels: floats as they are, classes as int64, however narrow they are kept."""
+    """Type of the labels that a loss gets: floats as they are, classes as int64, however narrow they are kept."""
     return labels.dtype if labels.is_floating_point() else torch.int64
 
 
 def loss_named(name: LossName | None, labels: torch.Tensor, classes: int) -> LossFunction:
-    """The loss of that name for labels of this kind: floats (rows, ...), classes of rows (rows,) or positions (rows, T, ...).
-    For cross-entropy floats are the probabilities of classes.
+    """Returns the named loss for these labels: floats (rows, ...), classes of rows (rows,) or positions (rows, T, ...). For
+    cross-entropy floats are the probabilities of classes.
 
     None: mse for floats, cross-entropy for classes. Raises DataError where the labels are of the other kind.
     """
@@ -63,7 +62,7 @@ def _refuse_beyond_one(labels: torch.Tensor) -> None:
 
 
 def classes_first(shape: tuple[int, ...], positions: tuple[int, ...]) -> bool:
-    """Whether outputs of that shape, of one row, have the classes of each position in front, (classes, H, W), not behind."""
+    """True if one row's outputs have the classes of each position first, (classes, H, W), and not last."""
     return shape[1:] == positions and shape[:-1] != positions
 
 
@@ -83,18 +82,18 @@ def token_cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 _CHUNK = 8 << 20
-"""Bytes of the scores that are looked at together."""
+"""Bytes of the scores of one chunk."""
 
 
 def cross_entropy_in_chunks(scores: torch.Tensor, labels: torch.Tensor, nbytes: int = _CHUNK) -> torch.Tensor:
-    """F.cross_entropy of scores (n, classes) and labels (n,), bit for bit, with `nbytes` at work beside the scores and, in
-    backward, their gradient; else it is three times the scores."""
+    """F.cross_entropy of scores (n, classes) and labels (n,), bit for bit, with workspace of `nbytes` beside the scores and, in
+    backward, their gradient, instead of three times the scores."""
     loss: torch.Tensor = _InChunks.apply(scores, labels, max(1, nbytes * len(scores) // max(1, scores.nbytes)))
     return loss
 
 
 class _InChunks(torch.autograd.Function):
-    """Logarithms of probabilities are computed a second time in backward, instead of being kept."""
+    """Cross-entropy that recomputes log-probabilities in backward instead of keeping them."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor, rows: int) -> torch.Tensor:
@@ -121,8 +120,8 @@ class _InChunks(torch.autograd.Function):
 
 
 LINEAR_FROM = 10.0
-"""The difference of two scores from which on an element of the partially-separable loss grows as its tangent does. There it is
-22,026, and one row's gradient as large: without it a single row that is far off would be an update of its own."""
+"""Difference of two scores above which an element of the partially-separable loss continues as its tangent. There it is 22,026,
+and one row's gradient as large: without the bound a single row that is far off would dominate an update."""
 
 
 def partially_separable(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -130,9 +129,9 @@ def partially_separable(output: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     partitioned neural network training" (2023), equation 6b. output (rows, ..., classes) or
     (rows, classes, H, W), labels (rows, ...).
 
-    With j = y in the sum, as in their equation 6a, it would be larger by 1: exp(cross-entropy), with the same gradient. That of
-    each element is as large as the element, so from a difference of LINEAR_FROM on it is continued by its tangent: it stays
-    finite, convex and a function of two scores alone, and its gradient at most exp(LINEAR_FROM). Computed in float32 at
+    With j = y in the sum, as in their equation 6a, it would be larger by 1: exp(cross-entropy), with the same gradient. The
+    gradient of each element is as large as the element, so above a difference of LINEAR_FROM it continues as its tangent: it
+    stays finite, convex and a function of two scores alone, with a gradient of at most exp(LINEAR_FROM). Computed in float32 at
     least. Labels of -100 do not count.
     """
     scores, own = _classes_last(output, labels).flatten(0, -2), labels.flatten()
@@ -140,21 +139,21 @@ def partially_separable(output: torch.Tensor, labels: torch.Tensor) -> torch.Ten
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         counted = own.ne(IGNORED)
         place = own.clamp(min=0).unsqueeze(1)
-        # Of a label's own score minus infinity, not a 1 that is taken away again: that would swallow small elements.
+        # The label's own element is exp(-inf); subtracting its 1 from the sum would lose small elements.
         beyond = (scores - scores.gather(1, place)).scatter(1, place, -torch.inf)
         rows = separable_elements(beyond).sum(1)
         return rows.where(counted, 0.0).sum() / counted.sum()
 
 
 OF_CLASSES: tuple[LossFunction, ...] = (F.cross_entropy, token_cross_entropy, partially_separable)
-"""Those of ours that take one score for each class."""
+"""Our losses, and torch's cross-entropy, that take one score for each class."""
 OF_MODULES = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward
-"""What torch's own modules do, and those that are made of them and change nothing there."""
+"""Forwards of torch's own modules, which subclasses may inherit unchanged."""
 
 
 def refuse_unlike(loss: LossFunction, shape: tuple[int, ...], classes: int, labels: torch.Tensor) -> None:
-    """Raises DataError where a loss of ours, or torch's cross-entropy, cannot judge outputs of that shape, of one row, by
-    `labels`, which have so many classes."""
+    """Raises DataError where a loss of ours, or torch's cross-entropy, cannot judge outputs of `shape` (one row's) by `labels`
+    of `classes` classes."""
     positions = tuple(labels.shape[1:])
     of_classes = loss in OF_CLASSES or getattr(type(loss), "forward", None) in OF_MODULES
     if of_classes and labels.is_floating_point() and positions != shape:
@@ -184,14 +183,14 @@ def refuse_unlike(loss: LossFunction, shape: tuple[int, ...], classes: int, labe
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions that are more than 1: what two shapes of as many numbers, in one order, have in common."""
+    """The dimensions larger than 1: equal for two shapes of the same numbers in the same order."""
     return tuple(size for size in shape if size != 1)
 
 
 def element_pair(first: torch.Tensor, second: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
     """Sum over rows, labelled with either of two classes, of their elements of the partially-separable loss with the other one.
 
-    first, second: scores (rows, 1); is_first (rows,): whether the label is the first class.
+    first, second: scores (rows, 1); is_first (rows,): True if the label is the first class.
     """
     with torch.autocast(first.device.type, enabled=False):
         apart = (second - first).flatten().to(torch.promote_types(first.dtype, torch.float32))
@@ -204,8 +203,8 @@ def separable_elements(beyond: torch.Tensor) -> torch.Tensor:
 
 
 def regression(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of outputs (rows, ...) to labels (rows, ...), of the same shape but for dimensions of 1: torch's own
-    where a row's label has a shape."""
+    """Mean squared error of outputs (rows, ...) to labels (rows, ...), of the same shape except for dimensions of 1: torch's
+    own if a row's label has a shape."""
     if labels.ndim > 1:
         return F.mse_loss(output.reshape(labels.shape), labels)
     return (output.reshape(len(output)) - labels).square().mean()
@@ -218,13 +217,13 @@ def multi_label(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 OF_NUMBERS: tuple[LossFunction, ...] = (regression, multi_label)
-"""Those of ours that take one output for each number of a label."""
+"""Our losses that take one output for each number of a label."""
 
 
 def scores_of(output: torch.Tensor, labels: torch.Tensor, *, first: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(scores (n, classes, ...), labels (n, ...)): scores for each label. None where the output gives no scores for them.
+    """Returns (scores (n, classes, ...), labels (n, ...)); None where the output has no scores for the labels.
 
-    first: the loss is torch's own, which has classes in dimension 1 also where the last may be meant.
+    first: True for torch's own loss, which has classes in dimension 1 even where the last may be meant.
     """
     if labels.is_floating_point() or output.ndim < 2:
         return None

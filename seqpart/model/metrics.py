@@ -1,4 +1,4 @@
-"""Sums over the rows of one pass. They stay on the device, since reading them would make it wait."""
+"""Metrics as sums over the rows of one pass. They stay on the device, since reading them would make it wait."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ ComputeMetrics = Any
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """`Metrics` as a checkpoint has them."""
+    """`Metrics` as stored in a checkpoint."""
 
     loss: float
     dtype: Annotated[str, word_of("float64", "float32", "bfloat16", "float16")] | None
@@ -27,7 +27,7 @@ class Tally(msgspec.Struct, kw_only=True):
     judged: Whole
     rows: Whole
     weight: Finite | None = None
-    """None: the rows, as version 0.2.0 had it."""
+    """None: equal to the rows, as in version 0.2.0."""
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class Metrics:
     judged: torch.Tensor | int = 0
     rows: int = 0
     weight: float = 0
-    """What the sum of losses is to be divided by: rows, or what the loss counted."""
+    """Divisor of the sum of losses: rows, or what the loss counted."""
     beside: "Metrics | None" = None
-    """What is added here is added there too."""
+    """Other metrics to which everything is added too."""
 
     def add(self, total: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None, *, weight: float) -> None:
-        """`total` is the mean loss of `rows` rows times `weight`; `judged` scores (n, classes, ...) and labels (n, ...), of
-        which those below 0 do not count, where there are classes."""
+        """Adds `total`, the mean loss of `rows` rows times `weight`. judged: scores (n, classes, ...) and labels (n, ...), of
+        which those below 0 do not count; None without classes."""
         self.loss = self.loss + total
         self.rows += rows
         self.weight += weight
@@ -55,15 +55,14 @@ class Metrics:
             self.beside.add(total, rows, None, weight=weight)
 
     def done(self, phase: Phase, earlier: int, seconds: float, found: Mapping[str, MetricValue]) -> PhaseDone:
-        """What is told of the pass, whose sums these are. earlier: rows, as PhaseDone has them. found: by the user's own
-        metrics."""
+        """The report of the pass with these sums. earlier: rows, as in PhaseDone. found: values of the user's metrics."""
         loss = self.mean_loss if self.rows else None
         return PhaseDone(
             phase=phase, loss=loss, accuracy=self.accuracy, rows=phase.rows, earlier=earlier, seconds=seconds, metrics=found
         )  # fmt: skip
 
     def refuse_divergence(self, where: str) -> None:
-        """Raises Diverged where the loss is not finite. CUDA has to wait for it."""
+        """Raises Diverged if the loss is not finite. Waits for the device."""
         if not math.isfinite(self.mean_loss):
             raise Diverged(f"training diverged: the loss is {self.mean_loss} in {where}.")
 
@@ -84,7 +83,7 @@ class Metrics:
 
     @classmethod
     def of(cls, found: Tally, device: torch.device) -> "Metrics":
-        """Exactly as it was: the type goes along, because later sums round in it."""
+        """Restores metrics exactly, with the type of the loss, in which later sums round."""
         loss: torch.Tensor | float = found.loss
         if found.dtype is not None:
             loss = torch.tensor(loss, dtype=getattr(torch, found.dtype), device=device)
@@ -94,9 +93,9 @@ class Metrics:
 class OwnMetrics:
     """The user's metrics over one pass over the test rows, which come micro-batch by micro-batch.
 
-    An object with `update(outputs, labels)`, `compute()` and `reset()`, as those of torchmetrics, is used as it is; of a dict
-    of these each. A function is called for each micro-batch, and what it finds is averaged by rows: for a metric that is no
-    mean over rows, such as F1, give an object.
+    An object with `update(outputs, labels)`, `compute()` and `reset()`, as those of torchmetrics, is used as it is; so is each
+    in a dict of these. A function is called for each micro-batch, and its values are averaged by rows: for a metric that is
+    not a mean over rows, such as F1, give an object.
     """
 
     def __init__(self, asked: ComputeMetrics) -> None:
@@ -105,7 +104,7 @@ class OwnMetrics:
         self._rows = 0
 
     def begin(self, device: torch.device) -> None:
-        """A pass begins. Objects that can are moved to where the outputs are."""
+        """Begins a pass: resets objects, and moves those that can be moved to the device of the outputs."""
         self._sums, self._rows = {}, 0
         for metric in self._objects.values():
             if callable(move := getattr(metric, "to", None)):
@@ -113,7 +112,7 @@ class OwnMetrics:
             metric.reset()
 
     def add(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """outputs (rows, ...) of the network, labels (rows, ...)."""
+        """Adds a micro-batch: outputs (rows, ...) of the network, labels (rows, ...)."""
         if self._objects:
             for metric in self._objects.values():
                 metric.update(outputs, labels)
@@ -125,7 +124,7 @@ class OwnMetrics:
             self._sums[name] = self._sums.get(name, 0.0) + value * len(outputs)
 
     def values(self) -> dict[str, MetricValue]:
-        """Of the pass."""
+        """Values of the metrics over the pass, by name."""
         if not self._objects:
             return {name: total / self._rows for name, total in self._sums.items()}
         return {
@@ -134,12 +133,12 @@ class OwnMetrics:
 
 
 def own_metrics(asked: ComputeMetrics) -> OwnMetrics | None:
-    """Raises OptionError for what is no metric."""
+    """The user's metrics, or None. Raises OptionError for anything that is no metric."""
     return OwnMetrics(asked) if asked is not None else None
 
 
 def _objects_of(asked: ComputeMetrics) -> dict[str, Any]:
-    """By name; empty where it is a function."""
+    """Metric objects by name; empty if it is a function."""
     objects = asked if isinstance(asked, dict) else {type(asked).__name__: asked}
     if objects and all(hasattr(one, name) for one in objects.values() for name in ("update", "compute", "reset")):
         return objects
@@ -152,7 +151,7 @@ def _objects_of(asked: ComputeMetrics) -> dict[str, Any]:
 
 
 def _values(name: str, found: Any) -> dict[str, MetricValue]:
-    """As numbers, by name. Raises OptionError for what is none."""
+    """Converts a metric's result to numbers by name. Raises OptionError for anything that is no number."""
     if isinstance(found, Mapping):
         return {key: value for part, one in found.items() for key, value in _values(str(part), one).items()}
     if not name:
@@ -166,15 +165,15 @@ def _values(name: str, found: Any) -> dict[str, MetricValue]:
 
 @dataclass(slots=True)
 class MetricSinks:
-    """Who hears of what partitions give, beside the sums of the pass."""
+    """Receivers of losses and outputs beside the sums of the pass."""
 
     partitions: int
     update: Metrics | None = None
-    """Sums over the update that is under way, where somebody asks for them."""
+    """Sums over the current update, if they are needed."""
     own: OwnMetrics | None = None
 
     def _own(self, phase: Phase) -> OwnMetrics | None:
-        """The user's, where the network's end is tested."""
+        """The user's metrics, in a test phase that reaches the network's end."""
         return self.own if phase.kind is PhaseKind.TEST and not phase.hands_on(self.partitions) else None
 
     def begin(self, phase: Phase, sums: Metrics, device: torch.device) -> None:
@@ -190,13 +189,13 @@ class MetricSinks:
         return own.values() if (own := self._own(phase)) is not None else {}
 
     def latest(self) -> Metrics:
-        """Sums since the last time that they were asked for."""
+        """Returns the sums since the last call, and resets them."""
         assert self.update is not None
         found = Metrics(self.update.loss, 0.0, 0, self.update.rows, self.update.weight)
         self.forget()
         return found
 
     def forget(self) -> None:
-        """The update that is under way never was."""
+        """Discards the sums of the current update."""
         if self.update is not None:
             self.update.loss, self.update.rows, self.update.weight = 0.0, 0, 0

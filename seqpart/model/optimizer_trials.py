@@ -1,9 +1,9 @@
-"""What state an optimizer keeps for parameters of given shapes and types, and that it is all that it knows.
+"""Finds the state that an optimizer keeps for parameters of given shapes and types, and checks that it keeps nothing else.
 
-An optimizer may keep other state for a vector than for a matrix, for a large parameter than for a small one, and it tells
-nobody. So it makes a step on fake tensors of just these shapes, which take no memory; and on a few real numbers of each kind
-two ways are compared: one optimizer of all parameters that stays, as a plain loop has it, and one of each parameter alone, made
-anew for every step with the state that it had, as partitions that come and go have it.
+An optimizer may keep other state for a vector than for a matrix, or for a large parameter than for a small one, without saying
+so. So it makes a step on fake tensors of just these shapes, which take no memory; and on a few real numbers of each kind two
+ways are compared: one lasting optimizer of all parameters, as in a plain loop, and one of each parameter alone, made anew for
+every step with the state that it had, as partitions that come and go have it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,27 +26,28 @@ from seqpart.store.layout import DTYPES, TensorSpec, spec_of
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 State = tuple[TensorSpec, ...]
-"""Of one parameter: names are keys of the optimizer's state."""
+"""State of one parameter: names are keys of the optimizer's state."""
 Step = tuple[Sequence[nn.Parameter], Sequence[Mapping[Any, object]]]
-"""What is behind it: parameters, and the state of each."""
+"""(parameters, state of each) after a step."""
 
 _OTHERS = "Use adam, adamw, sgd or adafactor."
 _FEW, _MANY = 1 << 14, 1 << 18
-"""Numbers of a parameter in steps for real; the most, where it has other state with so few."""
+"""Numbers of a parameter in real steps: at most _FEW, or _MANY if it has other state with so few."""
 _STEPS, _SKIPPED, _LATE = 12, 990, 3
-"""Steps in which the two ways are compared. Counts in places that are no state are `_SKIPPED` higher in the last `_LATE`, so
-that what is done at every 10th or 100th step is done too."""
+"""Steps in which the two ways are compared. For the last `_LATE`, counters outside the state are raised by `_SKIPPED`, so that
+what is done at every 10th or 100th step is done too."""
 
 
 def kind_of(spec: TensorSpec) -> TensorSpec:
-    """What state hangs on: shape, type and strides."""
+    """Returns all that a parameter's state depends on: shape, type and strides."""
     return replace(spec, name="", offset=0)
 
 
 def states_of(name: str, build: Build, parameters: Mapping[str, TensorSpec], *, is_known: bool) -> dict[TensorSpec, State]:
-    """{kind: state} for each kind of these parameters. is_known: that it knows nothing beside its state, which begins at zero.
+    """Returns {kind: state} for each kind of these parameters. is_known: True if it keeps nothing beside a state that begins at
+    zero.
 
-    Raises OptionError for one that takes no parameter of a kind, and for one whose state has no home or does not say all.
+    Raises OptionError for one that refuses a kind of parameter, and for one whose state can have no home or is not complete.
     """
     wanted: dict[TensorSpec, str] = {}
     for parameter, spec in parameters.items():
@@ -61,7 +62,7 @@ def states_of(name: str, build: Build, parameters: Mapping[str, TensorSpec], *, 
 
 
 def makes_temporaries(build: Build) -> bool:
-    """Whether a step, behind the first, which makes the state, needs memory of the size of a parameter."""
+    """True if a step after the first, which makes the state, needs memory of the size of a parameter."""
     parameter = nn.Parameter(torch.ones(16, 16, dtype=torch.float32, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
     optimizer = build([parameter])
@@ -73,8 +74,8 @@ def makes_temporaries(build: Build) -> bool:
 
 
 def looks_at_whole(build: Build) -> bool:
-    """Whether a matrix becomes another than its pieces of some rows do, each a parameter: then it looks at more than each
-    number alone. Of multiples of 16 numbers, which kernels take in the same way wherever they lie."""
+    """True if steps on a matrix differ from steps on pieces of its rows, each a parameter: then they depend on more than each
+    number alone. Pieces have multiples of 16 numbers, which kernels treat alike wherever they lie."""
     numbers = torch.Generator().manual_seed(0)
     whole = nn.Parameter(_numbers(TensorSpec(name="", shape=(128, 96), dtype=torch.float32), numbers))
     pieces = [nn.Parameter(piece.clone()) for piece in torch.split(whole.detach(), 32)]
@@ -92,8 +93,8 @@ def looks_at_whole(build: Build) -> bool:
 
 
 class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Of fake tensors, whose numbers nobody knows: a step that asks for one gets 1/2, which is no divisor of zero, and no. Of
-    kernels that torch knows no shapes of, those that return nothing have nothing to do."""
+    """A mode for steps on fake tensors, which have no values: a step that reads a number gets 1/2 (no division by zero), 1 or
+    False. Kernels without a fake version that return nothing are skipped."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -117,17 +118,17 @@ def _without_numbers() -> AbstractContextManager[object]:
 
 
 def _laid_out(name: str, build: Build, wanted: Mapping[TensorSpec, str]) -> dict[TensorSpec, State]:
-    """wanted: {kind: the parameter of it that is named in an error}."""
+    """Finds the state of each kind by a step. wanted: {kind: the parameter that errors name}."""
     try:
         with _without_numbers():
             states = _after_a_step(build, list(wanted))
-    except Exception:  # which of them is it?
+    except Exception:  # find out which one failed
         states = [_alone(name, build, kind, parameter) for kind, parameter in wanted.items()]
     return {kind: _specs(name, parameter, state) for (kind, parameter), state in zip(wanted.items(), states, strict=True)}
 
 
 def _alone(name: str, build: Build, kind: TensorSpec, parameter: str) -> Mapping[object, object]:
-    """State of a parameter of that kind, with real numbers where fake ones are not taken, and it is small."""
+    """State of a parameter of that kind, with real numbers if fake tensors fail and it is small."""
     try:
         with _without_numbers():
             return _after_a_step(build, [kind])[0]
@@ -175,13 +176,13 @@ def _specs(name: str, parameter: str, state: Mapping[object, object]) -> State:
     return tuple(spec_of(str(key), value) for key, value in state.items() if isinstance(value, torch.Tensor))
 
 
-# --- whether it says all ----------------------------------------------------------------------------------------------
+# --- is the state complete? -------------------------------------------------------------------------------------------
 
 
 def _for_real(
     name: str, build: Build, wanted: Mapping[TensorSpec, str], found: Mapping[TensorSpec, State]
 ) -> dict[TensorSpec, State]:
-    """The same for kinds that are small enough to be tried with real numbers, and have state like the large ones."""
+    """Returns {kind: state} for kinds that are small enough to be tried with real numbers, with state like the large ones."""
     small = {kind: _smaller(kind) for kind in wanted}
     states = _laid_out(name, build, {small[kind]: parameter for kind, parameter in wanted.items()})
     for kind, parameter in wanted.items():
@@ -201,12 +202,12 @@ def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:
 
 
 def follows_numbers(kind: TensorSpec, state: State) -> bool:
-    """Whether it is counts, and tensors with a number for each of the parameter's."""
+    """True if the state has only scalars, and tensors of the parameter's shape."""
     return all(one.shape in ((), kind.shape) for one in state)
 
 
 def is_alike(states: Mapping[TensorSpec, State]) -> bool:
-    """Whether parameters of one type and as many dimensions have the same state, whatever their sizes."""
+    """True if parameters of the same type and number of dimensions have the same state, whatever their sizes."""
     found = {(kind.dtype, len(kind.shape)): _likened(kind, state) for kind, state in states.items()}
     return all(found[kind.dtype, len(kind.shape)] == _likened(kind, state) for kind, state in states.items())
 
@@ -225,7 +226,7 @@ def _smaller(kind: TensorSpec) -> TensorSpec:
 
 
 def _refuse_other_knowledge(name: str, build: Build, states: Mapping[TensorSpec, State]) -> None:
-    """Raises OptionError where what a parameter becomes depends on more than its gradients and the state that has a home."""
+    """Raises OptionError if a parameter's updates depend on more than its gradients and the state that has a home."""
     kinds = [*states, next(iter(states))]  # two at least: each is to learn as if it were alone
     try:
         step = _first_difference(
@@ -257,15 +258,15 @@ def _refuse_other_knowledge(name: str, build: Build, states: Mapping[TensorSpec,
 
 
 def _has_begun(key: object, value: object) -> bool:
-    """After one step on zeros a moment is still zero; a scalar may only be the step count."""
+    """True if a state is not zero after one step on zeros: a moment still is, and a scalar may only be the step count."""
     return isinstance(value, torch.Tensor) and bool(value.count_nonzero()) and (value.ndim > 0 or key != "step")
 
 
 def _steps(
     build: Build, kinds: Sequence[TensorSpec], *, states: Mapping[TensorSpec, State] | None, together: bool
 ) -> Iterator[Step]:
-    """Parameters and their state after each step: of an optimizer for all `together`, or of one for each. With `states`, which
-    begin as zeros, each is built anew for every step."""
+    """Parameters and their state after each step: of one optimizer for all (`together`), or of one for each. With `states`,
+    which begin as zeros, each is built anew for every step."""
     numbers = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(_numbers(kind, numbers)) for kind in kinds]
     slopes = [_numbers(kind, numbers) for kind in kinds]  # gradients that have something in common, as a loss gives them
@@ -288,7 +289,7 @@ def _steps(
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], dict[str, int]]]:
-    """Places beside the state that have a whole number, and what it is."""
+    """Counters outside the state: dicts of the optimizer with their whole numbers."""
     places: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     return [(place, {key: value for key, value in place.items() if type(value) is int}) for place in places]
 
@@ -299,7 +300,7 @@ def _skip(optimizer: torch.optim.Optimizer, before: list[tuple[dict[str, Any], d
 
 
 def _first_difference(ones: Iterator[Step], others: Iterator[Step]) -> int | None:
-    """The first step, from 1 on, behind which parameters or their state are not the same."""
+    """The first step, from 1 on, after which parameters or their states differ; None if none does."""
     for step, ((mine, state), (theirs, kept)) in enumerate(zip(ones, others, strict=True), 1):
         if not _same(mine, theirs) or any(
             one.keys() != other.keys() or not _same(list(one.values()), [other[key] for key in one])
@@ -310,7 +311,7 @@ def _first_difference(ones: Iterator[Step], others: Iterator[Step]) -> int | Non
 
 
 def _same(ones: Sequence[object], others: Sequence[object]) -> bool:
-    """NaN equals NaN: a rate that is far too high is not our affair."""
+    """True if all tensors are equal. NaN equals NaN: a learning rate that is far too high is not checked here."""
     return all(
         isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(ones, others, strict=True)
@@ -324,13 +325,13 @@ def _zeros(spec: TensorSpec) -> torch.Tensor:
 
 
 def _numbers(kind: TensorSpec, generator: torch.Generator) -> torch.Tensor:
-    """Of both signs, and no two alike: what sign, order or a parameter beside it does is to be seen."""
+    """Draws numbers of both signs, no two alike, so that effects of sign, order or another parameter show."""
     drawn = torch.empty(kind.shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
     return _zeros(kind).copy_(drawn)
 
 
 class _Made(TorchFunctionMode):
-    """Whether anything inside makes a tensor of so many numbers."""
+    """A mode that notes in `any` whether an operation makes a new tensor of at least `numbers` numbers."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Which optimizer, and what state it keeps for a parameter, found out before there is a parameter.
+"""Optimizers, and the state that each keeps for a parameter, found out before there is a parameter.
 
-An optimizer creates its state in its first step, at a moment and a place of its choosing. Here the state has a home
-and a layout like weights do, so it must be known ahead: a step on tensors of the same shapes shows every tensor it keeps.
+An optimizer creates its state in its first step, where and when it chooses. Here the state has a home and a layout as weights
+do, so it must be known ahead: a step on tensors of the same shapes shows every tensor that it keeps.
 """
 
 import functools
@@ -31,9 +31,9 @@ from seqpart.model.scheduler import Scheduler, SchedulerFactory, tune
 from seqpart.store.layout import Layout, TensorSpec, spec_of
 
 AVERAGE = "average"
-"""Among a parameter's state, its moving average."""
+"""Name of a parameter's moving average in its state."""
 _TUNED = ("lr", "weight_decay")
-"""Options of a group that a later update may take other values of."""
+"""Options of a group whose values may change during training."""
 _KINDS: dict[str, Any] = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
 }  # fmt: skip
@@ -42,50 +42,49 @@ NAMES = tuple(_KINDS)
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How to build it for some parameters, and the state it will keep for each of them."""
+    """An optimizer: how to build it for some parameters, and the state that it will keep for each of them."""
 
     name: str
     build: Build
     options: str = ""
-    """What its groups say: a run that goes on must have the same."""
+    """Options of its groups, which a resumed run must repeat."""
     tuned: str = ""
-    """Learning rate and weight decay of its groups, which may be others."""
+    """Learning rate and weight decay of its groups, which a resumed run may change."""
     has_rate: bool = True
-    """Whether its groups have a learning rate."""
+    """True if its groups have a learning rate."""
     average: float | None = None
-    """The decay of the weights' moving average, which lies beside the state."""
+    """Decay of the weights' moving average, which is kept beside the state; None: there is none."""
     is_known: bool = False
-    """One of torch's, by its name: it needs no steps that show whether its state says all."""
+    """True for an optimizer of torch chosen by name, which needs no trial steps that show whether its state is complete."""
     states: dict[TensorSpec, State] = field(default_factory=dict, compare=False, repr=False)
-    """Of each kind of parameter that it was tried on."""
+    """{kind of parameter: its state}, for the kinds that it was tried on."""
 
     @functools.cached_property
     def fused(self) -> bool:
-        """One kernel, or several in place: without a temporary the size of a parameter."""
+        """True if a step needs no temporary the size of a parameter: one fused kernel, or several in place."""
         with tried(self.name):
             return bool(self.build([_example()]).defaults.get("fused")) or not makes_temporaries(self.build)
 
     @functools.cached_property
     def whole(self) -> bool:
-        """Whether it looks at a parameter as a whole, and not at each of its numbers alone."""
+        """True if a step depends on a parameter as a whole, and not on each of its numbers alone."""
         with tried(self.name):
             return looks_at_whole(self.build)
 
     @property
     def is_bare(self) -> bool:
-        """Whether it knows nothing of earlier updates of the parameters that it was tried on."""
+        """True if it keeps no state for the parameters that it was tried on."""
         return not any(self.states.values())
 
     def try_on(self, parameters: Mapping[str, TensorSpec]) -> None:
-        """Find the state that it keeps for parameters like these. Raises OptionError, with the first that
-        cannot be trained by it."""
+        """Finds the state that it keeps for such parameters. Raises OptionError, naming the first that it cannot train."""
         if new := {name: spec for name, spec in parameters.items() if kind_of(spec) not in self.states}:
             self.states.update(states_of(self.name, self.build, new, is_known=self.is_known))
         if self.average is not None and any(spec.name == AVERAGE for state in self.states.values() for spec in state):
             raise OptionError(f"--ema: optimizer {self.name} keeps a state {AVERAGE!r} of its own. Leave --ema out.")
 
     def state_layout(self, parameters: Mapping[str, TensorSpec]) -> Layout:
-        """Layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
+        """Returns the layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
         self.try_on(parameters)
         found = []
         for name, parameter in parameters.items():
@@ -101,9 +100,9 @@ class Optimizer:
         *,
         begun: bool = True,
     ) -> None:
-        """Give `optimizer` the state in `views` as its own; it updates them in place. The memory stays its owner's.
+        """Gives `optimizer` the tensors in `views` as its state, which it updates in place. Their memory keeps its owner.
 
-        begun: whether a step was made before, so that an average is one.
+        begun: True if a step was made before, so that the average has values.
         """
         named = list(named)
         for name, parameter in named:
@@ -116,7 +115,7 @@ class Optimizer:
 
 @functools.cache
 def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0) -> Optimizer:
-    """`adam`, `adamw` or `sgd`, fused, or `adafactor`. Raises OptionError for another name or a negative number."""
+    """Returns `adam`, `adamw` or `sgd`, fused, or `adafactor`. Raises OptionError for another name or a negative number."""
     if name not in NAMES:
         raise OptionError(f"--optimizer: expected one of {', '.join(NAMES)}; found {name!r}.")
     for option, value in (("lr", lr), ("weight-decay", weight_decay), ("momentum", momentum)):
@@ -126,7 +125,7 @@ def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float =
         raise OptionError(f"--momentum goes with --optimizer sgd; {name} keeps moments of its own.")
     keywords: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if name == "adafactor":
-        # Parameter by parameter, as torch does on the CPU: for all at once it would take as much memory again as they have.
+        # Parameter by parameter, as torch does on the CPU: all at once would take as much memory again as the parameters.
         keywords["foreach"] = False
     else:
         keywords |= {"fused": True} | ({"momentum": momentum} if name == "sgd" else {})
@@ -136,13 +135,13 @@ def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float =
 
 @functools.cache
 def _states_of(name: str, momentum: bool) -> dict[TensorSpec, State]:
-    """What was found: the same for every learning rate."""
+    """The dict of states found so far, shared by all learning rates."""
     return {}
 
 
 class _Averaging:
-    """Behind each step: the averages of some parameters, as torch.optim.swa_utils.AveragedModel makes them. The first step's
-    are the parameters themselves."""
+    """A hook after each step that averages parameters as torch.optim.swa_utils.AveragedModel does: after the first step the
+    averages are the parameters themselves."""
 
     def __init__(self, decay: float, pairs: Iterable[tuple[torch.Tensor, nn.Parameter]], begun: bool) -> None:
         self._take, self._begun = get_ema_multi_avg_fn(decay), begun  # type: ignore[no-untyped-call]
@@ -161,18 +160,18 @@ class _Averaging:
 
 
 def averaging(choice: Optimizer, decay: float | None) -> Optimizer:
-    """`choice`, with an exponential moving average of each parameter beside its state; None: without one."""
+    """`choice` with an exponential moving average of each parameter beside its state; decay None: without one."""
     return replace(choice, average=decay)
 
 
 def chosen(name: str, lr: float, weight_decay: float, momentum: float, ema: float | None) -> Optimizer:
-    """As `choose`, with momentum where that is for it, and with a moving average of decay `ema`."""
+    """Like `choose`, with momentum for sgd only, and with a moving average of decay `ema`."""
     found = choose(name, lr=lr, weight_decay=weight_decay, momentum=momentum if name == "sgd" else 0.0)
     return averaging(found, ema)
 
 
 def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:
-    """Raises OptionError for one that looks at a weight as a whole where something divides it. divided_by: in words, or ""."""
+    """Raises OptionError for an optimizer that depends on whole weights if something divides them: divided_by, or ""."""
     if divided_by and optimizer.whole:
         raise OptionError(
             f"optimizer {optimizer.name} looks at a weight as a whole, and {divided_by} divides it. Take another."
@@ -180,7 +179,7 @@ def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:
 
 
 def refuse_rateless(optimizer: Optimizer, schedule: str | SchedulerFactory, warmup: int) -> None:
-    """Raises OptionError for one without a learning rate where a schedule is to change it."""
+    """Raises OptionError for an optimizer without a learning rate if a schedule would change it."""
     if not optimizer.has_rate and (warmup or schedule != "constant"):
         option = "--warmup-updates" if schedule == "constant" else "--lr-schedule"
         raise OptionError(
@@ -190,7 +189,7 @@ def refuse_rateless(optimizer: Optimizer, schedule: str | SchedulerFactory, warm
 
 
 def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSpec], divided_by: str) -> None:
-    """The same for one whose state hangs on a weight's size. parameters: the weights and their pieces, tried."""
+    """Raises OptionError for an optimizer whose state depends on a weight's size. parameters: weights and pieces, all tried."""
     states = {kind_of(spec): optimizer.states[kind_of(spec)] for spec in parameters.values()}
     if not (is_alike(states) and all(follows_numbers(*pair) for pair in states.items())):
         raise OptionError(
@@ -200,9 +199,9 @@ def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSp
 
 
 def describe(name: str, build: Build, *, is_known: bool = False) -> Optimizer:
-    """Any optimizer that keeps all it knows in a state that starts at zero. name: of the function, if it has one.
+    """Describes any optimizer that keeps all that it knows in a state that starts at zero. name: the function's, or "".
 
-    Raises OptionError for one that cannot be built. What it keeps is found when the parameters are known: see `try_on`.
+    Raises OptionError for one that cannot be built. Its state is found when the parameters are known: see `try_on`.
     """
     name = name if name.isidentifier() else ""
     with tried(name or "function"):
@@ -211,7 +210,7 @@ def describe(name: str, build: Build, *, is_known: bool = False) -> Optimizer:
 
 @contextmanager
 def tried(name: str) -> Iterator[None]:
-    """Around steps of an optimizer before the run: what they raise is an OptionError."""
+    """A context for trial steps of an optimizer: errors become OptionError, and torch's random state is restored."""
     try:
         with torch.random.fork_rng(devices=[]):
             yield
@@ -222,7 +221,7 @@ def tried(name: str) -> Iterator[None]:
 
 
 def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimizer:
-    """`optimizer` with the state that it keeps under such a scheduler: OneCycleLR gives SGD a momentum."""
+    """`optimizer` with the state that it keeps under this scheduler: OneCycleLR gives SGD a momentum."""
     if isinstance(schedule, str):
         return optimizer
     options = Scheduler(schedule, optimizer.build).at(0)
@@ -238,7 +237,7 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
 
 
 def _state_tensors(optimizer: Optimizer) -> int:
-    """Of a matrix."""
+    """Number of state tensors of a matrix."""
     return len(optimizer.state_layout({"": spec_of("", _example())}).specs)
 
 
@@ -282,11 +281,11 @@ def _described(name: str, build: Build, is_known: bool) -> Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class GradientNorm:
-    """Of one gradient."""
+    """The norm of one gradient."""
 
     norm: torch.Tensor
     dtype: torch.dtype
-    """The gradient's; the norm of a complex one is real."""
+    """Type of the gradient; the norm of a complex one is real."""
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> "GradientNorm":
@@ -294,7 +293,7 @@ class GradientNorm:
 
 
 def total_norm(norms: Sequence[GradientNorm]) -> torch.Tensor | None:
-    """The norm of all gradients, a scalar, of norms in the order of the model's parameters; None where there are none."""
+    """Returns the norm of all gradients, a scalar, from norms in the order of the model's parameters; None without any."""
     if not norms:
         return None
     order: Sequence[int] = range(len(norms))

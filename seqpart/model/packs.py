@@ -1,4 +1,4 @@
-"""What blocks hand to each other: values, each with a number; a pack is a map of tensors by these numbers.
+"""Values that blocks pass to each other, each with a number; a pack maps these numbers to tensors.
 
 A value is given by one block and taken by any later ones: in a chain by the next one alone, in a network with skips by several.
 Value 0 is the model's input rows.
@@ -13,13 +13,13 @@ from seqpart.device.pages import round_up
 
 Pack = dict[int, torch.Tensor]
 ROWS = 0
-"""The value that nobody gives: the model's input."""
+"""Number of the model's input, a value that no block gives."""
 
 
 DEVICE = "device"
 Tiers = tuple[str, ...]
-"""Of each partition, where what it is the first to take waits within an update, and its gradient: device, host or disk. Empty:
-all of it on the device."""
+"""Place of each partition's boundary (the values that it is the first to take, and their gradients) within an update: device,
+host or disk. Empty: all on the device."""
 
 
 def tiers_of(tiers: Iterable[str]) -> Tiers:
@@ -28,7 +28,7 @@ def tiers_of(tiers: Iterable[str]) -> Tiers:
 
 
 def tier_at(tiers: Tiers, p: int) -> str:
-    """Of partition p."""
+    """Tier of the boundary of partition p."""
     return tiers[p] if tiers else DEVICE
 
 
@@ -40,47 +40,47 @@ _GRADIENTS = 1 << 32
 
 
 def gradient_of(number: int) -> int:
-    """The number under which the gradient of a value is known, where it has a place of its own."""
+    """Number of the gradient of value `number`, for a gradient with a place of its own."""
     return _GRADIENTS + number
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that one block gives and later ones take; for one micro-batch of `rows` rows."""
+    """A tensor that one block gives and later ones take, for a micro-batch of `rows` rows."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    """As the device allocates it."""
+    """Bytes that the device allocates for it."""
     rows: int
     learns: bool
-    """Whether a gradient comes back through it."""
+    """True if a gradient is propagated through it."""
     giver: int
     """The block that gives it; -1: it is the model's input."""
     uses: tuple[int, ...]
-    """Blocks that take it, ascending; one behind the last block for the model's output."""
+    """Blocks that take it, ascending; the number of blocks for the model's output."""
 
     @property
     def row(self) -> int:
-        """Bytes of one row; of what has no dimension of rows, its share."""
+        """Bytes of one row; for a value without a dimension of rows, its bytes divided by the rows."""
         exact = torch.Size(self.shape).numel() * self.dtype.itemsize
         return -(-exact // self.rows)
 
     def with_rows(self, rows: int) -> "Value":
-        """The same of a micro-batch of `rows` rows."""
+        """Returns this value for a micro-batch of `rows` rows."""
         if self.shape[:1] != (self.rows,):
             return replace(self, rows=rows)
         return replace(self, shape=(rows, *self.shape[1:]), rows=rows, nbytes=self.nbytes_at(rows))
 
     def nbytes_at(self, rows: int) -> int:
-        """Of a micro-batch of `rows` rows. What has no dimension of rows does not shrink with them."""
+        """Bytes for a micro-batch of `rows` rows. A value without a dimension of rows does not shrink with them."""
         exact = torch.Size(self.shape).numel() * self.dtype.itemsize
         return self.row * rows if self.shape[:1] == (self.rows,) else max(exact, self.row * rows)
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Whether values of this type may have some."""
+    """True if values of this type may have gradients."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -89,15 +89,15 @@ def _is_of_rows(value: Value) -> bool:
 
 
 class BoundaryRouting:
-    """Who gives and takes which values, once blocks are joined to partitions: one account for who simulates and who runs.
+    """Which partition gives and takes which values; shared by the simulator and the executor.
 
-    entering, leaving: of each partition, the values that come from others and those that others take.
+    entering, leaving: for each partition, the values that it takes from others and those that others take.
     """
 
     def __init__(self, entering: Sequence[tuple[Value, ...]], leaving: Sequence[tuple[Value, ...]]) -> None:
         self.entering, self.leaving = entering, leaving
         self.users: dict[int, list[int]] = {}
-        """Partitions that take a value, ascending."""
+        """{number of a value: partitions that take it, ascending}."""
         for p, values in enumerate(entering):
             for value in values:
                 self.users.setdefault(value.number, []).append(p)
@@ -105,20 +105,20 @@ class BoundaryRouting:
 
     @property
     def is_one_value(self) -> bool:
-        """Whether each partition hands one value to the next, as a file of rows has it, and nothing passes over it."""
+        """True if each partition passes a single value of rows to the next, and no value skips a partition."""
         pairs = zip(self.leaving, self.entering[1:], strict=False)
         return all(given == taken and len(given) == 1 and _is_of_rows(given[0]) for given, taken in pairs)
 
     def tier_of(self, number: int, tiers: Tiers) -> str:
-        """Where value `number` waits, or its gradient. Below 0: the gradient of a shared weight, which goes where any boundary
-        goes that leaves the device."""
+        """Tier in which value `number`, or its gradient, waits. Below 0: the gradient of a shared weight, which waits with the
+        first boundary that is offloaded."""
         if number < 0:
             return next((tier for tier in tiers if tier != DEVICE), DEVICE)
         return tiers[self.users[number % _GRADIENTS][0]] if tiers else DEVICE
 
     def places(self, micro_batch: int) -> dict[int, int]:
-        """Bytes of the place of each value that partitions hand to each other with one micro-batch, by its number; and of its
-        gradient, where that has one of its own."""
+        """{number: bytes of its place} for each value that partitions pass on in one micro-batch, and for its gradient if that
+        has a place of its own."""
         found = {}
         for value in {value.number: value for values in self.entering for value in values}.values():
             found[value.number] = round_up(value.nbytes_at(micro_batch))
@@ -127,21 +127,21 @@ class BoundaryRouting:
         return found
 
     def wants_gradient(self, value: Value, lowest: int) -> bool:
-        """Whether whoever gave it learns; `lowest`: the first partition that does."""
+        """True if a partition that learns gave the value; lowest: the first partition that learns."""
         return value.learns and self.giver.get(value.number, -1) >= lowest
 
     def used_up(self, p: int) -> list[Value]:
-        """What no partition behind p takes."""
+        """Values that p takes, and no partition after it."""
         return [value for value in self.entering[p] if self.users[value.number][-1] <= p]
 
     def is_first_user(self, p: int, value: Value, lowest: int) -> bool:
-        """Whether it is p that back-propagates last among those that take it and learn."""
+        """True if p back-propagates last among the partitions that take the value and learn."""
         return not any(lowest <= user < p for user in self.users[value.number])
 
     def taken_again(self, p: int) -> list[Value]:
-        """What comes into p and is taken behind it too: its gradient there is there first."""
+        """Values that p takes and later partitions take too: their gradients from those are there first."""
         return [value for value in self.entering[p] if self.users[value.number][-1] > p]
 
     def is_shared(self, value: Value) -> bool:
-        """Whether several partitions take it: then its gradient is added up while it is still needed itself."""
+        """True if several partitions take the value: then its gradient is accumulated while the value is still needed."""
         return len(self.users.get(value.number, ())) > 1

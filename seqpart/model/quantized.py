@@ -1,4 +1,4 @@
-"""Linear layers of bitsandbytes: their packed weights and scales are frozen tensors with homes."""
+"""Linear layers of bitsandbytes, with their packed weights and scales as frozen tensors that have homes."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,14 +15,14 @@ from seqpart.model.inspection import Packed, is_listened_to
 from seqpart.model.live_modules import modules_of, refuse_away, refuse_hooked
 
 _PADDED = 64
-"""The text beside a 4-bit weight ends in spaces at a multiple of so many bytes: equal layers have tensors of equal shapes,
-whatever digits it has."""
+"""The text beside a 4-bit weight is padded with spaces to a multiple of this many bytes, so that equal layers have tensors of
+equal shapes, however many digits it has."""
 _LARGEST = 127.0
-"""Of 8 bits: what a row's largest weight became."""
+"""Value of a row's largest weight in 8 bits."""
 
 
 class Format(NamedTuple):
-    """How a weight of that shape (out, in) is packed. dtype: of what was packed, in which backward has it again."""
+    """How a weight of shape (out, in) is packed. dtype: its type before packing, in which backward unpacks it."""
 
     shape: tuple[int, int]
     blocksize: int
@@ -31,7 +31,7 @@ class Format(NamedTuple):
 
 
 class Quantized(nn.Module):
-    """What stands in the place of a layer of the library. Its own tensors are frozen; the bias is the layer's own parameter.
+    """Replacement of a layer of the library. Its own tensors are frozen; the bias is the layer's own parameter.
 
     names: {name of a tensor here: name in the layer's state_dict}; the others are in no state_dict.
     """
@@ -45,7 +45,7 @@ class Quantized(nn.Module):
         self.packed: Packed
 
     def share(self, other: "Quantized") -> None:
-        """Have the frozen tensors of a layer of the same weight."""
+        """Uses the frozen tensors of `other`, a layer with the same weight."""
         self._parameters.update({name: tensor for name, tensor in other._parameters.items() if name != "bias"})
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -56,7 +56,7 @@ class Quantized(nn.Module):
 
 
 class Linear4bit(Quantized):
-    """x (..., in) -> (..., out), by a weight in blocks of 4-bit numbers with a scale each, which may be quantized again."""
+    """A linear layer (..., in) -> (..., out) with blocks of 4-bit weights, each with a scale that may be quantized too."""
 
     def __init__(self, layer: Any) -> None:
         """layer: a bitsandbytes.nn.Linear4bit that is quantized."""
@@ -89,7 +89,7 @@ class _Product4bit(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, *scales)
         ctx.how, ctx.bias_type = how, None if bias is None else bias.dtype
-        if x.device.type == "cpu":  # as the library there does it, in two operations that memory can be counted of
+        if x.device.type == "cpu":  # as the library does it there, in two operations whose memory can be counted
             return F.linear(x, _dequantized(weight, scales, how, x.dtype), bias)
         packed, (absmax, *nested) = weight.view(-1, 1), scales
         found: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
@@ -111,7 +111,7 @@ class _Product4bit(torch.autograd.Function):
 
 
 def _dequantized(weight: torch.Tensor, scales: Any, how: Format, dtype: torch.dtype) -> torch.Tensor:
-    """(out, in)."""
+    """Unpacks the weight to (out, in)."""
     absmax, *nested = scales
     if nested:
         blocks, code, offset = nested
@@ -123,7 +123,8 @@ def _dequantized(weight: torch.Tensor, scales: Any, how: Format, dtype: torch.dt
 
 
 class Linear8bit(Quantized):
-    """x (..., in) -> (..., out), by a weight of bytes with a scale for each row: in floats, as the library trains on a CPU."""
+    """A linear layer (..., in) -> (..., out) with an 8-bit weight and a scale per row; computes in floats, as the library
+    trains on a CPU."""
 
     def __init__(self, layer: Any) -> None:
         """layer: a bitsandbytes.nn.Linear8bitLt that is quantized."""
@@ -163,7 +164,7 @@ def _scaled(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, since codes are shared by all layers; of the text with spaces behind it, which JSON allows."""
+    """Copies codes, which all layers share, and pads the text with spaces, which JSON allows."""
     if "." not in name:
         return tensor.clone() if name.endswith("quant_map") else tensor
     room = -len(tensor) % _PADDED
@@ -171,12 +172,12 @@ def _padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as no kind of tensor but torch's own."""
+    """Returns the tensor's memory as a plain torch.Tensor."""
     return tensor.detach().as_subclass(torch.Tensor)
 
 
 _SCALES = 256
-"""That share one of their own, where scales are quantized again: the library's products know no other number."""
+"""Scales in a block, where scales are quantized too: the library's products know no other number."""
 _KINDS = ("Linear4bit", "LinearNF4", "LinearFP4", "Linear8bitLt")
 
 _Place = tuple[object, str, str]
@@ -185,9 +186,9 @@ _Place = tuple[object, str, str]
 
 class PlainTensors:
     """A context in which layers of bitsandbytes in `model`, a module or a list of blocks, have their packed weights and scales
-    as frozen parameters; its value is the model to be trained. The library's own layers are empty inside.
+    as frozen parameters; its value is the model to train. The library's own layers are empty inside.
 
-    device: the kind of device that they are to run on. Raises ModelError, by its name, for a layer that cannot be.
+    device: the kind of device that they will run on. Raises ModelError, naming the layer, for one that cannot be replaced.
     """
 
     def __init__(self, model: object, device: str) -> None:
@@ -239,7 +240,7 @@ class PlainTensors:
             self._emptied.append((place, own))
 
     def _with(self, ours: Mapping[nn.Module, nn.Module]) -> object:
-        """The model, with layers of ours in the places of others."""
+        """The model with our layers in place of the library's."""
         for module in [*modules_of(self._model)]:
             for name, child in module._modules.items():
                 if child is not None and child in ours:
@@ -251,7 +252,7 @@ class PlainTensors:
 
 
 def _quantized(model: object, library: Any) -> dict[Any, str]:
-    """{layer of the library: its name in the model}, of those kinds that are known."""
+    """{layer of the library: its name in the model}, for the known kinds of layers."""
     kinds = (library.nn.Linear4bit, library.nn.Linear8bitLt)
     return {module: name for name, module in _named(model) if isinstance(module, kinds)}
 
@@ -270,7 +271,7 @@ def _is_of_8_bits(layer: Any) -> bool:
 
 
 def _places(layer: Any) -> list[_Place]:
-    """Where the library has tensors of a layer, but for codes, which all layers share."""
+    """All places where the library keeps tensors of a layer, except codes, which all layers share."""
     places: list[_Place] = [(layer.weight, "data", "weight")]
     if _is_of_8_bits(layer):
         places += [(owner, "CB", "weight") for owner in (layer.weight, layer.state)]
@@ -282,7 +283,7 @@ def _places(layer: Any) -> list[_Place]:
 
 
 def _lack_of(layer: Any, device: str) -> str:
-    """Why it cannot be trained around, in words; "" where it can."""
+    """Why the layer cannot be part of a model that is trained, in words; "" where it can."""
     if is_listened_to(layer):
         return "it has hooks, or a forward of its own, which would be left out. Take them away"
     if type(layer).__name__ not in _KINDS:
@@ -325,7 +326,7 @@ def _lack_of_8_bits(layer: Any, device: str) -> str:
 
 
 def _refuse_norms_of_weights(model: object, layers: Mapping[Any, str]) -> None:
-    """Raises ModelError for DoRA, whose forward asks the library for the whole weight of a layer that is empty by then."""
+    """Raises ModelError for DoRA, whose forward reads the whole weight of the library's layer, which is empty by then."""
     for _, module in _named(model):
         base = module._modules.get("base_layer")
         if base in layers and len(getattr(module, "lora_magnitude_vector", ())):

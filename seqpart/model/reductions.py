@@ -1,14 +1,14 @@
-"""What a loss divides by, so that the micro-batches of an update add up to the loss of the whole batch.
+"""Finds what a loss divides by, so that the micro-batches of an update add up to the loss of the whole batch.
 
     ROWS     a mean over rows, or over equally many numbers of each: a micro-batch counts by its rows
     COUNTED  a mean over what counts (labels that are not ignored, weights of classes, a mask): by what it counted
     SUM      a sum: micro-batches are added as they are
     WHOLE    none of these: right only where a batch is not divided
 
-A loss that counts all micro-batches alike would depend on their size, and with that on the memory limit. torch's own say
-what they divide by, and a loss of the user's own may; any other is tried on a small batch, whole and in two parts. What hangs
-on the outputs (the hardest rows of a batch, a mask of what is confident) may add up there and not in training, where it is
-`Held` against the outputs of whole batches now and then.
+A loss that counts all micro-batches alike would depend on their size, and so on the memory limit. torch's own losses say what
+they divide by, and a user's loss may; any other is tried on a small batch, whole and in two parts. A loss that depends on the
+outputs (the hardest rows of a batch, a mask of confident ones) may add up there and not in training, so it is checked against
+outputs of whole batches now and then (`Held`).
 """
 
 import copy
@@ -38,7 +38,7 @@ from seqpart.model.losses import (
 )
 
 Counts = Callable[[torch.Tensor], Any]
-"""labels (rows, ...) -> what a mean over them is divided by: a number, or a tensor of one."""
+"""A function from labels (rows, ...) to the divisor of a mean over them: a number, or a tensor of one."""
 
 
 class Kind(enum.Enum):
@@ -52,35 +52,35 @@ class Kind(enum.Enum):
 class Reduction:
     kind: Kind = Kind.ROWS
     counts: Counts | None = None
-    """Of a mean over what counts; None where the loss itself returns (sum, count)."""
+    """Counts for COUNTED; None where the loss itself returns (sum, count)."""
     ignored: int | None = None
     """The label that does not count."""
     tried: bool = False
-    """Whether it was only found by a trial, and is to be held against real outputs."""
+    """True if it was found by a trial, and is to be checked against real outputs."""
 
 
 BY_ROWS = Reduction()
 
 
 class LossValue(NamedTuple):
-    """What a loss says of one micro-batch."""
+    """The loss of one micro-batch."""
 
     loss: torch.Tensor
-    """A scalar: its mean, or its sum if it is of that kind."""
+    """A scalar: the mean, or the sum for SUM."""
     weight: float
-    """What the mean was divided by."""
+    """Divisor of the mean."""
     kind: Kind = Kind.ROWS
 
     @property
     def total(self) -> torch.Tensor:
-        """Without a graph, for the mean over a pass."""
+        """Sum of losses without a graph, for the mean over a pass."""
         return self.loss.detach() if self.kind is Kind.SUM else self.loss.detach() * self.weight
 
 
 def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor) -> LossValue:
-    """`loss` of one micro-batch. One that counts nothing has a loss of zero, and gradients of zero.
+    """Computes `loss` of one micro-batch. If nothing in it counts, loss and gradients are zero.
 
-    reduction: None for fake tensors, which can be differentiated, and not counted.
+    reduction: None for fake tensors, which can be differentiated but not counted.
     """
     if reduction is None:
         found: Any = loss(output, labels)
@@ -120,10 +120,10 @@ def reduction_of(
     loss: LossFunction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor, tested: torch.Tensor, *,
     batch: int | None = None,
 ) -> Reduction:  # fmt: skip
-    """Of `loss` behind outputs (rows, *shape) with these training and test labels.
+    """The reduction of `loss` of outputs (rows, *shape) with these training and test labels.
 
-    batch: rows of those that may be divided; None: none is, and then any loss will do. Raises OptionError where it cannot be
-    found, DataError where the loss fails.
+    batch: rows of the batches that may be divided; None: none is, and then any loss will do. Raises OptionError where it cannot
+    be found, DataError where the loss fails.
     """
     known = said(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
@@ -140,12 +140,12 @@ def reduction_of(
 
 
 def takes_classes_first(loss: LossFunction) -> bool:
-    """Whether it is torch's own, whose scores have their classes in dimension 1."""
+    """True for torch's own loss, whose scores have their classes in dimension 1."""
     return _of_torch(loss) is not None and loss not in (token_cross_entropy, partially_separable)
 
 
 def said(loss: LossFunction) -> Reduction | None:
-    """What is known without a trial; None of a loss that must be tried."""
+    """The reduction that is known without a trial; None for a loss that must be tried."""
     if loss in OF_NUMBERS:
         return Reduction()
     if (known := _of_torch(loss)) is not None:
@@ -162,20 +162,20 @@ def _is_ours(counts: Counts | None) -> TypeGuard[functools.partial[Any]]:
 
 
 def holds(labels: torch.Tensor, value: int | None) -> bool:
-    """Whether `value` is among `labels`, looked at piece by piece: there may be more of them than memory for a mask."""
+    """True if `value` is among `labels`. Compares piece by piece: a mask of all may not fit into memory."""
     if value is None or (value < 0 and not labels.dtype.is_signed):
         return False
     return any(bool((piece == value).any()) for piece in torch.split(labels.flatten(), 1 << 20))
 
 
 def ignored_label(loss: LossFunction | None) -> int | None:
-    """The label that does not count: of torch's cross-entropy what it says, of the default IGNORED, of others unknown."""
+    """The label that does not count: as torch's cross-entropy says; IGNORED for the default loss; None for others."""
     known = None if loss is None else said(loss)
     return IGNORED if loss is None else known.ignored if known is not None else None
 
 
 def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
-    """(weights of classes, ignored label, reduction) of torch's cross-entropy and its kin, and of ours."""
+    """(class weights, ignored label, reduction) of torch's cross-entropy and NLL losses, and of ours; None for others."""
     if loss in (token_cross_entropy, partially_separable):
         return None, IGNORED, "mean"
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -203,9 +203,9 @@ def _counted(labels: torch.Tensor, *, weight: torch.Tensor | None, ignored: int)
 _TRIAL_BYTES = 4 << 20
 _MOST_TRIAL_BYTES = 64 << 20
 _VALUES = 32
-"""Different labels of which rows are tried."""
+"""Most different labels that are tried."""
 _LOOKED_AT = 1 << 22
-"""Numbers among which they are looked for, of rows as large as images."""
+"""Most numbers that are searched for them, in labels as large as images."""
 
 
 def _tried(
@@ -248,7 +248,7 @@ def _one_shape(shape: tuple[int, ...], labels: torch.Tensor) -> str:
 def tried(
     loss: LossFunction, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
 ) -> Reduction:
-    """How the parts of a batch add up to the whole: outputs (rows, *shape) are random, labels are such as occur.
+    """Finds by a trial how parts of a batch add up to the whole: outputs (rows, *shape) are random, labels occur in the data.
 
     reduction: what the loss says of itself, to be confirmed. Raises OptionError where that is wrong, and where nothing can
     be tried; DataError where the loss fails.
@@ -262,7 +262,7 @@ def tried(
 
 
 class _CannotBeTried(OptionError):
-    """Nothing is known of a loss; where no batch is divided, nothing need be."""
+    """Raised for a loss that cannot be tried; not an error where no batch is divided."""
 
 
 class _Trial:
@@ -325,8 +325,8 @@ class _Trial:
         return Reduction(first, tried=first is not Kind.WHOLE)
 
     def _cases(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-        """Labels, and what random outputs become: of the first labels also confident ones, such as say nothing, and such as are
-        sorted, for a loss that looks at how sure a network is, or at its best and worst rows."""
+        """(labels, change of the random outputs). The first labels are also tried with confident, uninformative and sorted
+        outputs, for a loss that depends on how sure a network is, or on its best and worst rows."""
         for number, labels in enumerate(self._batches()):
             yield labels, torch.positive
             if not number:
@@ -335,7 +335,7 @@ class _Trial:
                 yield labels, lambda output: output.sort(0).values
 
     def _fitting(self, whole: tuple[float, float | None], parts: list[tuple[float, float | None]], share: float) -> set[Kind]:
-        """Kinds by which the parts add up to the whole. share: of the first part's rows."""
+        """Kinds by which the parts add up to the whole. share: the first part's share of the rows."""
         (value, _), (one, _), (other, _) = whole, *parts
         counts = [count for _, count in (whole, *parts) if count is not None]
         scale = abs(value) + abs(one) + abs(other)
@@ -350,7 +350,7 @@ class _Trial:
         return found
 
     def _judge(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, float | None]:
-        """(loss, what it counted); a mean over nothing is 0."""
+        """Returns (loss, count or None); a mean over nothing is 0."""
         count = None
         if self._said is not None and self._said.counts is not None:
             count = _number(self._said.counts(labels))
@@ -364,13 +364,13 @@ class _Trial:
         return float(_one(found).detach()), count
 
     def _differs(self, *seeds: int) -> bool:
-        """Whether the same outputs are judged differently with these seeds of torch's generator."""
+        """True if the loss of the same outputs differs between these seeds."""
         output, labels = self._outputs()(torch.randn(sum(self._rows), *self._shape, dtype=self._dtype)), next(self._batches())
         (one, _), (other, _) = [(seed_all(seed), self._judge(output, labels))[1] for seed in seeds]
         return abs(one - other) > 1e-6 * abs(one)
 
     def _outputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What random numbers must become for this loss to be finite: scores, probabilities, or their logarithms."""
+        """The change of random numbers with which this loss is finite: none (scores), probabilities, or their logarithms."""
         output, labels, problem = torch.randn(sum(self._rows), *self._shape, dtype=self._dtype), next(self._batches()), ""
         for change in (torch.positive, torch.sigmoid, functools.partial(F.log_softmax, dim=-1)):
             try:
@@ -385,7 +385,7 @@ class _Trial:
         raise _CannotBeTried(f"loss {name_of(self._loss)}: it is not finite for random outputs, so it cannot be tried. {_CURE}")
 
     def _batches(self) -> Iterator[torch.Tensor]:
-        """Labels of small batches: real rows, and real rows behind rows of one label each, for each that occurs."""
+        """Labels of small batches: real rows, and for each label that occurs some rows of that label, then real ones."""
         labels, (few, more) = self._labels, self._rows
         places = torch.linspace(0, len(labels) - 1, few + more, dtype=torch.float64).long()
         if self._packed:  # no number among their bytes is a label
@@ -402,12 +402,12 @@ class _Trial:
 
 
 _HELD_BYTES = 256 << 10
-"""Of the outputs that a loss is held against, as numbers of 64 bits: no plan has room for more."""
+"""Bytes of the outputs that a loss is checked against, as numbers of 64 bits: no plan has room for more."""
 
 
 class Held:
-    """The outputs and labels of an update whose micro-batches' losses are to be held against that of all of them: as many rows
-    of each as there is room for."""
+    """Outputs and labels of an update, to check that the losses of its micro-batches add up to that of all: as many rows of
+    each as there is room for."""
 
     def __init__(self, micro_batches: int) -> None:
         self._micro_batches, self._parts = micro_batches, list[tuple[torch.Tensor, torch.Tensor]]()
@@ -419,9 +419,9 @@ class Held:
             self._parts.append((output.detach()[:own].clone(), labels[:own].clone()))
 
     def adds_up(self, loss: LossFunction, reduction: Reduction) -> bool:
-        """Whether it does, as `reduction` says. Random numbers go on as if nothing had been done.
+        """True if `loss` adds up as `reduction` says. Leaves generators of random numbers unchanged.
 
-        True also where that cannot be seen: of a module that may change, of a loss that takes no numbers of 64 bits.
+        True also where it cannot be checked: for a module with buffers, and for a loss that refuses numbers of 64 bits.
         """
         if len(self._parts) < 2 or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers())):
             return True
@@ -441,11 +441,11 @@ class Held:
 
 
 _ROUNDING = 1e-6
-"""Of the loss of a row, where it computes in 32 bits whatever it is given."""
+"""Tolerance per row for a loss that computes in 32 bits whatever it is given."""
 
 
 def refuse_parts(loss: LossFunction, batch: int) -> NoReturn:
-    """Raises OptionError, of a loss that does not add up to that of a batch of so many rows."""
+    """Raises OptionError for a loss whose micro-batches do not add up to a batch of `batch` rows."""
     raise OptionError(
         f"loss {name_of(loss)}: on outputs of this network the loss of a batch is not that of its micro-batches added up, as "
         "it was on a few random ones: does it choose rows by their outputs (the hardest, those above a threshold)? Training "

@@ -1,9 +1,9 @@
-"""Learning-rate schedulers of torch, and of whoever follows its protocol: what their optimizer's groups say at each update.
+"""Learning-rate schedulers of torch, and others with its protocol: the options of their optimizer's groups at each update.
 
 A partition's optimizer is built anew at every visit, and a scheduler belongs to one optimizer for good. So it is given one of
-its own, of the same kind, that never learns; it steps once for each update, and what its groups say then is copied into the
-groups of the partition that learns. What a scheduler says depends on how many updates are done alone: a run that goes on steps
-it there from the beginning, to the same bits.
+its own, of the same kind, that never learns; it steps once for each update, and the options of its groups are then copied into
+the groups of the partition that learns. They depend on the number of updates done alone: a resumed run steps the scheduler
+from the beginning, to the same bits.
 """
 
 import itertools
@@ -20,26 +20,26 @@ from seqpart.errors import OptionError
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
-"""Optimizer to scheduler."""
+"""A function from an optimizer to its scheduler."""
 Groups = tuple[Mapping[str, Any], ...]
-"""Of each group of an optimizer its options: lr, and whatever else the scheduler sets, as OneCycleLR does momentum."""
+"""Options of each group of an optimizer: lr, and whatever else the scheduler sets, as OneCycleLR does momentum."""
 
 _TRIED = 10_000
-"""Updates that are tried ahead: 0.1 s."""
+"""Most updates that are tried ahead: 0.1 s."""
 
 
 class Scheduler:
-    """Options of an optimizer's groups as functions of the updates that are done."""
+    """Options of an optimizer's groups as functions of the number of updates done."""
 
     def __init__(self, factory: SchedulerFactory, build: Build) -> None:
-        """build: of the optimizer. Raises OptionError for what is no scheduler, or asks for a metric."""
+        """Makes the scheduler. build: builds its optimizer. Raises OptionError if it is no scheduler, or needs a metric."""
         self._factory, self._build = factory, build
         self.sets_momentum = False
-        """At one of the updates so far."""
+        """True if it has set a momentum at one of the updates so far."""
         self._begin()
 
     def at(self, done: int) -> Groups:
-        """Behind `done` updates. Raises OptionError where the scheduler ends before."""
+        """Options after `done` updates. Raises OptionError if the scheduler ends before."""
         if done < self._done:
             self._begin()
         while self._done < done:
@@ -73,7 +73,7 @@ class Scheduler:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Around code of the user's: what it raises is an OptionError."""
+    """A context for the user's code: its errors become OptionError."""
     try:
         yield
     except Exception as error:
@@ -81,14 +81,14 @@ def _told(what: str) -> Iterator[None]:
 
 
 def note_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Let its groups know the learning rates that they were built with, for `tune`."""
+    """Stores in the optimizer's groups the learning rates that they were built with, for `tune`."""
     for group in optimizer.param_groups:
         if "lr" in group:
             group["initial_lr"] = group["lr"]
 
 
 def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
-    """Let its groups have `rate` times their initial learning rate, if they have one, or the options that a scheduler says.
+    """Sets the groups' learning rates to `rate` times their initial ones, if they have any, or to the scheduler's options.
 
     Raises OptionError for an optimizer with more groups for these parameters than for a single one.
     """
@@ -108,10 +108,10 @@ def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
 
 
 def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]]) -> None:
-    """Raises OptionError for a scheduler that cannot be had, or ends before one of `runs`, of so many updates, does, and for
-    one that sets a momentum later.
+    """Raises OptionError for a scheduler that cannot be built, ends before one of `runs` (numbers of updates), or sets a
+    momentum later.
 
-    builds: of optimizers, and whether each keeps no state.
+    builds: (function that builds an optimizer, True if that keeps no state).
     """
     if not isinstance(schedule, str):
         for updates, (build, is_bare) in itertools.product(runs, builds):

@@ -12,9 +12,9 @@ from seqpart.errors import ModelError
 class SeparableLinear(nn.Module):
     """A linear layer in `groups`: output group g is a linear function of input group g alone, with 1/groups of the weights.
 
-    x (..., in_features) to (..., out_features). Groups lie one after the other, as channels do in a grouped convolution, and
-    so does what a convolution of groups * a kernels leaves when it is flattened. weight (out_features, in_features / groups),
-    bias (out_features,), initialized as those of nn.Linear(in_features / groups, out_features / groups) are. Raises ModelError
+    Maps (..., in_features) to (..., out_features). Groups lie one after the other, as channels do in a grouped convolution and
+    in the flattened output of a convolution with groups * a kernels. weight (out_features, in_features / groups), bias
+    (out_features,), initialized as those of nn.Linear(in_features / groups, out_features / groups) are. Raises ModelError
     where groups do not divide both.
     """
 

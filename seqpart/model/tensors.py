@@ -1,4 +1,4 @@
-"""Tensors of a module: which they are, others in their places for a while, and which lie in one another's memory.
+"""Tensors of a module: lists them, replaces them for a while, and refuses those that share memory.
 
 Every parameter and buffer has a home, and is in memory of its own while it is on the device. Where a plain loop would see a
 change of one tensor in another, training here would go on with two that drift apart: such models are refused by name.
@@ -18,11 +18,11 @@ from seqpart.model.inspection import listed
 from seqpart.store.layout import Layout, lies_dense, spec_of
 
 _MOST_MARKED = 1 << 26
-"""Elements between two ends that are looked at one by one."""
+"""Most elements between the ends of two tensors that are compared one by one."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers (also those that a state_dict leaves out) by name; each tensor once."""
+    """Returns parameters and buffers (also those that a state_dict leaves out) by name, each tensor once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -31,7 +31,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
-    """Let the module's tensors be `views`. The memory stays with its owner, who must outlive the attachment."""
+    """Replaces the module's tensors by `views`. Their memory keeps its owner, who must outlive the attachment."""
     for name, parameter in module.named_parameters():
         if name in views:
             parameter.data = views[name]
@@ -46,7 +46,7 @@ def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
 
 
 def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
-    """Empty the module, but for the tensors in `spare`: the others keep their types and own nothing."""
+    """Empties the module except for the tensors in `spare`: the others keep their types and own no memory."""
     for name, parameter in module.named_parameters():
         if name in spare:
             continue
@@ -60,13 +60,13 @@ def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
 
 
 def buffers_made(module: nn.Module, known: Collection[str]) -> list[str]:
-    """Names of buffers that are not `known`: a forward pass has registered them, as a cache of a mask. They are no part of the
-    weights, and stay where they are, as tensors in plain attributes do."""
+    """Names of buffers that are not `known`: a forward pass has registered them, for example to cache a mask. They are not part
+    of the weights, and stay where they are, as tensors in plain attributes do."""
     return [name for name, _ in _places(module) if name not in known]
 
 
 def bring_to_cpu(module: nn.Module) -> None:
-    """What it has made on a GPU beside its weights, in attributes and buffers, goes where these are: a cache of a mask."""
+    """Moves tensors that the module made on a GPU beside its weights, in attributes and buffers, to the CPU: a cached mask."""
     for part in module.modules():
         for attributes in (vars(part), part._buffers):
             for name, value in attributes.items():
@@ -75,7 +75,7 @@ def bring_to_cpu(module: nn.Module) -> None:
 
 
 def buffer_names(module: nn.Module) -> frozenset[str]:
-    """Every name of every buffer."""
+    """All names of all buffers."""
     return frozenset(name for name, _ in _places(module))
 
 
@@ -89,16 +89,16 @@ def _put_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
-    """Inside, the module's tensors are `tensors`: also for what runs again in backward, as `torch.utils.checkpoint` does."""
+    """A context in which the module's tensors are `tensors`, also for recomputation in backward (`torch.utils.checkpoint`)."""
     return _reparametrize_module(module, dict(tensors), tie_weights=True)
 
 
 def run_fake(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor, changed: set[str] | None = None
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """What `module` gives for what it takes, with `tensors` in place of its own. Raises ModelError where it gives its buffers
-    other shapes or types, and for a parameter that is made in the forward pass. changed: gets names of tensors that it writes
-    into, or puts others in the place of."""
+    """Runs `module` on the inputs `taken`, with `tensors` in place of its own, and returns its outputs. Raises ModelError if it
+    changes shapes or types of its buffers, or makes a parameter in the forward pass. changed: receives the names of tensors
+    that it writes into or replaces."""
     own, versions = tensors_of(module), {name: tensor._version for name, tensor in tensors.items()}
     with (
         listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}),
@@ -137,10 +137,10 @@ def _refuse_other_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]
 
 
 def refuse_sharing(tensors: Mapping[str, torch.Tensor], attributes: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Raises ModelError for tensors that overlap without being one, and for those whose own elements have gaps or overlap.
+    """Raises ModelError for distinct tensors that overlap, and for a tensor whose own elements have gaps or overlap.
 
-    tensors: by their names in the model, each once. attributes: tensors in plain attributes, which must not lie in a
-    parameter that learns: they would stay what they are.
+    tensors: by their names in the model, each once. attributes: tensors in plain attributes, which must not share memory with
+    a trainable parameter: they would not change with it.
     """
     there = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
     gaps = [
@@ -172,7 +172,7 @@ def refuse_sharing(tensors: Mapping[str, torch.Tensor], attributes: Mapping[str,
 
 
 def tensors_in_attributes(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    """Tensors that are neither parameters nor buffers."""
+    """Returns the tensors in plain attributes, neither parameters nor buffers, by name."""
     return {
         f"{prefix}.{path}.{name}".replace("..", "."): value
         for path, part in module.named_modules()
@@ -207,7 +207,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes of its storage, from the first to behind the last that it uses."""
+    """Returns (first byte, byte after the last) that the tensor uses of its storage."""
     first = int(tensor.storage_offset()) * tensor.itemsize
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (steps + 1) * tensor.itemsize

@@ -1,4 +1,4 @@
-"""Putting tiles in the place of large layers of a model, and the layers back with what the tiles have learned."""
+"""Replaces large layers of a model by tiles, and puts the layers back with the values that the tiles have learned."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ from seqpart.model.separable import SeparableLinear
 
 
 class Tiled(nn.Module):
-    """What stands in the place of a layer: its children 0, 1, ... are the tiles, each with a parameter `weight` of its rows."""
+    """Replacement of a layer: its children 0, 1, ... are the tiles, each with a parameter `weight` of its rows."""
 
     def __init__(self, tiles: Sequence[nn.Module], nbytes: int) -> None:
         super().__init__()
         for number, tile in enumerate(tiles):
             self.add_module(str(number), tile)
         self.nbytes = nbytes
-        """A tile's weight has at most so many."""
+        """Most bytes of a tile's weight."""
 
 
 class TiledEmbedding(Tiled):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: integers of any shape. The same bits as of nn.Embedding, gradients too: each row has one tile."""
+        """Looks up `ids`, integers of any shape. The same bits as nn.Embedding, gradients too: each row is in one tile."""
         found: torch.Tensor | None = None
         for tile in self.children():
             found = tile(ids, found)
@@ -43,8 +43,8 @@ class TiledEmbedding(Tiled):
 
 
 class EmbeddingTile(nn.Module):
-    """Rows of an embedding from `first` on. ends: whether it has the first row of all, and the last, so that an id that no tile
-    has is refused by one of them."""
+    """Rows of an embedding from `first` on. ends: True if it has the first row of all, and the last; then it refuses ids below,
+    or above, so that an id that no tile has is refused."""
 
     def __init__(self, weight: nn.Parameter, first: int, ends: tuple[bool, bool], padding: int | None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class EmbeddingTile(nn.Module):
         self._padding = padding - first if padding is not None and first <= padding < first + rows else None
 
     def forward(self, ids: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-        """Of ids in this tile its rows, of others what was `found` by earlier tiles, or any row."""
+        """Rows of the ids in this tile; for others the rows `found` by earlier tiles, or any row."""
         here = ids - self._first
         least, most = self._clamped
         row = here if least is None and most is None else here.clamp(least, most)
@@ -68,7 +68,7 @@ class EmbeddingTile(nn.Module):
 
 class TiledLinear(Tiled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., in) -> (..., out). The gradient of x is a sum over tiles, which rounds otherwise than over the whole."""
+        """Maps (..., in) to (..., out). The gradient of x is a sum over tiles, which rounds differently from a layer's."""
         return torch.cat([tile(x) for tile in self.children()], dim=-1)
 
 
@@ -84,24 +84,24 @@ class LinearTile(nn.Module):
 T = TypeVar("T")
 
 SIZES = (64 << 20, 16 << 20, 4 << 20)
-"""Bytes of a tile's weight that are tried in turn where nothing fits."""
+"""Most bytes of a tile's weight, tried in turn where nothing fits."""
 _MOST_TILES = 128
-"""Of a layer: each is a block, with files of its own."""
+"""Most tiles of a layer: each is a block, with files of its own."""
 _GRANULE = 64
-"""Rows that kernels take at a time."""
+"""Rows that kernels process at a time."""
 _VECTOR = 32
-"""Numbers that a fused optimizer steps at once (of bfloat16, with AVX-512). It rounds the last ones of a tensor otherwise,
-which are fewer, so that no tile but the last may have such."""
+"""Numbers that a fused optimizer processes at once (bfloat16 with AVX-512). It rounds an incomplete last group of a tensor
+differently, so no tile but the last may have one."""
 
 
 def sizes_to_try(model: object) -> tuple[int, ...]:
-    """Bytes of a tile's weight, one after the other, until a plan fits. The first is 0: no tiles."""
+    """Sizes in bytes of a tile's weight, to be tried in turn until a plan fits. The first is 0: no tiles."""
     largest = max((layer.weight.nbytes for layer in _tileable(model)), default=0)
     return 0, *(size for size in SIZES if size < largest)
 
 
 def possible_tile(model: object, nbytes: int) -> int:
-    """`nbytes`. Raises OptionError where tiles cannot be cut, because layers do not exist before they are needed."""
+    """Returns `nbytes`. Raises OptionError where tiles cannot be cut, because layers do not exist before they are needed."""
     if nbytes and _has_factories(model):
         raise OptionError(
             "--tile: this model is built block by block, by functions, as the models mlp and gpt of the command are, and only "
@@ -112,7 +112,7 @@ def possible_tile(model: object, nbytes: int) -> int:
 
 @dataclass(slots=True)
 class Split:
-    """A parameter, and the tiles of it."""
+    """A parameter and its tiles."""
 
     whole: nn.Parameter
     shape: torch.Size
@@ -120,13 +120,13 @@ class Split:
     tiles: list[nn.Parameter]
 
     def join(self) -> None:
-        """Let the parameter have the tiles' values, in its own memory where they still lie there."""
+        """Gives the parameter the tiles' values, in place if they still lie in its own memory."""
         first = self.tiles[0]
         if self.whole.is_meta or first.is_meta or not first.untyped_storage().nbytes():
             return
         if len({tile.untyped_storage()._cdata for tile in self.tiles}) == 1:
             self.whole.data = first.data.as_strided(self.shape, self.stride)
-            for tile in self.tiles:  # who still has them would hold the memory, once the layer's weights are elsewhere
+            for tile in self.tiles:  # a reference to one would keep the memory alive, once the layer's weights are elsewhere
                 tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
             return
         whole, row = torch.empty(self.shape, dtype=first.dtype, device=first.device), 0
@@ -138,16 +138,16 @@ class Split:
 
 
 class Tiling:
-    """A context in which large layers of `model` are tiles of at most `nbytes` each; its value is the model to be trained.
+    """A context in which large layers of `model` are replaced by tiles of at most `nbytes`; its value is the model to train.
 
     A list of modules becomes an nn.Sequential. nbytes 0: the model as it is. The weights of the model's own layers are empty
-    inside, but for those on the meta device.
+    inside, except those on the meta device.
     """
 
     def __init__(self, model: object, nbytes: int) -> None:
         self._model, self._nbytes = model, nbytes
         self._splits: dict[int, Split] = {}
-        """By the identity of the parameter: two layers may share one."""
+        """Splits by the id of the parameter: two layers may share one."""
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
 
     def __enter__(self) -> object:
@@ -198,16 +198,16 @@ class Tiling:
 
 
 def piece_of(whole: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
-    """A parameter with the attributes of the one that it is a part of: an optimizer's groups may be made by these."""
+    """Makes `part` a parameter with the attributes of `whole`: an optimizer's groups may be made by these."""
     piece = nn.Parameter(part, whole.requires_grad)
     vars(piece).update(vars(whole))
     return piece
 
 
 def first_that_fits(stack: ExitStack, model: object, sizes: Sequence[int], work: Callable[[ExitStack, object], T]) -> T:
-    """What `work` makes of the model, with tiles of the first of `sizes` where it does not raise DoesNotFit.
+    """Returns what `work` returns for the model with the first tile size of `sizes` at which it does not raise DoesNotFit.
 
-    `stack` takes over what it entered into its own, and lets the layers be whole again. Raises the last refusal.
+    `stack` takes over the contexts that `work` entered, and restores the layers when it closes. Raises the last refusal.
     """
     refusal: DoesNotFit | None = None
     for size in sizes:
@@ -221,7 +221,7 @@ def first_that_fits(stack: ExitStack, model: object, sizes: Sequence[int], work:
             except ModelError:
                 if refusal is None:
                     raise
-                break  # in tiles it cannot be cut
+                break  # the model cannot be cut into tiles
             else:
                 stack.enter_context(own.pop_all())
                 return found
@@ -230,7 +230,7 @@ def first_that_fits(stack: ExitStack, model: object, sizes: Sequence[int], work:
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:
-    """{name of a tile's parameter in the state_dict: that of the layer's}, of all tiles of a model in their order."""
+    """{name of a tile's parameter in the state_dict: name of the layer's parameter}, for all tiles of a model in order."""
     if (said := getattr(model, "wholes", None)) is not None:
         return dict(said)
     return {
@@ -243,7 +243,7 @@ def whole_names(model: nn.Module) -> dict[str, str]:
 
 
 def tile_of(model: nn.Module) -> int:
-    """The most bytes of a tile's weight in the model; 0: it has none."""
+    """Most bytes of a tile's weight in the model; 0: it has no tiles."""
     return max((module.nbytes for module in model.modules() if isinstance(module, Tiled)), default=0)
 
 
@@ -252,7 +252,7 @@ def _has_factories(model: object) -> bool:
 
 
 def _tileable(model: object, nbytes: int = 0) -> list[nn.Linear | nn.Embedding]:
-    """Layers with a weight of more than `nbytes` that have nothing but what tiles can do as well, and are not the model."""
+    """Layers with a weight of more than `nbytes` that tiles can replace, and that are not the model itself."""
     if _has_factories(model):
         return []
     modules = [*modules_of(model)]
@@ -266,7 +266,7 @@ def _tileable(model: object, nbytes: int = 0) -> list[nn.Linear | nn.Embedding]:
 
 
 def _may_be_tiled(module: nn.Module) -> bool:
-    """An nn.Linear or nn.Embedding of the very type, with parameters of its own that lie row by row, and nobody listening."""
+    """True for an nn.Linear or nn.Embedding (no subclass) with contiguous parameters and without hooks or special options."""
     if type(module) not in (nn.Linear, nn.Embedding) or not isinstance(module.weight, nn.Parameter):
         return False
     if is_listened_to(module):
@@ -277,8 +277,8 @@ def _may_be_tiled(module: nn.Module) -> bool:
 
 
 def _rows(layer: nn.Linear | nn.Embedding, nbytes: int) -> int:
-    """Of a tile: as many as `nbytes` have, whole granules where that is possible, and tiles alike. Tiles of weight and bias
-    have multiples of _VECTOR numbers, if that takes more than `nbytes` too."""
+    """Rows of a tile: as many as fit in `nbytes`, in whole granules if possible, and equal in all tiles. Tiles of weight and
+    bias have multiples of _VECTOR numbers, even if that takes more than `nbytes`."""
     weight = layer.weight
     step = _VECTOR if isinstance(layer, nn.Linear) and layer.bias is not None else _VECTOR // gcd(_VECTOR, weight[0].numel())
     most = max(step, nbytes // max(1, weight.nbytes // len(weight)) // step * step, -(-len(weight) // _MOST_TILES))
@@ -289,7 +289,7 @@ def _rows(layer: nn.Linear | nn.Embedding, nbytes: int) -> int:
 
 
 _BY_CHANNEL = (nn.AvgPool2d, nn.MaxPool2d, nn.Flatten)
-"""What leaves a convolution's channels in their order, one after the other."""
+"""Layers that keep a convolution's channels in their order, one after the other."""
 _CUT = (nn.Conv2d, nn.Linear, SeparableLinear)
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -308,7 +308,7 @@ class ConvolutionTile(nn.Module):
 
 
 class Score(nn.Module):
-    """What one score depends on alone: (rows, ...) of the common layers to (rows, 1)."""
+    """The layers that one score alone depends on: outputs (rows, ...) of the common layers to (rows, 1)."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Score(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Scores (rows, 1) each to (rows, classes)."""
+    """Concatenates scores of shape (rows, 1) to (rows, classes)."""
 
     def forward(self, *scores: torch.Tensor) -> torch.Tensor:
         return torch.cat(scores, 1)
@@ -339,7 +339,8 @@ class Common(nn.Module):
 
 
 class Separated(nn.Module):
-    """wholes: {name of a tensor here: what the model calls the one that it is, or is rows of}."""
+    """A separated model: common layers, then one `Score` per class. wholes: {name of a tensor here: name in the original model
+    of the tensor that it is, or is rows of}."""
 
     def __init__(self, common: Sequence[nn.Module], scores: Sequence[Score]) -> None:
         super().__init__()
@@ -353,10 +354,10 @@ class Separated(nn.Module):
 
 
 class Separation:
-    """A context in which `model`, a list of blocks or of factories, is separated; its value is what is to be trained.
+    """A context in which `model`, a list of blocks or of factories, is separated; its value is the model to train.
 
     Its layers are the model's own, whose weights are empty inside where they are cut. Factories are called: then the model is
-    alive as if it had been given so. Raises ModelError, in words, for a model that cannot be separated.
+    alive as if it had been given so. Raises ModelError for a model that cannot be separated, and says why.
     """
 
     def __init__(self, model: object, device: Device, seed: int) -> None:
@@ -393,7 +394,7 @@ class Separation:
         self._splits = []
 
     def _cut(self, layer: nn.Module, groups: int) -> list[nn.Module]:
-        """One for each score; layers without weights are used by all."""
+        """Cuts a layer into one for each score; layers without weights are shared by all."""
         if not isinstance(layer, _CUT):
             return [layer] * groups
         weights = self._split(layer.weight, groups)
@@ -410,14 +411,14 @@ class Separation:
 
 
 def _flat(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, layer) of an nn.Sequential, and of those in it."""
+    """Returns the (name, layer) pairs of an nn.Sequential, with nested ones flattened."""
     if type(module) is not nn.Sequential or is_listened_to(module):
         return [(name, module)]
     return list(itertools.chain.from_iterable(_flat(f"{name}.{key}", part) for key, part in module._modules.items() if part))
 
 
 def _first_of_head(layers: Sequence[tuple[str, nn.Module]]) -> int:
-    """The first layer that is cut: from there on each score has rows of its own."""
+    """Number of the first layer that is cut: from there on each score has rows of its own."""
     ends = [number for number, (_, layer) in enumerate(layers) if isinstance(layer, SeparableLinear)]
     if not ends or ends[-1] != len(layers) - 1:
         name, last = layers[-1]
@@ -450,7 +451,7 @@ def _first_of_head(layers: Sequence[tuple[str, nn.Module]]) -> int:
 
 
 def _refuse_disorder(feeds: nn.Module | None, behind: Sequence[tuple[str, nn.Module]]) -> None:
-    """Groups are rows of what feeds them while a convolution's channels, or a linear layer's outputs, stay in their order."""
+    """Raises ModelError unless outputs of `feeds` stay in order up to the groups: only then is a group rows of its weight."""
     moving = [(name, layer) for name, layer in behind if isinstance(layer, _BY_CHANNEL)]
     flattens = [(layer.start_dim, layer.end_dim) for _, layer in moving if isinstance(layer, nn.Flatten)]
     if isinstance(feeds, nn.Linear) and moving:
@@ -460,7 +461,7 @@ def _refuse_disorder(feeds: nn.Module | None, behind: Sequence[tuple[str, nn.Mod
 
 
 def _refuse_others(layers: Sequence[tuple[str, nn.Module]]) -> None:
-    """What would not be the same in every pair of scores, or has a second place."""
+    """Raises ModelError for layers that would differ between pairs of scores, and for shared parameters."""
     for name, layer in layers:
         if any(True for _ in layer.buffers()):
             raise _unseparable(f"layer {name} has buffers, and would change them once for each pair of scores")
@@ -479,7 +480,7 @@ def _unseparable(why: str) -> ModelError:
 
 
 def starts_of(model: object, blocks: int) -> tuple[int, ...] | None:
-    """First blocks of the partitions of a separated model's chain: common, each score, side by side. None of other models."""
+    """First blocks of the partitions of a separated model's chain: common, each score, joined. None for other models."""
     if not isinstance(model, Separated):
         return None
     return (0, *range(blocks - len(model.scores) - 1, blocks))

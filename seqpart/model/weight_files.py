@@ -1,4 +1,4 @@
-"""Weights in safetensors files: their names, what a model begins with, tensors without memory, and what is written back."""
+"""Weights in safetensors files: matches names, reads initial weights, builds models without memory, writes results."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ INDEX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LARGEST_HEADER = 64 << 20
 _CHUNK = 1 << 20
-"""Elements that are converted at a time."""
+"""Elements converted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Stored:
     path: Path
     spec: TensorSpec
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 class WeightFiles:
@@ -57,8 +57,7 @@ class WeightFiles:
                     self.tensors[stored.spec.name] = stored
 
     def read(self, name: str, view: torch.Tensor, skip: int = 0) -> None:
-        """Fill `view`, on the CPU, of the tensor's shape, or of its rows behind `skip` elements; another floating-point type is
-        converted.
+        """Fills `view`, on the CPU, with the tensor, or with its rows after `skip` elements; converts floating-point types.
 
         Holds a few MB at most where `view` lies row by row. Raises CorruptFile for a file that has become shorter,
         StoreError where it cannot be read.
@@ -75,7 +74,7 @@ class WeightFiles:
             view.copy_(flat.view(view.shape))
 
     def differ(self, name: str, other: str, dtype: torch.dtype) -> bool:
-        """Whether two tensors have other numbers, as a parameter of that type has them. They are read piece by piece."""
+        """True if two tensors differ once converted to `dtype`. They are read piece by piece."""
         count = prod(self.tensors[name].spec.shape)
         if count != prod(self.tensors[other].spec.shape):
             return True
@@ -102,7 +101,7 @@ def _fill(flat: torch.Tensor, stored: Stored, file: BinaryIO) -> None:
 
 
 def _files(path: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
-    """Files, and by name of a tensor which of several has it, as far as an index says so."""
+    """Returns (files, {name of a tensor: file that has it, as far as an index says so})."""
     if not path.exists():
         raise OptionError(f"--weights: {path} does not exist. Give a safetensors file, or a directory that has some.")
     if not path.is_dir():
@@ -134,7 +133,7 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def _indexed(index: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
-    """Files that an index names, which must lie beside it."""
+    """Returns the files that an index names, which must lie beside it, and {name of a tensor: file}."""
     try:
         shard_of = json.loads(index.read_bytes())["weight_map"]
         names = set(shard_of.values())
@@ -184,8 +183,8 @@ Modules = Callable[[Block], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A tensor of the model's state_dict. pieces: blocks whose homes it is in, and where it lies there; several have its rows
-    one after the other."""
+    """A tensor of the model's state_dict. pieces: blocks whose homes hold it, and where; several hold its rows one after the
+    other."""
 
     name: str
     pieces: tuple[tuple[Block, TensorSpec], ...]
@@ -205,7 +204,7 @@ class Named:
 
 
 def named_tensors(blocks: Sequence[Block], layouts: Sequence[Layout], module_of: Modules) -> Iterator[Named]:
-    """The model's, widest elements first so that no tensor of a file is misaligned.
+    """Yields the model's tensors, widest elements first so that no tensor of a file is misaligned.
 
     A state_dict leaves some buffers out and may name one parameter twice: it decides, by identity.
     """
@@ -236,21 +235,21 @@ def named_tensors(blocks: Sequence[Block], layouts: Sequence[Layout], module_of:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """found: {name in the model: name in the file}. missing: names in the model; unexpected: names in the file."""
+    """Names that match. found: {name in the model: name in the file}. missing: only in the model; unexpected: in the file."""
 
     found: Mapping[str, str]
     missing: Sequence[str]
     unexpected: Sequence[str]
     prefix: str
-    """What the names of the one have before those of the other; "" where they are the same."""
+    """Prefix that only the names of the model, or only those of the file, have; "" where they are the same."""
     adapter: Sequence[str] = ()
-    """Names in the model of an adapter's own tensors, which are not in the file: it is its base's."""
+    """Names in the model of an adapter's own tensors, which are not in the file of its base."""
 
 
 def matched(wanted: Collection[str], stored: Collection[str]) -> Match:
-    """Names are taken as they are; or all of the file's, or all of the model's, without a first part that the others have not:
-    `module.` of DataParallel, `transformer.` of a GPT-2 that was saved without its head. Those of a model of peft are also
-    taken as its base has them."""
+    """Matches names as they are, or with all of the file's, or all of the model's, without a first part that the others lack:
+    `module.` of DataParallel, `transformer.` of a GPT-2 that was saved without its head. Names of a peft model are also tried
+    as its base has them."""
     best: dict[str, str] = {}
     prefix, own = "", frozenset[str]()
     for names in filter(None, ({name: name for name in wanted}, names_in_base(wanted))):
@@ -272,8 +271,8 @@ _IN_PEFT, _WRAPPED = "base_model.model.", ".base_layer."
 
 
 def names_in_base(names: Collection[str]) -> dict[str, str]:
-    """{name in a model of peft: name in the model that it was made of}, without those of the adapter itself: what lies in a
-    layer beside its `base_layer`. A module that is trained whole is there twice. Empty for another model."""
+    """{name in a peft model: name in its base model}, without tensors of the adapter itself, which lie in a layer beside its
+    `base_layer`. A module that is trained whole is there twice. Empty for another model."""
     wrapped = {name.partition(_WRAPPED)[0] for name in names if _WRAPPED in name}
     found = {}
     for name in names:
@@ -286,13 +285,13 @@ def names_in_base(names: Collection[str]) -> dict[str, str]:
 
 
 def is_adapted(model: object) -> bool:
-    """Whether it is a model of peft."""
+    """True for a peft model."""
     return hasattr(model, "peft_config") and hasattr(model, "save_pretrained") and hasattr(model, "active_adapters")
 
 
 def write_adapter(folder: Path, weights: Path, model: Any) -> None:
-    """What `PeftModel.from_pretrained(base, folder)` reads, from the file `weights` of all the model's tensors, of which only
-    those of adapters are read. Raises OptionError for a model of another kind, StoreError where that cannot be written."""
+    """Writes what `PeftModel.from_pretrained(base, folder)` reads. From `weights`, the file of all the model's tensors, only
+    those of adapters are read. Raises OptionError for a model that is not peft's, StoreError where writing fails."""
     if not is_adapted(model):
         raise OptionError(
             f"save_adapter: expected a run of a peft model, as get_peft_model makes it; found {type(model).__name__}. "
@@ -310,7 +309,7 @@ def write_adapter(folder: Path, weights: Path, model: Any) -> None:
 
 
 def _is_of(model: Any, name: str) -> bool:
-    """Whether a tensor belongs to an adapter, which is a part of its name."""
+    """True if the tensor belongs to an adapter, whose name is then part of its name."""
     return bool(set(model.peft_config) & set(name.split(".")))
 
 
@@ -319,7 +318,7 @@ _META = "_seqpart_on_meta"
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, modules that are built have their parameters on the meta device, so that a model never exists whole; buffers are
+    """A context in which new modules have their parameters on the meta device, so that a model never exists whole; buffers are
     real."""
     register = nn.Module.register_parameter
 
@@ -334,7 +333,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    """The same one for the same parameter, which several modules may share."""
+    """Moves a parameter to the meta device; returns the same one for a parameter that several modules share."""
     known = getattr(param, _META, None)
     if known is None:
         known = nn.Parameter(param.detach().to("meta"), param.requires_grad)
@@ -346,8 +345,8 @@ MODEL = "model.safetensors"
 
 
 def write_pretrained(folder: Path, weights: Path, config: Any) -> None:
-    """`folder` with `weights` as model.safetensors, and for a model of transformers with its `config` and what lies beside the
-    weights that it was loaded from. Raises StoreError, and OptionError where there are other weights already."""
+    """Writes `weights` to `folder` as model.safetensors, and for a transformers model its `config` and the other files of the
+    directory that it was loaded from. Raises StoreError, and OptionError where there are weights already."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if there := sorted(path.name for path in folder.iterdir() if _is_weights(path)):

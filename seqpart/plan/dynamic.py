@@ -17,9 +17,9 @@ class Piece:
     first: int
     last: int
     boundary: int
-    """Bytes of one row that leaves it."""
+    """Bytes of one row of its output boundary."""
     weight: int
-    """What is to be balanced."""
+    """Bytes to be balanced between partitions."""
 
 
 Score = tuple[int, int, int]
@@ -27,7 +27,7 @@ Score = tuple[int, int, int]
 
 
 def best_cut(pieces: Sequence[Piece], blocks: int, count: int | None = None) -> tuple[Piece, ...] | None:
-    """The best way to cover `blocks` blocks with `pieces`, or None. With `count`, in exactly so many partitions."""
+    """Returns the best way to cover `blocks` blocks with `pieces`, or None. With `count`, in exactly so many partitions."""
     if count is None:
         return _walk(pieces, blocks)
     for chain in _layers(pieces, blocks, count):
@@ -55,7 +55,7 @@ def _walk(pieces: Sequence[Piece], blocks: int) -> tuple[Piece, ...] | None:
 
 
 def _layers(pieces: Sequence[Piece], blocks: int, count: int) -> Iterator[tuple[Piece, ...]]:
-    """The same with the number of partitions given: one layer of states for each."""
+    """Yields the best cut into exactly `count` partitions, if any: one layer of states for each partition."""
     layer: dict[int, tuple[Score, tuple[Piece, ...]]] = {0: ((0, 0, 0), ())}
     for _ in range(count if count <= blocks else 0):
         after: dict[int, tuple[Score, tuple[Piece, ...]]] = {}
@@ -76,15 +76,15 @@ def _add(score: Score, piece: Piece, blocks: int) -> Score:
 
 
 Item = tuple[int, float]
-"""(units of memory that it takes, what it is worth)."""
+"""(units of memory that it takes, its worth)."""
 
 
 def best_use(rooms: Sequence[int], throughout: Sequence[Item], behind: Mapping[int, Item]) -> tuple[list[int], list[int]]:
-    """A knapsack whose room differs from place to place: rooms[q] is what is left at place q.
+    """Solves a knapsack whose room differs from place to place: rooms[q] is the memory left at place q.
 
-    Each of `throughout` takes memory at all places, behind[q] from place q on. Returns (indexes of the former, places of the
-    latter) that are worth the most together. Chosen apart, for every division of the memory: row s of `worth` has s units for
-    those throughout.
+    Each item of `throughout` takes memory at all places, behind[q] from place q on. Returns (indexes of the former, places of
+    the latter) that are worth the most together. The two kinds are chosen separately for every division of the memory: row s
+    of `worth` leaves s units to the items of `throughout`.
     """
     top = max(max(rooms), 0)
     best, added = np.zeros(top + 1), []
@@ -113,7 +113,7 @@ def best_use(rooms: Sequence[int], throughout: Sequence[Item], behind: Mapping[i
 
 
 def _one_more(worth: np.ndarray, item: Item) -> tuple[np.ndarray, np.ndarray]:
-    """(worth by units used, where it is more with `item`); units are the last axis."""
+    """Returns (best worth by units used, mask where it is more with `item`); units are the last axis."""
     size, value = item
     with_it = np.full_like(worth, -np.inf)
     if size < worth.shape[-1]:
@@ -124,7 +124,7 @@ def _one_more(worth: np.ndarray, item: Item) -> tuple[np.ndarray, np.ndarray]:
 
 
 def most_saved(options: Iterable[tuple[float, int]], left: float) -> float:
-    """The most seconds that `left` bytes can save, of options (seconds, bytes), were they divisible."""
+    """Most seconds that `left` bytes can save with options (seconds, bytes), if options were divisible."""
     seconds = 0.0
     for saves, nbytes in sorted(options, key=lambda option: -option[0] / max(1, option[1])):
         if left <= 0:

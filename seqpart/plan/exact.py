@@ -1,4 +1,4 @@
-"""Which exact plan fits and is the fastest: simulated, one candidate after the other.
+"""Chooses the fastest exact plan that fits, by simulation of one candidate after the other.
 
 A candidate is a method, a cut, the slots, the place where boundaries wait, which partitions stay on the device and which keep
 their graphs. All exact methods give the same bits, so only memory and time decide; `auto` decides between the methods as well.
@@ -39,13 +39,13 @@ from seqpart.profile.partition import PartitionCost
 from seqpart.units import format_size
 
 _SPEEDS_ERR = 0.1
-"""By which a predicted time may be wrong: rates that are measured for milliseconds, on a machine that does other work too."""
+"""Relative error of predicted times: rates are measured for milliseconds, on a machine that does other work too."""
 
 
 def choose_exact(
     problem: Problem, methods: Sequence[Method], told: PlanWording = AS_ASKED
 ) -> tuple[Method, Candidate, tuple[str, ...]]:
-    """The fastest that fits, and why. Raises DoesNotFit, naming what would help."""
+    """Returns the fastest exact method and candidate that fit, and why. Raises DoesNotFit, naming what would help."""
     available = problem.limit - margin_of(problem.limit)
     if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
         methods = methods[:1]
@@ -60,13 +60,13 @@ def choose_exact(
 
 
 def _simplest(found: Sequence[Prediction]) -> Prediction:
-    """The first that is not slower than the fastest by more than the rates' own error: methods come in order of simplicity."""
+    """The first prediction within the rates' error of the fastest: methods come in order of simplicity."""
     within = (1 + _SPEEDS_ERR) * min(prediction.seconds for prediction in found)
     return next(prediction for prediction in found if prediction.seconds <= within)
 
 
 def fastest_of(problem: Problem, method: Method, available: int) -> Prediction | None:
-    """At the largest micro-batch at which anything fits: smaller ones do the same work less efficiently."""
+    """Returns the fastest plan at the largest micro-batch at which any fits: smaller ones do the same work less efficiently."""
     for micro_batch in micro_batches(problem):
         if not measurable(problem, micro_batch):
             return None
@@ -83,7 +83,7 @@ def fastest_of(problem: Problem, method: Method, available: int) -> Prediction |
 
 
 def _paired(problem: Problem, method: Method, micro_batch: int) -> Iterator[Prediction]:
-    """With a third slot, in which the next score comes, and without."""
+    """Predictions for a method in pairs: with a third slot, in which the next score is prefetched, and without."""
     assert problem.starts is not None
     parts = parts_of(problem, problem.pair_rows(micro_batch), problem.starts)
     for slots in (3, 2):
@@ -93,9 +93,9 @@ def _paired(problem: Problem, method: Method, micro_batch: int) -> Iterator[Pred
 
 
 def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Prediction | None:
-    """What the plan that is to be used again says of its partitions."""
+    """Prediction with the choices of the saved plan that is to be reused; None if they do not apply."""
     saved = problem.saved
-    if method.in_pairs:  # its answers are always the same
+    if method.in_pairs:  # its choices are always the same
         return None
     if saved is None or saved.method != method.name or saved.starts != problem.starts:
         return None
@@ -117,12 +117,12 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
 
 
 def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[tuple[Parts, Resources]]:
-    """Every cut of a series, with as many slots as may be, and boundaries in every place: what memory is left is not spent."""
+    """Every cut of `cuts_of` with every number of slots and every place for boundaries; spare memory is not spent yet."""
     for starts in cuts_of(problem, method, micro_batch):
         parts = parts_of(problem, micro_batch, starts)
         tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
         places = [tiers_by_room(problem, [cost for _, _, cost in parts], micro_batch, tier) for tier in tiers]
-        # A third slot lets what comes and what goes pass each other, where each has a link of its own.
+        # With a third slot loads and saves overlap, where each direction has a link of its own.
         in_turn = (2, 1) if problem.host_counts else (3, 2, 1)
         for slots, place in itertools.product((len(parts),) if method.stays else in_turn, places):
             if slots <= len(parts):
@@ -130,13 +130,13 @@ def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[t
 
 
 _MANY = 40
-"""Partitions, above which small blocks are not cut apart from their neighbours: steps and simulations have their price too."""
+"""Most partitions of the finest cut, with every possible start: steps and simulations take time too."""
 
 
 def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[int, ...]]:
-    """First blocks of the partitions: as asked, or from the finest cut to the coarsest, each in balance.
+    """Cuts, each the first blocks of its partitions: as asked, or from the finest to the coarsest, each in balance.
 
-    In balance by what is counted, so that the same request gives the same cuts, whatever real runs happened to take.
+    Balanced by counted bytes, so that the same request gives the same cuts, whatever real runs happened to take.
     """
     if not method.cuts:
         return [(0,)]
@@ -149,7 +149,7 @@ def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[in
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
     found = [tuple(possible)] if 1 < len(possible) <= _MANY else []
     bound = max(sizes)
-    # Gradients of shared weights wait, on the disk in buffers that are all as large as the most that a partition has of them.
+    # Gradients of shared weights wait; on the disk in buffers, each as large as the most that a partition has of them.
     sizes = [size + (0 if method.stays else BUFFERS * cost.tied) for size, cost in zip(sizes, weights, strict=True)]
     while True:
         starts, held = [possible[0]], 0
@@ -185,7 +185,8 @@ def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]
 
 
 def _smallest(problem: Problem, methods: Iterable[Method]) -> Prediction:
-    """What takes least, at any micro-batch: not always the smallest, for one that is the whole batch adds up no gradients."""
+    """The prediction with the lowest peak at any micro-batch. Not always at the smallest: one that is the whole batch
+    accumulates no gradients."""
     sizes = possible_micro_batches(problem)
     alone = [method for method in methods if not method.in_pairs]
     ways = (
@@ -215,7 +216,7 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
 
 
 def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCost) -> str:
-    """What would help, where the partition that needs most has so many blocks."""
+    """Says what would help, where the partition that needs most has `blocks` blocks."""
     available = problem.limit - margin_of(problem.limit)
     if smallest.method.stays and problem.runtime <= available:
         needed = _smallest(problem, [STREAMED]).peak
@@ -264,7 +265,7 @@ def _reasons(
 
 
 def _bound(best: Prediction) -> Iterator[str]:
-    """What an update takes its time for, where anything comes and goes, and which of it the rest waits for."""
+    """Says, if anything is transferred, how long an update computes and moves bytes, and which of the two it waits for."""
     if not best.moving:
         return
     near, parts = best.candidate.resources.at_host, range(len(best.candidate.parts))
@@ -277,7 +278,7 @@ def _bound(best: Prediction) -> Iterator[str]:
 
 
 def _as_saved(saved: Plan, best: Prediction) -> bool:
-    """Whether each partition does what the plan that was to be used again says."""
+    """True if `best` makes the same choices for each partition as the saved plan."""
     now = best.candidate
     stays = saved.stays if best.method.stays else now.resources.stays
     asked = saved.stays, saved.weights_stay, saved.keeps, saved.offloads, saved.graphs_at_host, saved.tiers
@@ -286,7 +287,7 @@ def _as_saved(saved: Plan, best: Prediction) -> bool:
 
 
 def _shared(best: Prediction) -> str:
-    """What partitions that come and go share, in words; "" where none does."""
+    """Says how many slots partitions that come and go share; "" if none does."""
     slots = best.candidate.resources.slots
     if best.method.stays or not slots:
         return ""
@@ -295,7 +296,7 @@ def _shared(best: Prediction) -> str:
 
 
 def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]:
-    """Of each partition, why it stays or comes in turn, and where its graph waits; in bytes, and seconds of one update."""
+    """Reasons of each partition: why it stays or comes in turn, and where its graph waits; in bytes and seconds per update."""
     options = {
         (option.partition, option.kind): option for option in options_of(problem, best, offload=bool(problem.graph_tiers))
     }
@@ -318,7 +319,7 @@ def _whys_of_pairs(best: Prediction) -> tuple[str, ...]:
 
 
 def _element(best: Prediction) -> str:
-    """What is on the device for a pair of scores, beside the whole."""
+    """Says how many weights a pair of scores has on the device, out of all."""
     (_, _, common), *scores, _ = best.candidate.parts
     pair = sorted((cost.parameters for _, _, cost in scores), reverse=True)[:2]
     whole = common.parameters + sum(cost.parameters for _, _, cost in scores)
@@ -380,13 +381,13 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _in_runs(whys: Sequence[str]) -> Iterator[str]:
-    """`partitions 0-3: why`, for partitions that have the same reasons."""
+    """Lines `partitions 0-3: why`, one for all partitions with the same reasons."""
     for why in dict.fromkeys(whys):
         yield f"{_named([p for p, other in enumerate(whys) if other == why])}: {why}"
 
 
 def _named(numbers: Iterable[int]) -> str:
-    """`partitions 0-3, 7`"""
+    """Formats partition numbers: `partitions 0-3, 7`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""What a plan is made from: the model, the settings, the shape of the data and the machine, checked and measured."""
+"""Inputs of a plan: the model, the settings, the shape of the data and the machine, checked and measured."""
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,21 +49,21 @@ from seqpart.units import format_limit, format_size
 T = TypeVar("T", int, float, str)
 
 _LEFT_LYING = 4 << 20
-"""Bytes left behind by counting a model's costs from which on a collection, 0.1 s, is worth its time."""
+"""Garbage bytes of measuring a model's costs above which a collection (0.1 s) is worth its time."""
 _KEPT = 1 << 20
-"""Bytes that are looked at again after a collection, before they count as kept for good."""
+"""Growth in bytes above which a collection is made before the growth counts as permanent."""
 
 
 class Inputs:
-    """What a plan is made from: model, settings and data, each checked on its own and against the others, and measured."""
+    """Inputs of a plan: model, settings and data, each checked on its own and against the others, and measured."""
 
     def __init__(
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
         *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
         reuse: Plan | None = None, trains: bool = True, whole: bool = True, resumes: bool = False, trained: Path | None = None,
     ) -> None:  # fmt: skip
-        """reuse: a plan whose answers are to be taken again. trains: whether weights are, and `whole`, on all rows there will
-        be. resumes: weights come from a checkpoint. trained: a file with those of modules not alive, or with shapes alone."""
+        """reuse: a plan whose choices are reused. trains: True if weights are trained; whole: on all rows there will be.
+        resumes: weights come from a checkpoint. trained: a file with weights of modules not alive, or with shapes alone."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
@@ -94,10 +94,10 @@ class Inputs:
         settings, train, test, device = self.settings, self.train, self.test, self.device
         self.methods = methods_named(settings.method)
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
-        if settings.partitions not in ("auto", 1):  # `auto` takes one that can do as it is told
+        if settings.partitions not in ("auto", 1):  # `auto` takes a method that can
             self.methods = tuple(method for method in self.methods if method.cuts)
         ignored = ignored_label(final_loss)
-        of_its_own = ignored is None and not self.alone  # what labels mean is the affair of the user's loss
+        of_its_own = ignored is None and not self.alone  # the user's loss decides what labels mean
         self.classes = count_classes(train, test, ignored, learns=trains and whole and not of_its_own)
         if self.alone:
             refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
@@ -121,15 +121,15 @@ class Inputs:
 
     @property
     def request(self) -> PlanRequest:
-        """For a plan as the settings say."""
+        """The request for a plan as the settings say."""
         return PlanRequest(methods=self.methods, limit=self.limit, label_bytes=self.limit // 10, saved=self._reuse)
 
     @contextmanager
     def under_limit(self) -> Iterator[None]:
-        """Around work on a plan, which keeps the limit too. Raises DoesNotFit where it alone needs more.
+        """A context for planning under the limit. Raises DoesNotFit where planning alone needs more.
 
-        Modules that were given alive are granted on top while they are not empty. A process that holds so much already that no
-        plan will fit is let go on: the refusal is to name a limit that does.
+        Modules that were given alive are granted on top until they are emptied. A process that already holds so much that no
+        plan will fit goes on without the limit, so that the refusal can name one that fits.
         """
         alive, beside = self.live_modules.alive(self.device.kind), self.reading.held
         with ExitStack() as stack:
@@ -146,7 +146,7 @@ class Inputs:
                 ) from error
 
     def _ran_out(self, error: BaseException | None) -> bool:
-        """Memory was refused, or that led to what a block's failure is explained by."""
+        """True if `error`, or one of its causes, is a failed allocation."""
         while error is not None:
             if self.device.is_out_of_memory(error):
                 return True
@@ -166,18 +166,18 @@ class Inputs:
         self._refuse_unfit_schedule()
 
     def close(self) -> None:
-        """Modules that were given alive are what they were again, but for those that have been trained."""
+        """Restores modules that were given alive, except those that have been trained."""
         self.live_modules.give_back()
         self.reading.close()
 
     def _measure_machine(self) -> None:
-        """With the modules empty: what is measured is what is there while they are trained."""
+        """Measures the runtime and the speeds with emptied modules, as they are during training."""
         self.live_bytes = self.live_modules.nbytes(self.device.kind)
         self.runtime = measure_runtime(self.device)
         self._held = self.trials.held()
         self._check_partitions()
         self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, self.train.count)))
-        # Looked at once: a second plan, after a failed allocation, is made when the host pool has taken its share.
+        # Read once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
         rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
         self.speeds = measure_speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
@@ -195,7 +195,7 @@ class Inputs:
         return costs
 
     def _found_reduction(self) -> Reduction:
-        """How the micro-batches of an update add up. Raises OptionError for a loss whose batches cannot be divided."""
+        """Finds how the losses of micro-batches add up. Raises OptionError for a loss whose batches cannot be divided."""
         last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
         sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
         divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
@@ -203,7 +203,7 @@ class Inputs:
         return reduction_of(self._final_loss, shape, dtype, labels, self.test.labels, batch=divided)
 
     def _refuse_giants(self) -> None:
-        """What no limit on this machine helps: said before a loss is measured, which takes longer the wider a block is."""
+        """Raises DoesNotFit for a block too large for this machine, before the loss is measured (slow for wide blocks)."""
         costs, total = self.costs_at(self.full_batch), self.device.total_memory()
         number, giant = max(enumerate(costs), key=lambda pair: pair[1].weights)
         if giant.weights + giant.gradients > total:
@@ -213,9 +213,9 @@ class Inputs:
             )
 
     def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
-        """Run kinds of blocks for real: of (rows, first, last) those that were not run yet and fit alone.
+        """Runs the kinds of blocks in `wanted` (rows, first, last) for real that were not run yet and fit alone.
 
-        Returns whether any was run: what it took is in `costs_at` then, and what libraries keep for good in `runtime`.
+        Returns True if any was run; its cost is then in `costs_at`, and what libraries keep for good in `runtime`.
         """
         available = self.limit - margin_of(self.limit) - self.trials.held() - self.reading.held
         if available <= 0:
@@ -240,7 +240,7 @@ class Inputs:
         self.refuse_cuts("--partitions", starts or ())
 
     def refuse_cuts(self, option: str, starts: tuple[int, ...]) -> None:
-        """Raises OptionError where a partition may not begin there, for what ends before it."""
+        """Raises OptionError if a partition may not begin at one of `starts`, because of the block before it."""
         for start in starts[1:]:
             cost = self.costs_at(self.full_batch)[start - 1]
             if lack := self._lack_behind(cost):
@@ -250,11 +250,11 @@ class Inputs:
                 )
 
     def cuts_behind(self, cost: BlockCost) -> bool:
-        """Whether a partition may end with that block: an objective of `sil` must have something to judge there."""
+        """True if a partition may end with this block: an objective of `sil` needs an output that it can judge."""
         return not self._lack_behind(cost)
 
     def _lack_behind(self, cost: BlockCost) -> str:
-        """Why not, in words; "" where it may."""
+        """Why a partition may not end with this block, in words; "" if it may."""
         if not self.alone:
             return ""
         pack = self.row_pack(cost)
@@ -263,7 +263,7 @@ class Inputs:
         return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, tuple(self.train.labels.shape[1:]))
 
     def _try_optimizers(self) -> None:
-        """On every kind of parameter that learns."""
+        """Tries the optimizers on every kind of trainable parameter."""
         learns: dict[str, TensorSpec] = {}
         for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
             for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
@@ -278,7 +278,7 @@ class Inputs:
                     refuse_unlike_pieces(optimizer, every, divided_by)
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Of parameters that are some rows of a larger one, that one."""
+        """The larger parameters that some of `learns` are rows of."""
         found: dict[str, TensorSpec] = {}
         for name, spec in learns.items():
             if spec.shape and (whole := self.chain.wholes.get(name, name)) != name:
@@ -287,7 +287,7 @@ class Inputs:
         return found
 
     def _refuse_unfit_schedule(self) -> None:
-        """Every partition, and recovery, warms up anew."""
+        """Raises OptionError for a warmup or schedule that is unfit for the run: partitions and recovery each warm up anew."""
         epochs, batches = values_of(self.settings.epochs), values_of(self.settings.batch_size)
         if len(epochs) != len(batches):
             epochs, batches = epochs * len(batches), tuple(batch for batch in batches for _ in epochs)
@@ -301,12 +301,12 @@ class Inputs:
         return self.length(epochs, batch).updates
 
     def length(self, epochs: float, batch: int) -> Length:
-        """Of a training for so many epochs, of updates of at most `batch` rows."""
+        """Length of a training for so many epochs, with updates of at most `batch` rows."""
         return length_of(epochs, self.settings.max_steps, -(-self.epoch_rows // min(batch, self.epoch_rows)))
 
     @property
     def functions(self) -> dict[str, str]:
-        """What tells one loss, or one optimizer that was given as a function, from another: as far as that can be seen."""
+        """Identifies the loss, and an optimizer that was given as a function, as far as that can be seen."""
         optimizer, loss = self._optimizer, self._final_loss
         return {
             "optimizer": f"{optimizer.name} {optimizer.options}" if optimizer is not None else "of the settings",
@@ -315,7 +315,7 @@ class Inputs:
 
     @property
     def tuned(self) -> str:
-        """Of an optimizer that was given as a function: what of its options a run that goes on may change."""
+        """Options of an optimizer given as a function that a resumed run may change; "" for one of the settings."""
         return self._optimizer.tuned if self._optimizer is not None else ""
 
     @property
@@ -329,7 +329,7 @@ class Inputs:
 
     @property
     def the_batch(self) -> int | None:
-        """Rows of an update; None where partitions differ in it, and which of them a block will be in is not known."""
+        """Rows of an update; None where partitions differ in it, since a block's partition is not known yet."""
         sizes = {min(size, self.epoch_rows) for size in values_of(self.settings.batch_size)}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -339,7 +339,7 @@ class Inputs:
         return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
 
     def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
-        """One for each of `count` partitions; in recovery the learning rate may be another."""
+        """One optimizer for each of `count` partitions; in recovery the learning rate may differ."""
         if self._optimizer is not None:
             return (self._optimizer,) * count
         settings = self.settings
@@ -365,7 +365,7 @@ class Inputs:
         return values * count
 
     def possible_optimizers(self) -> list[Optimizer]:
-        """Until the cut is known any partition may get any of them."""
+        """All optimizers of the settings: until the cut is known, any partition may get any of them."""
         if self._optimizer is not None:
             return [self._optimizer]
         names, momentum, ema = values_of(self.settings.optimizer), self.settings.momentum, self.settings.ema
@@ -375,7 +375,8 @@ class Inputs:
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,
         *, measured: bool = False,
     ) -> PartitionLoss | None:  # fmt: skip
-        """ends: whether the network does with that partition. measured: on fake tensors, of which nothing can be counted."""
+        """Builds the loss of `partition`. ends: True if the network ends with it. measured: for fake tensors, without values to
+        count."""
         settings = self.settings
         return method.loss(
             Targets(
@@ -389,9 +390,10 @@ class Inputs:
         )  # fmt: skip
 
     def loss_cost(self, request: PlanRequest, micro_batch: int, *, true: bool = False) -> LossCost:
-        """(peak, targets) of the loss behind a block: the true loss after the last one, a partition's own after others.
+        """Returns a function from a block to (peak, targets), bytes of the loss after it: the true loss after the last block, a
+        partition's own after others.
 
-        true: only the end of the network is judged.
+        true: only the end of the network has a loss.
         """
         costs, inner = self.costs_at(micro_batch), self.alone and not true
         lasts, method, label_bytes = [costs[end - 1] for end in self.chain.ends], request.methods[0], request.label_bytes
@@ -412,7 +414,7 @@ class Inputs:
         targets = 0
 
         def judged(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            """As the executor does it: the scores are looked at while the loss still holds its graph."""
+            """Computes the loss as the executor does: scores are computed while the loss still holds its graph."""
             nonlocal targets
             loss = self.loss_for(method, label_bytes, 0, shape, final, torch.device("cpu"), measured=True)  # may be large
             assert loss is not None

@@ -1,4 +1,4 @@
-"""From checked inputs to the plan of `ist`: the chain and those of its subnets are cut apart, and simulated together."""
+"""Turns checked inputs into a plan of `ist`: the whole network and its subnets are cut separately, and simulated together."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from seqpart.units import format_size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """Partitions of the whole network, and how one subnet is run; all subnets are cut alike."""
+    """The cuts of `ist`: partitions of the whole network, and how one subnet is run; all subnets are cut alike."""
 
     whole: tuple[Part, ...]
     subnet: Candidate
@@ -50,7 +50,7 @@ class Cuts:
 
 
 def piece_of(problem: Problem, number: int, *, trained: bool = True) -> Problem:
-    """The same of one of the chains of a joint one: the whole network's (0), or a part's. trained: else it has no state."""
+    """The problem of one chain of a joint chain: of the whole network (0), or a subnet. trained: if False, without state."""
     first, last = problem.chain.begins[number], problem.chain.ends[number]
     states = problem.states[first:last] if trained else [Layout(())] * (last - first)
     return replace(
@@ -61,7 +61,7 @@ def piece_of(problem: Problem, number: int, *, trained: bool = True) -> Problem:
 
 
 def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, object]:
-    """Those of a plan that is made again are of the joint chain; those of --partitions are for a subnet."""
+    """Starts of one chain. Those of a plan made again are for the joint chain; those of --partitions are for a subnet."""
     starts, count = problem.starts, problem.count
     if starts is not None and starts[-1] >= problem.chain.ends[0]:
         return {"starts": tuple(start - first for start in starts if first <= start < last), "count": None}
@@ -69,7 +69,7 @@ def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, o
 
 
 def choose_cuts(problem: Problem, parts: Parts, told: PlanWording) -> Cuts:
-    """At the largest micro-batch at which the whole can be tested and a subnet trained. Raises DoesNotFit, in words."""
+    """Cuts at the largest micro-batch at which the whole can be tested and a subnet trained. Raises DoesNotFit, in words."""
     whole, subnet = piece_of(problem, 0, trained=False), piece_of(problem, 1)
     refusals: list[DoesNotFit] = []
     if not problem.micro_batch:
@@ -101,7 +101,7 @@ def _cuts_at(whole: Problem, subnet: Problem, rows: int, told: PlanWording) -> C
 
 
 def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
-    """The fewest partitions of the whole network of which each fits with its rows, while nothing is trained."""
+    """The fewest partitions of the whole network that fit one by one with their test rows, without training."""
     if problem.starts is not None:
         return parts_of(problem, rows, problem.starts)
     available, found, first = problem.limit - margin_of(problem.limit), list[Part](), 0
@@ -129,7 +129,7 @@ def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
 
 
 def _longer(problem: Problem, rows: int, first: int) -> Iterator[tuple[int, PartitionCost]]:
-    """Partitions from `first` on, shortest first: the first of them has to fit."""
+    """(last block, cost) of the partitions from `first` on, shortest first: the first of them has to fit."""
     return (
         iter(costs_from(problem, rows, first).items())
         if first in starts_of(problem)
@@ -138,7 +138,7 @@ def _longer(problem: Problem, rows: int, first: int) -> Iterator[tuple[int, Part
 
 
 def test_peak(problem: Problem, part: Part, rows: int) -> int:
-    """Of the process or device, while the partition alone sees test rows."""
+    """Peak bytes of the process or device while the partition alone runs on test rows."""
     test = Phase(
         kind=PhaseKind.TEST,
         partition=0,
@@ -153,7 +153,7 @@ def test_peak(problem: Problem, part: Part, rows: int) -> int:
 
 
 def joint(problem: Problem, parts: Parts, cuts: Cuts) -> tuple[Part, ...]:
-    """All partitions, numbered as the joint chain is: those of the whole, then those of each part, cut alike."""
+    """All partitions with block numbers of the joint chain: those of the whole, then those of each subnet, cut alike."""
     rows, found = cuts.subnet.micro_batch, list(cuts.whole)
     starts: Sequence[int] = [first for first, _, _ in cuts.subnet.parts]
     for part in range(parts.count):
@@ -164,15 +164,15 @@ def joint(problem: Problem, parts: Parts, cuts: Cuts) -> tuple[Part, ...]:
 
 LOCAL_STEPS, GROUP = 20, 64
 OBSERVED_ROWS = 2048
-"""Training rows, at most, from which the whole network's running statistics are made."""
+"""Most training rows from which the whole network's running statistics are made."""
 _ATTEMPTS = 8
-"""To cut finer what did not fit together."""
+"""Attempts to cut more finely what did not fit together."""
 WITHOUT_STATE = choose("sgd", lr=0.0)
-"""Of the whole network's partitions, which are never trained: their moments, if there are any, stay at home."""
+"""Optimizer of the whole network's partitions, which are never trained: their moments, if there are any, stay at home."""
 
 
 class SubnetPreparation(Planner):
-    """`Planner` of method ist."""
+    """The `Planner` of method ist."""
 
     parts: Parts
 
@@ -194,7 +194,7 @@ class SubnetPreparation(Planner):
         self._refuse_shapes()
 
     def _refuse_shapes(self) -> None:
-        """What only shapes tell: that rows stay rows, and that blocks that are dealt out give what they take."""
+        """Raises ModelError unless each block returns rows, and blocks dealt out to subnets keep the shape of their input."""
         rows = self.full_batch
         section = self.parts.section.blocks if self.parts.section is not None else ()
         for block, cost in zip(self.chain.whole, self.costs_at(rows), strict=False):
@@ -235,7 +235,7 @@ class SubnetPreparation(Planner):
                 return method, candidate, (
                     *self.parts.said, *self._said(whole, each), *cuts.subnet_reasons, *candidate.heap_reason
                 )  # fmt: skip
-            # The whole's partitions and a subnet's share their slots, each of which is as large as the largest of all needs.
+            # Partitions of the whole and of a subnet share the slots, each as large as the largest partition needs.
             asked = replace(asked, limit=asked.limit - (peak - available))
             if refusal is None or refusal.smallest is None or limit_for(peak) < refusal.smallest:
                 needs = f"the subnets and the whole network, one at a time, need {format_size(peak)}"
@@ -244,7 +244,7 @@ class SubnetPreparation(Planner):
         raise refusal
 
     def _joint(self, problem: Problem, cuts: Cuts) -> Candidate:
-        """The whole's partitions and those of all subnets, which are run alike."""
+        """The candidate with the partitions of the whole and of all subnets, which are run alike."""
         found, parts = cuts.subnet, joint(problem, self.parts, cuts)
         whole, each = len(cuts.whole), len(found.parts)
 
@@ -270,7 +270,7 @@ class SubnetPreparation(Planner):
         yield f"partitions 0..{whole - 1} are the whole network's, for tests; then each subnet's {each}"
 
     def _parting(self, whole: Sequence[tuple[int, int, PartitionCost]]) -> Parting:
-        """Of one block at a time, weights and moments alike."""
+        """Sizes for splitting and merging homes one block at a time, weights and moments alike."""
         costs, states = self.costs_at(self.full_batch), self._states()
         keeps = self.settings.subnet_moments != "zero"
 
@@ -290,8 +290,8 @@ class SubnetPreparation(Planner):
     def _fitting(
         self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate
     ) -> tuple[Candidate, int]:  # fmt: skip
-        """`candidate` with a heap where there is room, or with one slot where there is none for two; and its peak, which may be
-        more than there is room for."""
+        """`candidate` with a kept heap if there is room, or with one slot if there is no room for more; and its peak, which may
+        still not fit."""
         training = self._training(request, candidate)
         costs = self._partition_costs(request, candidate, training, self._optimizers(candidate))
         phases = method.phases(self._workload(candidate, training, None))
@@ -316,7 +316,7 @@ class SubnetPreparation(Planner):
         return (WITHOUT_STATE,) * whole + self.optimizers(len(candidate.parts) - whole)
 
     def _whole(self, candidate: Candidate) -> int:
-        """Partitions of the whole network."""
+        """Number of partitions of the whole network."""
         return sum(last <= self.parts.blocks for _, last, _ in candidate.parts)
 
     def _workload(self, candidate: Candidate, training: tuple[PartitionTraining, ...], recovery: Prediction | None) -> Workload:
@@ -337,7 +337,7 @@ class SubnetPreparation(Planner):
         )  # fmt: skip
 
     def _plan(self, problem: Problem, method: Method, candidate: Candidate, *others: Any) -> Plan:
-        """What is said of the network is said of the whole."""
+        """Makes the plan; its totals for the network are those of the whole."""
         plan = super()._plan(problem, method, candidate, *others)
         costs, states = self.costs_at(candidate.micro_batch)[: self.parts.blocks], self._states()[: self.parts.blocks]
         state = sum(layout.nbytes for layout in states)
@@ -354,5 +354,5 @@ class SubnetPreparation(Planner):
 
 
 def preparation_of(settings: Settings) -> type[Planner]:
-    """What makes the plan."""
+    """The class that plans the method of the settings."""
     return SubnetPreparation if settings.method == IST.name else Planner

@@ -18,17 +18,17 @@ from seqpart.units import format_size
 
 FORMAT = 5
 _RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
-"""Fields of format 2, which checkpoints of 0.2.0 hold. It had kept graphs from one partition on, and none that stayed."""
+"""Renamed fields of format 2, which checkpoints of 0.2.0 hold: it kept graphs from one partition on, and none stayed."""
 AGAIN, KEPT = "again", "kept"
 Graph = Annotated[str, word_of(AGAIN, KEPT, "pinned", "ram", "disk")]
-"""What FORWARD leaves of a graph: nothing, so that BACKWARD computes it again; all of it, on the device; or its saved tensors,
-which wait in a tier."""
+"""The part of a graph that FORWARD leaves: nothing, so that BACKWARD recomputes it; all of it, on the device; or its saved
+tensors, offloaded to a tier."""
 BoundaryTier = Annotated[str, word_of(DEVICE, "host", "disk")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionPlan:
-    """Blocks first..last (last not included), and what the partition takes at its micro-batch, in bytes."""
+    """Plan of one partition: blocks first..last (last not included), and the bytes that it takes at its micro-batch."""
 
     first: Whole
     last: Positive
@@ -42,38 +42,38 @@ class PartitionPlan:
     """Host buffers of the boundary cache, where they count against the limit."""
     boundary_row: Whole
     peak: Whole
-    """Of the whole process (CPU) or device (CUDA), runtime included."""
+    """Peak bytes of the whole process (CPU) or device (CUDA), runtime included."""
     tier: str
     stays: bool = False
-    """On the device from the beginning of a phase to its end, while others come and go."""
+    """True if it is on the device from the beginning of a phase to its end, while others come and go."""
     weights_stay: bool = False
-    """Whether its weights do so, and its optimizer state comes and goes."""
+    """True if its weights stay on the device, while its optimizer state comes and goes."""
     graph: Graph = AGAIN
-    """What FORWARD leaves of it for BACKWARD."""
+    """The part of the graph that FORWARD leaves for BACKWARD."""
     boundary_tier: BoundaryTier = DEVICE
-    """Where what it is the first to take from others waits within an update, and its gradient."""
+    """Place of its boundary (values that it is the first to take), and of their gradients, within an update."""
     why: str = ""
     """Why it stays or comes in turn, and why its graph waits where it does."""
     rows_in_memory: bool = False
-    """Whether the rows that enter it lie in memory under the limit, and are not read from the disk in every epoch."""
+    """True if the rows that enter it lie in memory under the limit, instead of being read from the disk in every epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run will do under `limit`. `fingerprint` names the model and input shape that it was made for."""
+    """A plan of a run under `limit`. `fingerprint` names the model and input shape that it was made for."""
 
     method: str
     device: str
     limit: Whole
     margin: Whole
     runtime: Whole
-    """Taken by the libraries (CPU) or the context (CUDA) before any training; measured."""
+    """Bytes taken by the libraries (CPU) or the context (CUDA) before any training; measured."""
     growth: Whole
-    """Allowed for what kernels take inside one operation, and for small objects."""
+    """Bytes allowed for workspaces of kernels, and for small objects."""
     full_state: Whole
-    """Weights, gradients and optimizer state of the whole network: what plain training must hold."""
+    """Bytes of weights, gradients and optimizer state of the whole network: what plain training must hold."""
     parameters: Whole
-    """That learn."""
+    """Number of trainable parameters."""
     partitions: tuple[PartitionPlan, ...]
     host_limit: Whole
     disk_bytes: Whole
@@ -83,15 +83,15 @@ class Plan:
     slots: Whole
     """Partitions that may be on the device at once."""
     update_seconds: Finite = 0.0
-    """Of one update of an exact method, once it has begun."""
+    """Seconds of one update of an exact method, after the first."""
     heap: Whole = 0
-    """Bytes of the C library's heap, which stays as large as it is; 0: memory leaves the process when it is free."""
+    """Bytes of the C library's kept heap; 0: freed memory leaves the process."""
     tile: Whole = 0
-    """Layers with a weight of more bytes are tiles of it, which have at most so many; 0: none is."""
+    """Most bytes of a tile's weight: layers with larger weights are cut into tiles; 0: none is."""
     frozen: Whole = 0
-    """Parameters that do not learn."""
+    """Number of frozen parameters."""
     live_bytes: Whole = 0
-    """Weights of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
+    """Bytes of modules given alive: all in memory when the run begins, before it empties them, and when it ends."""
 
     @property
     def peak(self) -> int:
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def offloads(self) -> frozenset[int]:
-        """Those of them whose graphs do not wait on the device."""
+        """Partitions whose graphs are offloaded."""
         return frozenset(p for p, part in enumerate(self.partitions) if part.graph not in (AGAIN, KEPT))
 
     @property
@@ -120,12 +120,12 @@ class Plan:
 
     @property
     def graphs_at_host(self) -> frozenset[int]:
-        """Those of these whose graphs wait in host memory: others' are on the disk."""
+        """Partitions whose graphs are offloaded to host memory: others go to the disk."""
         return frozenset(p for p in self.offloads if self.partitions[p].graph != "disk")
 
     @property
     def tiers(self) -> Tiers:
-        """Of the partitions' boundaries."""
+        """Tiers of the partitions' boundaries; () if all wait on the device."""
         return tiers_of(part.boundary_tier for part in self.partitions)
 
     @property
@@ -137,9 +137,9 @@ class Plan:
         return max(part.micro_batch for part in self.partitions)
 
     def untouched(self, costs: Sequence[BlockCost], batch: int) -> int:
-        """Bytes that graphs of batches of `batch` rows, and a block at work, reserve on the device at most and do not hold.
+        """Most bytes that graphs of batches of `batch` rows, and a block at work, reserve on the device without touching them.
 
-        costs: of all blocks.
+        costs: costs of all blocks.
         """
         found = max(cost.untouched_peak for cost in costs)
         for part in self.partitions:
@@ -160,7 +160,7 @@ class Plan:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Raises ValueError, in words."""
+        """Reads a plan from JSON. Raises ValueError that says what is wrong."""
         found = parsed(text)
         try:
             found = _of_today(found)
@@ -177,17 +177,17 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanWording:
-    """What a plan says of what it was given, and did not choose."""
+    """Words in a plan's reasons for what was given to it and not chosen by it."""
 
     method: str = ""
-    """Of one that `auto` might have chosen anew."""
+    """Reason for the method, where it was fixed though `auto` might have chosen anew."""
     cut: str = "as asked"
     micro_batch: str = "as asked"
     otherwise: str = (
         "not all is as the plan says: partitions and weights that stay, and offloaded graphs, go with --method auto; what does "
         "not fit, or cannot be, is chosen anew"
     )
-    """Where it could not take all answers of a saved plan."""
+    """Said where not all choices of a saved plan could be reused."""
 
 
 AS_ASKED = PlanWording()
@@ -195,37 +195,37 @@ AS_ASKED = PlanWording()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What a plan is asked for, beside what was checked and measured: whoever asks again makes one with `replace`."""
+    """A request for a plan, beside what was checked and measured. Make another one with `replace`."""
 
     methods: tuple[Method, ...]
-    """To choose from."""
+    """Methods to choose from."""
     limit: int
     label_bytes: int
-    """Synthetic labels that take more are drawn where they are needed; a run that goes on keeps to what it began with,
-    since products with pieces round otherwise."""
+    """Synthetic labels of more bytes are drawn where they are needed; a resumed run keeps the value that it began with, since
+    products with pieces round otherwise."""
     micro_batch: int | None = None
-    """None: that of the settings."""
+    """Rows per micro-batch; None: as the settings say."""
     starts: tuple[int, ...] | None = None
     """First blocks of the partitions; None: as the settings say."""
     trained_epochs: tuple[float, ...] = ()
-    """Of the first partitions, in a run that goes on after they were trained."""
+    """Epochs of the first partitions, in a resumed run that has trained them already."""
     may_keep_heap: bool = True
-    """Until memory ran out where it was kept."""
+    """True until memory runs out with a kept heap."""
     spare: int = 0
     """Bytes of the limit that the plan must leave, because one that fitted ran out of memory."""
     saved: Plan | None = None
-    """A plan whose answers are to be taken again."""
+    """A plan whose choices are to be reused."""
     told: PlanWording = AS_ASKED
 
     @property
     def recovery(self) -> Plan | None:
-        """The saved plan for the second stage of `sil`, whose answers it has: that streams."""
+        """The saved plan as one for the recovery stage of `sil`, which streams: its choices are for that stage."""
         return None if self.saved is None else replace(self.saved, method="streamed")
 
 
 def _of_today(found: dict[str, Any]) -> dict[str, Any]:
-    """What an older version wrote, with the fields of this one. Raises ValueError for another format, and whatever comes of
-    other types."""
+    """Converts a plan of an older format to the fields of this one. Raises ValueError for another format; wrong types raise
+    whatever they cause."""
     version = found.pop("format")
     if version not in (2, 3, 4, FORMAT):
         raise ValueError(f"format {version}")
@@ -234,7 +234,7 @@ def _of_today(found: dict[str, Any]) -> dict[str, Any]:
         since = found.pop("keeps_graph_from")
         found = {_RENAMED.get(name, name): value for name, value in found.items()}
         parts = [{**part, "graph": KEPT if since is not None and since <= p else AGAIN} for p, part in enumerate(parts)]
-    elif version == 3:  # it had two answers for one question, and the disk alone beside the device
+    elif version == 3:  # it had two fields for a graph, which could wait on the disk or the device alone
         parts = [
             {
                 **{name: value for name, value in part.items() if name not in ("keeps_graph", "offloads_graph")},
@@ -270,7 +270,7 @@ def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _choices(plan: Plan, number: int) -> dict[str, str]:
-    """The last partition runs forward in its backward: its graph is there."""
+    """Cells for the choices of a partition. The last one runs forward in its backward, so its graph is always kept."""
     part, last = plan.partitions[number], len(plan.partitions) - 1
     graph = KEPT if part.graph == AGAIN and number == last else part.graph
     where = {"boundary": part.boundary_tier} if plan.tiers else {}

@@ -1,4 +1,4 @@
-"""From checked inputs to a plan and everything that carrying it out needs: decided before anything is trained."""
+"""Turns checked inputs into a plan and everything that a run needs to carry it out, before anything is trained."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,24 +41,24 @@ from seqpart.units import format_size, parse_size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Phases up to number `end` (not included), and what they are granted."""
+    """Phases up to number `end` (not included), and the resources that they may use."""
 
     end: int
     resources: Resources
     micro_batch: int
     heap: int
     offloads: frozenset[int]
-    """Partitions whose graphs wait elsewhere than on the device."""
+    """Partitions whose graphs are offloaded."""
     optimizers: tuple[Optimizer, ...]
-    """Of each partition. Those of two stages have the same kinds of state."""
+    """Optimizer of each partition. In all stages a partition has the same kinds of state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """A plan, and what carrying it out needs to know."""
+    """A plan, and everything that a run needs to carry it out."""
 
     request: PlanRequest
-    """What it was asked for."""
+    """The request that it answers."""
     plan: Plan
     chain: Chain
     method: Method
@@ -66,7 +66,7 @@ class ExecutionPlan:
     phases: Phases
     stages: tuple[Stage, ...]
     row_packs: tuple[RowPack, ...]
-    """Of the boundary behind each partition."""
+    """Row layout of the boundary after each partition."""
     input_layout: RowLayout
     partition_costs: tuple[PartitionCost, ...]
     speeds: Speeds
@@ -74,13 +74,13 @@ class ExecutionPlan:
     at_host: frozenset[int]
     host_pool_bytes: int
     exchange_bytes: int
-    """Of the host pool, for boundaries."""
+    """Bytes of the host pool for boundaries."""
     graph_rooms: planning.GraphRooms
-    """Of the same, for graphs that wait there."""
+    """Bytes of the host pool for offloaded graphs."""
 
     def hosted(self) -> dict[str, int]:
-        """Bytes of the homes that are planned to be in host memory, partition by partition: weights, optimizer state, and
-        gradients where they wait there for their norm."""
+        """{home: bytes} for homes planned to be in host memory, partition by partition: weights, optimizer state, and gradients
+        where they wait for their norm."""
         homes: dict[str, int] = {}
         waits = any(phase.clips and phase.streams for phase, _ in counted(self.phases))
         for p in sorted(self.at_host):
@@ -120,12 +120,12 @@ class Planner(Inputs):
         )  # fmt: skip
 
     def planned(self, request: PlanRequest | None = None) -> ExecutionPlan:
-        """The plan: a new one, or the cut and micro-batch of the one that was saved. Raises like `prepare`."""
+        """Makes a new plan, or one with the cut and micro-batch of the saved plan. Raises like `prepare`."""
         asked = request or self.request
         return self.measured(lambda: self._planned(asked))
 
     def measured(self, plan: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-        """What `plan` decides once the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
+        """Repeats `plan` until the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
         with self.under_limit():
             return self._measured(plan)
 
@@ -133,7 +133,7 @@ class Planner(Inputs):
         while True:
             try:
                 prepared = plan()
-            except DoesNotFit as refusal:  # the limit that it names is to be one that fits
+            except DoesNotFit as refusal:  # the limit that it names must be one that fits
                 rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
                 if self.try_blocks([(rows, 0, len(self.chain))]):
                     continue
@@ -164,14 +164,14 @@ class Planner(Inputs):
         return self.prepare(replace(request, methods=methods, micro_batch=reuse.micro_batch, starts=reuse.starts))
 
     def prepare(self, request: PlanRequest) -> ExecutionPlan:
-        """The plan and its parts. Raises DoesNotFit, DataError, ModelError or OptionError, in words."""
+        """Makes the plan and its parts. Raises DoesNotFit, DataError, ModelError or OptionError that says what is wrong."""
         try:
             return self._prepare(request)
         except DoesNotFit as refusal:
             raise self._tried(refusal, request) from None
 
     def _tried(self, refusal: DoesNotFit, request: PlanRequest) -> DoesNotFit:
-        """The refusal with a limit at which a plan was really made: synthetic labels, and recovery, may need more there."""
+        """The refusal with a limit at which a plan was really made, since synthetic labels and recovery may need more there."""
         smallest, rows, follows = refusal.smallest, refusal.rows, request.label_bytes == request.limit // 10
         for _ in range(4):
             if smallest is None:
@@ -219,18 +219,18 @@ class Planner(Inputs):
         )  # fmt: skip
 
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
-        """The method, cut and micro-batch, and why. Raises DoesNotFit."""
+        """Chooses method, cut and micro-batch, and says why. Raises DoesNotFit."""
         if not self.alone:
             return choose_exact(problem, request.methods, request.told)
         candidate, reasons = choose_cut(problem, request.told)
         return request.methods[0], candidate, (*reasons, *self._idle_options(len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
-        """Of each partition."""
+        """The optimizer of each partition."""
         return self.optimizers(len(candidate.parts), recovery=recovery)
 
     def epochs(self, count: int, trained: tuple[float, ...] = ()) -> list[float]:
-        """Of each of `count` partitions; `trained`: those that the first of them had, which are trained."""
+        """Epochs of each of `count` partitions. trained: epochs that the first partitions, already trained, had."""
         return [*trained, *self.values("--epochs", self.settings.epochs, count)[len(trained) :]]
 
     def _training(self, request: PlanRequest, candidate: Candidate) -> tuple[PartitionTraining, ...]:
@@ -245,7 +245,7 @@ class Planner(Inputs):
         )
 
     def _recovery(self, request: PlanRequest, problem: Problem, candidate: Candidate) -> Prediction | None:
-        """How the second stage runs on the same cut: the streamed schedule, under the same limit."""
+        """Plans recovery, the second stage: the streamed schedule on the same cut, under the same limit. None without it."""
         if not self.settings.recovery_epochs:
             return None
         if len(candidate.parts) == 1:
@@ -334,7 +334,7 @@ class Planner(Inputs):
         return boundaries + found.nbytes, found.homes
 
     def _graph_tiers(self) -> tuple[str, ...]:
-        """Behind a link the disk is left out: the thread that computes would wait for every copy between it and the device."""
+        """Tiers for offloaded graphs. With a GPU not the disk: the computing thread would wait for every copy between them."""
         if not self.device.shares_memory:
             return ("host",)
         return ("host", "disk") if self.settings.ram_limit else ("disk",)

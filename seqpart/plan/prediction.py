@@ -1,4 +1,4 @@
-"""What a cut costs in memory and time, by the simulator, and what its partitions might do."""
+"""Predicts the memory and time of a cut with the simulator, and lists the options of its partitions."""
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ from seqpart.schedule.steps import Verb
 from seqpart.units import format_size
 
 WALKED_UPDATES = 2
-"""The second is one of many: its beginning waits for what the first has left."""
+"""Updates that are simulated. The second stands for all later ones: its beginning waits for what the first has left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """A candidate with its peak of the whole process or device, and seconds for one update."""
+    """A candidate with its predicted peak of the whole process or device, in bytes, and its seconds for one update."""
 
     method: Method
     candidate: Candidate
@@ -49,13 +49,13 @@ class Prediction:
     seconds: float
     computing: float
     moving: float
-    """Of these seconds, of partitions that come and go; both may be behind each other."""
+    """Seconds of transfers in one update; they may overlap with `computing`."""
     works: tuple[int, ...]
     """Most bytes beside the slots, while each partition works."""
 
     @property
     def working(self) -> int:
-        """Of all partitions: a heap that is kept has room for so much."""
+        """Most bytes beside the slots while any partition works: a kept heap has room for so much."""
         return max(self.works)
 
     @property
@@ -65,12 +65,12 @@ class Prediction:
 
 
 def first_that_learns(parts: Parts) -> int:
-    """The first partition that learns; behind the last where none does."""
+    """The first partition with trainable parameters; the number of partitions if none has any."""
     return next((p for p, (_, _, cost) in enumerate(parts) if cost.trainable), len(parts))
 
 
 def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
-    """Bytes that it takes at least: then nothing needs to be simulated."""
+    """Lower bound of the peak in bytes, found without simulation."""
     costs = [cost for _, _, cost in parts]
     held = sum(sorted((cost.slot for cost in costs), reverse=True)[: resources.slots])
     lowest = first_that_learns(parts)
@@ -82,7 +82,7 @@ def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts,
 
 
 def least_at_end(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
-    """Bytes beside the slots at the last partition's backward: what others keep waits for it, boundaries on the device too."""
+    """Least bytes beside the slots at the last partition's backward: boundaries that wait on the device are there too."""
     costs = [cost for _, _, cost in parts]
     if resources.tiers:
         return costs[-1].train_peak
@@ -97,8 +97,8 @@ def predict(
     problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources,
     keeps: frozenset[int] = frozenset(), offloads: frozenset[int] = frozenset(),
 ) -> Prediction:  # fmt: skip
-    """keeps: partitions that keep their graphs. offloads: those of them whose graphs do not wait on the device, but where
-    `resources` say; what has no place in host memory is computed again."""
+    """Simulates one way to run a cut. keeps: partitions that keep their graphs. offloads: those of them whose graphs wait off
+    the device, where `resources` say; a graph with no place in host memory is recomputed."""
     costs = [part[2] for part in parts]
     boundaries = host_boundaries(problem, parts, micro_batch, resources.tiers)
     wanted, at_once = offloads & resources.graphs_at_host, graphs_at_once(method, problem.batch_size, micro_batch)
@@ -126,7 +126,7 @@ def predict(
 
 
 def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: float) -> tuple[float, float, float]:
-    """Of one update, where a second of transfers behind the computation takes `contention` seconds of it; and by kind."""
+    """(seconds, of computing, of transfers) of one update; a second of overlapped transfer adds `contention` seconds."""
     updates = [number for number, predicted in enumerate(predicted_steps) if predicted.step.verb is Verb.UPDATE]
     first, last = (updates[count - 1], updates[-1]) if len(updates) > count else (-1, updates[-1])
     steady = predicted_steps[first + 1 : last + 1]
@@ -160,7 +160,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
 
 
 def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple[int, ...]:
-    """Most bytes beside the slots, while each of the `partitions` works."""
+    """Most bytes beside the slots while each of the `partitions` works."""
     works = [0] * partitions
     for predicted in predicted_steps:
         p = predicted.step.partition
@@ -169,7 +169,7 @@ def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple
 
 
 def heaps_of(problem: Problem, working: int, costs: Sequence[PartitionCost], *, streamed: bool = False) -> tuple[int, int]:
-    """(least, enough) bytes of a heap that has room for the work of all steps. costs: of the partitions that share it."""
+    """(least, enough) bytes of a heap with room for the work of all steps. costs: costs of the partitions that share it."""
     several, replaced = len(costs) > 1, max(min(cost.gradients, cost.saved) for cost in costs)
     sizes = (size(working, replaced, several=several, streamed=streamed) for size in (least_heap_for, heap_for))
     least, enough = (size + problem.growth for size in sizes)
@@ -179,7 +179,7 @@ def heaps_of(problem: Problem, working: int, costs: Sequence[PartitionCost], *, 
 def with_heap(
     problem: Problem, candidate: Candidate, sizes: tuple[int, int], peaks: Callable[[Candidate], Sequence[int]]
 ) -> Candidate:
-    """`candidate` with a heap of what is enough, or of all that the limit has room for, but of no less than the least."""
+    """`candidate` with a heap that is large enough, or as large as the limit allows, but never smaller than the least."""
     least, enough = sizes
     over = max(peaks(replace(candidate, heap=enough))) - (problem.limit - margin_of(problem.limit))
     return replace(candidate, heap=max(least, enough - max(0, over)))
@@ -188,7 +188,7 @@ def with_heap(
 def peaks_by_partition(
     problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
 ) -> list[int]:
-    """Of the whole process or device, while each partition works. A heap that is kept is there from the first step on."""
+    """Peaks of the whole process or device while each partition works. A kept heap is there from the first step on."""
     peaks = [0] * len(candidate.parts)
     buffers = [_buffers(problem, candidate, phase) + rows_held(candidate.rows, phases, n) for n, phase in enumerate(phases)]
     for predicted in predicted_steps:
@@ -199,7 +199,7 @@ def peaks_by_partition(
 
 
 def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
-    """Host buffers of rows and of boundaries on disk, where they count against the limit."""
+    """Bytes of host buffers for rows and for boundaries on disk, where they count against the limit."""
     if not problem.host_counts or phase.kind in (PhaseKind.SPLIT, PhaseKind.MERGE):
         return 0
     first, last, _ = candidate.parts[phase.partition]
@@ -215,7 +215,7 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
 
 
 def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> int:
-    """Bytes of `rows`, by partition, that lie in memory in a phase: from the one that writes them to the last that reads."""
+    """Bytes of `rows`, by partition, in memory during phase `number`: from the phase that writes them to the last reader."""
     if not rows:
         return 0
     read = {phase.source for phase in phases[number:]}
@@ -224,8 +224,8 @@ def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> 
 
 
 def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], recovers: bool, views: int = 1) -> dict[int, int]:
-    """Bytes of the rows that enter each partition, of those that may lie in memory under the limit; `boundaries`: of those that
-    wait between two partitions, in so many `views`. The data's own wait for a recovery on the disk."""
+    """Bytes of the rows that enter each partition, for rows that may lie in memory under the limit. boundaries: layouts of the
+    rows between partitions, each in `views` views. With a recovery the data's own rows stay on the disk."""
     if not problem.host_counts or problem.host_budget:
         return {}
     splits = views * problem.train_rows, problem.test_rows
@@ -238,8 +238,8 @@ def with_rows(
     problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep],
     rows: Mapping[int, int],
 ) -> Candidate:  # fmt: skip
-    """`candidate` with those of `rows`, bytes by partition, in memory for which the limit has room; of a plan that is to be
-    used again those that it had there."""
+    """`candidate` with as many of `rows` (bytes by partition) in memory as the limit has room for; for a saved plan, those
+    that it had there."""
     saved, available = problem.saved, problem.limit - margin_of(problem.limit)
     for p, nbytes in rows.items() if saved is None else [(p, rows[p]) for p in sorted(saved.rows_in_memory & rows.keys())]:
         held = replace(candidate, rows={**candidate.rows, p: nbytes})
@@ -258,10 +258,10 @@ def disk_bytes(
     problem: Problem, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack],
     *, all_states: bool, saves: bool, remembers: bool, views: int = 1,
 ) -> int:  # fmt: skip
-    """Homes in as many versions as checkpoints ask for, rows, graphs that wait there, and the result.
+    """Bytes on disk: homes in as many versions as checkpoints ask for, rows, offloaded graphs, and the result.
 
-    all_states: whether the optimizer state of all partitions is kept at once. remembers: whether the weights of the best
-    evaluation are: what was the best when each checkpoint was made, and now. views: of the training rows of a boundary.
+    all_states: True if the optimizer state of all partitions is kept at once. remembers: True if the weights of the best
+    evaluation are kept: the best when each checkpoint was made, and now. views: views of each training row at a boundary.
     """
     count = views * problem.train_rows + problem.test_rows
     weights, states = sum(cost.weights for cost in costs), [cost.state for cost in costs]
@@ -276,31 +276,33 @@ def disk_bytes(
     return versions * (weights + state) + weights + best + rows + graphs + problem.live_bytes
 
 
-# --- what partitions might do -----------------------------------------------------------------------------------------
+# --- options of partitions --------------------------------------------------------------------------------------------
 
 
 class Kind(enum.Enum):
-    """Of an option."""
+    """Kinds of options."""
 
     STAY = enum.auto()
+    """Keep weights and optimizer state on the device."""
     WEIGHTS = enum.auto()
-    """Let its weights stay, and its optimizer state come and go; where all of it stays, that comes before."""
+    """Keep the weights on the device, while optimizer state comes and goes. STAY takes precedence."""
     KEEP = enum.auto()
+    """Keep the graph on the device instead of recomputing it."""
     HOST = enum.auto()
-    """Keep the graph in host memory; where it is kept on the device too, that comes before."""
+    """Offload the graph to host memory. KEEP takes precedence."""
     DISK = enum.auto()
-    """Keep it on the disk; where it is kept elsewhere too, that comes before."""
+    """Offload the graph to the disk. KEEP takes precedence."""
     NEAR = enum.auto()
-    """Let its boundary wait on the device, where boundaries wait elsewhere."""
+    """Keep the boundary on the device, where other boundaries are offloaded."""
 
     @property
     def away(self) -> bool:
-        """Whether the graph does not wait on the device."""
+        """True if the graph is offloaded."""
         return self in (Kind.HOST, Kind.DISK)
 
 
 class Option(NamedTuple):
-    """What one partition might do: the memory that takes, and seconds of each kind that it saves an update."""
+    """A choice for one partition: the bytes that it takes, and the seconds of each kind that it saves per update."""
 
     partition: int
     kind: Kind
@@ -309,16 +311,16 @@ class Option(NamedTuple):
     transfer: float
 
     def worth(self, price: float) -> float:
-        """Seconds that it saves, where one of transfers counts as `price` of computing."""
+        """Seconds that it saves, if a second of transfers counts as `price` seconds of computing."""
         return self.compute + price * self.transfer
 
     def beyond(self, inner: "Option") -> "Option":
-        """What it adds to `inner`, which is a part of it."""
+        """The difference to `inner`, an option that this one includes."""
         saves = self.compute - inner.compute, self.transfer - inner.transfer
         return Option(self.partition, self.kind, self.nbytes - inner.nbytes, *saves)
 
     def takes(self, resources: Resources) -> int:
-        """Bytes, about: a heap that is kept has room for holes between graphs."""
+        """Bytes that it takes, about: a kept heap needs room for holes between graphs."""
         return heap_bytes(self.nbytes) if self.kind is Kind.KEEP and resources.keeps_heap else self.nbytes
 
 
@@ -327,7 +329,7 @@ def heap_bytes(nbytes: int) -> int:
 
 
 def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) -> list[Option]:
-    """What partitions might do at the cut, the tier and the micro-batch of `plain`; with `offload` graphs may go elsewhere."""
+    """Options of all partitions at the cut, the tier and the micro-batch of `plain`; with `offload`, offloaded graphs too."""
     candidate, speeds = plain.candidate, problem.speeds
     micro_batches = -(-problem.batch_size // candidate.micro_batch)
     shared, costs = sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
@@ -344,7 +346,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
                     (Kind.HOST, speeds.up, speeds.down) if tier == "host" else (Kind.DISK, speeds.read, speeds.write)
                 )
                 moved = -micro_batches * (cost.graph / up + cost.graph / down)
-                # Which all that offload share; and host memory that is the device's own needs none.
+                # All that offload share the buffers; where host memory is the device's own, none are needed.
                 buffers = 0 if kind is Kind.HOST and problem.host_counts else graph_buffer_bytes(costs, [p]) // len(costs)
                 found.append(Option(p, kind, buffers, seconds - micro_batches * cost.graph / speeds.copy, moved))
         if problem.auto and not plain.method.stays and p not in shared:
@@ -361,7 +363,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
 
 
 def increments(options: Iterable[Option]) -> Iterator[Option]:
-    """The same, where an option that has another one in it is what it adds to that: each may be chosen behind the other."""
+    """Yields the options, reducing one that includes another to what it adds: both may then be chosen in turn."""
     options = list(options)
     weights = {option.partition: option for option in options if option.kind is Kind.WEIGHTS}
     for option in options:
@@ -370,7 +372,7 @@ def increments(options: Iterable[Option]) -> Iterator[Option]:
 
 
 def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[Option]:
-    """Boundaries that may wait on the device, where others do not."""
+    """Options to keep offloaded boundaries on the device."""
     candidate, speeds = plain.candidate, problem.speeds
     handing, tiers = handing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
     for p, tier in enumerate(tiers):
@@ -382,7 +384,7 @@ def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[O
 
 
 def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:
-    """`plain` with these options and no others."""
+    """`plain` predicted anew with the options `chosen` and no others."""
     candidate = plain.candidate
     stays, weights, keeps, host, disk, near = (frozenset(o.partition for o in chosen if o.kind is kind) for kind in Kind)
     away = (host | disk) - keeps

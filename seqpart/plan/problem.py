@@ -1,4 +1,4 @@
-"""What a plan is asked to fit: the chain and its costs, the machine and the limit; and what follows from these alone."""
+"""The planning problem: the chain and its costs, the machine and the limit; and what follows from these alone."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,25 +29,25 @@ from seqpart.units import format_size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What make_plan is asked to fit."""
+    """Everything that a plan is made from: the chain and its costs, the machine, the limit and the settings."""
 
     chain: Chain
     device: str
     host_counts: bool
-    """Whether host buffers count against the limit (CPU), or not (CUDA)."""
+    """True if host buffers count against the limit (CPU), False if not (CUDA)."""
     limit: int
     runtime: int
     growth: int
     costs_at: Callable[[int], Sequence[BlockCost]]
     """Block costs at a micro-batch."""
     counted_at: Callable[[int], Sequence[BlockCost]]
-    """The same without what real runs added, which is other bytes in every process."""
+    """Block costs at a micro-batch without what real runs added, which differs from process to process."""
     states: Sequence[Layout]
     loss_of: Callable[[int], LossCost]
     fused: bool
     heap_below: int
     batch_size: int
-    """The largest, where partitions differ in it."""
+    """Rows of an update; the largest, where partitions differ in it."""
     the_batch: int | None
     """Rows of an update; None where partitions differ in it."""
     micro_batch: int | None
@@ -58,52 +58,52 @@ class Problem:
     boundary_tiers: tuple[str, ...]
     """Places where boundaries may wait within an update, the fastest first."""
     host_room: int
-    """Bytes of host memory that boundaries may take there."""
+    """Bytes of host memory that boundaries may take."""
     label_row: int
     """Bytes of one row's labels on the device."""
     host_budget: int = 0
     """Bytes of host memory for boundaries, homes and rows."""
     input_row: RowLayout
     row_pack: Callable[[BlockCost], RowPack]
-    """What a row of the boundary cache holds behind a block."""
+    """Layout of a row of the boundary cache after a block."""
     cuts_behind: Callable[[BlockCost], bool]
-    """Whether a partition may end with a block."""
+    """True if a partition may end with this block."""
     every_learns: bool = False
-    """Whether each partition must have something to learn: with a loss of its own, or as a part's share of the network."""
+    """True if each partition must have trainable parameters: it has a loss of its own, or is part of a subnet."""
     learns_alone: Callable[[BlockCost], bool] = lambda _: True
-    """Whether nothing else that learns passes by what a block returns."""
+    """True if no other differentiable value crosses the cut after this block."""
     train_rows: int
     test_rows: int
     saved: Plan | None = None
-    """Whose answers are to be taken again, if they fit."""
+    """A saved plan whose choices are reused if they fit."""
     contention: float = 0.0
-    """Seconds that the computation loses to a second of transfers behind it."""
+    """Slowdown of the computation, in seconds per second of overlapped transfer."""
     auto: bool = False
-    """Whether each partition may stay on the device while others stream."""
+    """True if each partition may stay on the device while others stream."""
     graph_tiers: tuple[str, ...] = ()
-    """Places where graphs may wait that do not on the device, the fastest first: host, disk."""
+    """Places for offloaded graphs, the fastest first: host, disk."""
     may_keep_heap: bool = False
-    """Whether memory of tensors that die may stay for those that come."""
+    """True if freed memory may stay in the process for later tensors."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
     pair_rows: Callable[[int], int] = lambda rows: rows
-    """Of a micro-batch, most rows of a pair of classes."""
+    """Most rows of one pair of classes in a micro-batch."""
     known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
-    """Of `cost_of`: what it has found already."""
+    """Cache of `cost_of`."""
     placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)
-    """Of `host_places`: the same."""
+    """Cache of `host_places`."""
 
     @property
     def host_tier(self) -> str:
         return "ram" if self.host_counts else "pinned"
 
     def peak(self, work: int, heap: int = 0) -> int:
-        """Of the process or device, where a partition takes `work` bytes; `heap`: beside one that is kept."""
+        """Peak of the process or device while a partition takes `work` bytes, beside a kept heap of `heap` bytes."""
         least = WARM_UP_BYTES if self.host_counts else 0
         return max(self.runtime + max(heap + work, least), self.beside(max(work, self.live_bytes)))
 
     def beside(self, nbytes: int) -> int:
-        """The same of `nbytes` and nothing else, with what is allowed for growth."""
+        """Peak of the process or device that holds `nbytes` and nothing else, with the allowance for growth."""
         return self.runtime + nbytes + (growth_beside(self.growth, nbytes) if self.host_counts else self.growth)
 
 
@@ -116,7 +116,7 @@ ALONE = Resources()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cut at one micro-batch: first block, last block and cost of every partition; and how they are run."""
+    """A cut at one micro-batch, and how its partitions are run."""
 
     micro_batch: int
     parts: Parts
@@ -124,15 +124,15 @@ class Candidate:
     keeps: frozenset[int] = frozenset()
     """Partitions that keep their graphs."""
     offloads: frozenset[int] = frozenset()
-    """Those of them whose graphs wait elsewhere than on the device."""
+    """Partitions of `keeps` whose graphs are offloaded."""
     heap: int = 0
-    """Bytes of a heap that is kept; 0: memory leaves the process when it is free."""
+    """Bytes of a kept heap; 0: freed memory leaves the process."""
     rows: Mapping[int, int] = field(default_factory=dict, hash=False)
-    """Bytes of the rows that enter a partition, of those whose rows lie in memory."""
+    """Bytes of the rows that enter a partition, for partitions whose rows lie in memory."""
     why: tuple[str, ...] = ()
-    """Of each partition, why it does what it does."""
+    """Reasons for each partition's choices."""
     seconds: float = 0.0
-    """Of one update, where that was what decided."""
+    """Seconds of one update, where the plan was chosen by them."""
 
     @property
     def heap_reason(self) -> list[str]:
@@ -141,7 +141,7 @@ class Candidate:
 
 
 def measurable(problem: Problem, micro_batch: int) -> bool:
-    """Whether the model takes so few rows at a time, and one where the division leaves one: BatchNorm refuses that.
+    """True if the model takes `micro_batch` rows, and a single one where the division leaves that: BatchNorm refuses it.
 
     Raises ModelError for the largest micro-batch, where no other would help.
     """
@@ -167,12 +167,12 @@ def measurable(problem: Problem, micro_batch: int) -> bool:
 
 
 def possible_micro_batches(problem: Problem) -> list[int]:
-    """Those of `micro_batches` that the model takes."""
+    """Returns the candidates of `micro_batches` that the model takes."""
     return [rows for rows in micro_batches(problem) if measurable(problem, rows)]
 
 
 def micro_batches(problem: Problem) -> list[int]:
-    """Candidates, largest first: the batch and its halves, or the one that was asked for."""
+    """Candidate micro-batches, largest first: the batch and its halves, or the one that was asked for."""
     if problem.micro_batch is not None:
         return [min(problem.micro_batch, problem.batch_size)]
     sizes = [problem.batch_size]
@@ -193,8 +193,8 @@ def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
 
 
 def starts_of(problem: Problem) -> list[int]:
-    """Blocks at which a partition may begin: those with parameters, if only of others. What has none stays with what it
-    follows; and what is frozen too, where every partition must learn."""
+    """Blocks at which a partition may begin: those with parameters, own or shared. A block without any joins the one before
+    it; so does a frozen one, where every partition must learn."""
     if problem.starts is not None:
         return list(problem.starts)
     costs = problem.costs_at(micro_batches(problem)[0])  # not a small one: BatchNorm refuses a single row
@@ -205,7 +205,7 @@ def starts_of(problem: Problem) -> list[int]:
 
 
 class _Grown:
-    """Costs of the partitions that begin at one block, by their last block (not included): as far as they were asked for."""
+    """Costs of the partitions that begin at one block, by their last block (not included); computed when they are needed."""
 
     def __init__(self, costs: Iterator[PartitionCost], first: int) -> None:
         self._more, self._last = costs, first
@@ -219,7 +219,7 @@ class _Grown:
 
 
 def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counted: bool = False) -> PartitionCost:
-    """Cost of blocks first..last (last not included) as one partition: as much work as it has blocks, once."""
+    """Cost of blocks first..last (last not included) as one partition. Takes time linear in its blocks, and is cached."""
     key = micro_batch, first, counted
     if key not in problem.known:
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
@@ -246,7 +246,7 @@ def parts_of(problem: Problem, micro_batch: int, starts: Sequence[int]) -> Parts
 def buffers_of(
     problem: Problem, first: int, last: int, micro_batch: int, *, reads_memory: bool = False, writes_memory: bool = False
 ) -> tuple[int, int]:
-    """(reading, writing) bytes of the boundary cache's buffers that count against the limit; less where rows lie in memory."""
+    """(reading, writing) bytes of the boundary cache's buffers that count against the limit; fewer where rows lie in memory."""
     if not problem.host_counts:
         return 0, 0
     costs, chain = problem.costs_at(micro_batch), problem.chain
@@ -266,7 +266,7 @@ def too_many(problem: Problem, count: int) -> OptionError:
 
 
 def refuse_given(problem: Problem, peak: int) -> None:
-    """Raises DoesNotFit where `peak` is what a model given alive takes, and no cut would help."""
+    """Raises DoesNotFit if a model given alive takes `peak` by itself, so that no cut would help."""
     if problem.live_bytes and peak <= problem.beside(problem.live_bytes):
         raise refused(
             f"the model was given alive, which needs {format_size(peak)}, and {left_of(problem.limit)}.\n"
@@ -291,7 +291,7 @@ def handing_of(parts: Sequence[PartitionCost]) -> BoundaryRouting:
 
 
 def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int, tiers: Tiers, tier: str) -> int:
-    """Bytes of what partitions hand to each other in one update and waits in `tier`, each tensor's rounded up to pages."""
+    """Bytes of one update's boundaries that wait in `tier`, each tensor rounded up to pages."""
     handing = handing_of(parts)
     nbytes = sum(size for number, size in handing.places(micro_batch).items() if handing.tier_of(number, tiers) == tier)
     if handing.tier_of(-1, tiers) == tier:
@@ -300,7 +300,7 @@ def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int,
 
 
 def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch: int, tier: str) -> Tiers:
-    """All boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
+    """Places all boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
     tiers, at = (tier,) * len(parts) if tier != DEVICE else (), len(parts)
     while tier == "host" and at and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.host_room:
         at -= 1
@@ -309,37 +309,37 @@ def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch:
 
 
 def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tiers: Tiers) -> int:
-    """Bytes of the piece of host memory for those that wait there."""
+    """Bytes of the piece of host memory for boundaries that wait there."""
     costs = [cost for _, _, cost in parts]
     nbytes = boundary_bytes(costs, problem.batch_size, micro_batch, tiers, "host") if "host" in tiers else 0
     return first_piece(nbytes, powers_of_two=not problem.host_counts) if nbytes else 0
 
 
 _TIED_PAGES = 16
-"""A partition's shared weights are counted together, and rounded up one by one."""
+"""Pages added for a partition's shared weights, which are counted together and rounded up one by one."""
 
 
 GraphRooms = Mapping[int, tuple[int, ...]]
-"""By partition, bytes of the host memory of each graph of those that wait there at the same time."""
+"""{partition: bytes of each of its graphs that wait in host memory at the same time}."""
 
 
 class HostPlaces(NamedTuple):
-    """What has a place in host memory beside boundaries."""
+    """The contents of the host pool beside boundaries."""
 
     nbytes: int
-    """Of a pool for all of it."""
+    """Bytes of the pool for all of them."""
     homes: frozenset[int]
-    """Partitions whose homes are all in it."""
+    """Partitions whose homes are all in the pool."""
     graphs: frozenset[int]
-    """Partitions whose graphs may wait in it."""
+    """Partitions whose graphs may wait in the pool."""
 
 
 def host_places(
     problem: Problem, parts: Parts, boundaries: int, *, states: bool, rows: int = 0, graphs: GraphRooms = MappingProxyType({})
 ) -> HostPlaces:
-    """Of `graphs`, then homes, beside `boundaries`; `rows` come behind.
+    """Places `graphs`, then homes, then `rows` (bytes) in the host budget that `boundaries` (bytes) leave.
 
-    states: whether optimizer state has a home as well, and gradients where updates wait for their norm.
+    states: True if optimizer state has a home as well, and gradients where updates wait for their norm.
     """
     if not problem.host_budget:
         return HostPlaces(0, frozenset(), frozenset())
@@ -366,17 +366,18 @@ def host_places(
 
 
 def graph_rooms(parts: Sequence[PartitionCost], partitions: Iterable[int], at_once: int) -> GraphRooms:
-    """For graphs of `partitions`, of so many micro-batches at the same time."""
+    """Host memory for graphs of `partitions`, each of `at_once` micro-batches at the same time."""
     return {p: (round_up(parts[p].graph),) * at_once for p in sorted(partitions)}
 
 
 def graphs_at_once(method: Method, batch: int, micro_batch: int) -> int:
-    """Micro-batches whose graphs of a partition wait at the same time: one where each goes through all partitions by itself."""
+    """Graphs of one partition that wait at the same time: one if each micro-batch passes through all partitions by itself,
+    otherwise one per micro-batch."""
     return 1 if method.stays else -(-batch // micro_batch)
 
 
 def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int, tiers: Tiers) -> int:
-    """Bytes of the largest tensor that one partition hands to another by way of the disk; 0: none goes there."""
+    """Bytes of the largest boundary tensor that goes by the disk; 0: none does."""
     handing = handing_of(parts)
     values = {value.number: value.nbytes_at(micro_batch) for cost in parts for value in cost.entering}
     sizes = [nbytes for number, nbytes in values.items() if handing.tier_of(number, tiers) == "disk"]
@@ -384,21 +385,22 @@ def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int, tiers: Ti
 
 
 BUFFERS = 6
-"""Of boundaries on disk: what a step reads (activation, gradient), what it leaves, what comes next, what is being written."""
+"""Buffers for boundaries on disk: what a step reads (activation, gradient), what it leaves, what comes next, what is being
+written."""
 
 
 def exchange_bytes(largest: int) -> int:
-    """Memory of the buffers of boundaries on disk, for tensors of at most `largest` bytes."""
+    """Bytes of the buffers of boundaries on disk, for tensors of at most `largest` bytes."""
     return BUFFERS * aligned_bytes(largest)
 
 
 def graph_buffer_bytes(parts: Sequence[PartitionCost], offloads: Collection[int]) -> int:
-    """Memory of the buffers through which graphs of the partitions `offloads` go elsewhere, one micro-batch at a time."""
+    """Bytes of the buffers through which graphs of the partitions `offloads` leave and return, one micro-batch at a time."""
     return GRAPH_BUFFERS * aligned_bytes(max(parts[p].graph for p in offloads)) if offloads else 0
 
 
 def sharing(problem: Problem, parts: Parts) -> set[int]:
-    """Partitions that share weights with others: who borrows them reads them from their home, which must be up to date."""
+    """Partitions that share weights with others: a borrower reads them from their home, which must be up to date."""
     of_block = {number: p for p, (first, last, _) in enumerate(parts) for number in range(first, last)}
     pairs = [(of_block[b.number], of_block[tie.owner.number]) for b in problem.chain for tie in b.tied]
     return {p for pair in pairs if pair[0] != pair[1] for p in pair}

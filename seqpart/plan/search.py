@@ -1,4 +1,4 @@
-"""Which of many ways to run a cut is the fastest that fits, and how memory that is left is spent on time."""
+"""Finds the fastest of many ways to run a cut that fits, and spends the memory that is left on saving time."""
 
 import itertools
 import math
@@ -26,27 +26,27 @@ from seqpart.plan.problem import Parts, Problem, boundary_bytes
 from seqpart.plan.simulator import Resources
 
 _REPAIRS = 800
-"""Partitions that are simulated, once each, to make a plan a little better."""
+"""Budget for refining a plan: simulated partitions, summed over simulations."""
 
 _FEW, _MORE_OF_FEW = 4, 4
-"""Of so few partitions as many times more are simulated: where one answer is a large part of the plan, more must be tried."""
+"""With at most _FEW partitions, _MORE_OF_FEW times the budget: each choice is a large part of the plan, so more are tried."""
 
 _LOOKED_AT = 2000
 """Moves that are weighed before any of them is simulated."""
 
 _RIVALS, _NEAR = 4, 1.5
-"""So many plans are made better, if they are not slower than the fastest by more."""
+"""At most _RIVALS plans are refined, those that take at most _NEAR times as long as the fastest."""
 
 _WORTH_IT = 1 / 1.02
-"""Of a plan's seconds: one with graphs or boundaries that wait elsewhere is taken where it needs less."""
+"""A plan with offloaded graphs or boundaries is taken only if it needs less than this share of the seconds."""
 
 _ROUGHLY = 1.01
-"""What was not simulated itself may take less by so much."""
+"""Tolerance for bounds: a candidate that was not simulated itself may take less than its estimate by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rough:
-    """A candidate that was not simulated itself: no plan made of it takes fewer seconds than `least`."""
+    """A candidate that was not simulated itself: no plan from it takes fewer seconds than `least`."""
 
     parts: Parts
     resources: Resources
@@ -56,11 +56,14 @@ class _Rough:
 def fastest(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
 ) -> Prediction | None:
-    """Of all that fits, with memory that is left spent. The most promising first, and none that cannot be the fastest."""
+    """Returns the fastest candidate that fits, with its spare memory spent; None if none fits.
+
+    Tries the most promising first, and none that cannot be the fastest.
+    """
     best: dict[tuple[int, Resources], Prediction] = {}
     rough = _roughly(problem, method, micro_batch, candidates, available)
     for one in sorted(rough, key=lambda one: one.least):
-        # What takes a slot, a heap or boundaries may be worth more where partitions stay: each is made better for itself.
+        # A slot, a heap or boundaries may be worth more where partitions stay: each kind of candidate is refined by itself.
         rivals = len(one.parts), one.resources
         known = min((prediction.seconds for prediction in best.values()), default=math.inf)
         if one.least >= known:
@@ -80,13 +83,13 @@ def fastest(
 
 
 def _rank(prediction: Prediction) -> float:
-    """Seconds, with what graphs and boundaries that wait elsewhere must bring before they are worth it."""
+    """Seconds for comparing plans: those with offloaded graphs or boundaries count for more, by 1 / _WORTH_IT."""
     candidate = prediction.candidate
     return prediction.seconds / (_WORTH_IT if candidate.offloads or candidate.resources.tiers else 1.0)
 
 
 def _offloading(problem: Problem, found: Prediction, available: int) -> Prediction | None:
-    """Another way to spend the memory of `found`, with graphs that do not wait on the device."""
+    """The best other way to spend the memory of `found`, with offloaded graphs; None if there is none."""
     if not problem.graph_tiers or _holds_all(found):
         return None
     now = found.candidate
@@ -96,11 +99,11 @@ def _offloading(problem: Problem, found: Prediction, available: int) -> Predicti
         return None
     options = options_of(problem, plain, offload=True)
     orders = _orders(problem, plain, options, available)
-    # Memory for partitions that stay and not for graphs: the buffers first, through which all graphs go.
+    # Memory for partitions that stay instead of kept graphs: first the buffers through which all offloaded graphs go.
     streamed = _orders(problem, plain, [option for option in options if option.kind is not Kind.KEEP], available)
     orders += [tuple(sorted(order, key=lambda option: not option.kind.away)) for order in streamed]
     others = [_filled(problem, plain, (), order, available) for order in orders]
-    # Together: one at a time each would have to find room for buffers that all share.
+    # All together: one at a time, each would have to find room for buffers that all share.
     gaining = [option for option in options if option.kind.away and option.worth(_PRICES[0]) > 0]
     for away in ([option for option in gaining if option.kind is kind] for kind in (Kind.HOST, Kind.DISK)):
         whole = carried_out(problem, plain, away)
@@ -110,7 +113,7 @@ def _offloading(problem: Problem, found: Prediction, available: int) -> Predicti
 
 
 def _holds_all(prediction: Prediction) -> bool:
-    """Whether all partitions stay, and all graphs that can be kept are, on the device: there is nothing to gain."""
+    """True if all partitions, and all graphs that can be kept, stay on the device: there is nothing to gain."""
     candidate = prediction.candidate
     graphs = len(candidate.parts) - 1 - first_that_learns(candidate.parts)
     stays = prediction.method.stays or len(candidate.resources.stays) == len(candidate.parts)
@@ -118,11 +121,11 @@ def _holds_all(prediction: Prediction) -> bool:
 
 
 _LARGEST = 3
-"""Boundaries that are tried elsewhere where all of them wait on the device."""
+"""Number of boundaries that are tried off the device, one at a time, where all of them wait on the device."""
 
 
 def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
-    """`found` with one of its largest boundaries elsewhere, which makes room for other answers. Candidates have all or none."""
+    """`found` with one of its largest boundaries offloaded, to make room for other options. Candidates offload all or none."""
     now, elsewhere = found.candidate, [tier for tier in problem.boundary_tiers if tier != DEVICE]
     costs = [cost for _, _, cost in now.parts]
     few = len(costs) <= _FEW
@@ -142,7 +145,7 @@ def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> I
 
 
 def _spent_anew(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
-    """Its memory spent anew, with one slot and with two: where partitions are few, each is a large part of the plan."""
+    """Spends the memory of `found` anew, with one slot and with two: with few partitions each is a large part of the plan."""
     now = found.candidate
     for slots in {len(now.parts)} if found.method.stays else {1, 2}:
         resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=slots)
@@ -152,7 +155,7 @@ def _spent_anew(problem: Problem, found: Prediction, available: int) -> Iterator
 
 
 def _with_graphs(problem: Problem, best: Prediction, available: int) -> Prediction:
-    """One graph more of those that fit, though bytes that add up leave no room for it."""
+    """`best`, or a faster plan with one more kept graph, which may fit though the sum of bytes says that it does not."""
     now = best.candidate
     others = [p for p in range(first_that_learns(now.parts), len(now.parts) - 1) if p not in now.keeps]
     more = (predict(problem, best.method, now.micro_batch, now.parts, now.resources, now.keeps | {p}) for p in others)
@@ -160,15 +163,15 @@ def _with_graphs(problem: Problem, best: Prediction, available: int) -> Predicti
 
 
 _PRICES = (0.1, 0.4, 1.0)
-"""Of a second of transfers, in seconds of computing: nearly hidden behind it, in part, not at all."""
+"""Price of a second of transfers, in seconds of computing: nearly hidden by it, in part, not at all."""
 
 
 def _orders(problem: Problem, plain: Prediction, options: Sequence[Option], available: int) -> list[tuple[Option, ...]]:
-    """Those that save time, at each price: first the best ones that fit where bytes add up, each by the time saved a byte."""
+    """Orders of the options that save time, one per price: the knapsack's choice first, then by seconds saved per byte."""
 
     def ordered(price: float) -> tuple[Option, ...]:
         alone = dict(zip(increments(options), options, strict=True))
-        # Of equal ones the last comes first: its graph is there for the shortest time.
+        # Among equals the last partition comes first: its graph is there for the shortest time.
         order = sorted(alone, key=lambda option: (-option.worth(price) / max(1, option.nbytes), -option.partition))
         gaining = [option for option in order if option.worth(price) > 0]
         best = _knapsack(problem, plain, gaining, available, price)
@@ -178,7 +181,7 @@ def _orders(problem: Problem, plain: Prediction, options: Sequence[Option], avai
 
 
 _BUCKETS = 128
-"""In which a knapsack counts memory."""
+"""Units into which the knapsack divides memory."""
 
 
 def _knapsack(problem: Problem, plain: Prediction, options: Sequence[Option], available: int, price: float) -> "set[Option]":
@@ -200,7 +203,7 @@ def _knapsack(problem: Problem, plain: Prediction, options: Sequence[Option], av
 def _roughly(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
 ) -> Iterator[_Rough]:
-    """Candidates that may fit, with a kept heap and without: one is simulated for all that differ in slots and heap alone."""
+    """Candidates that may fit, with a kept heap and without; those that differ in slots and heap alone share a simulation."""
     simulated: dict[tuple[tuple[int, ...], Tiers], tuple[Prediction, int]] = {}
     for parts, resources in candidates:
         if least_peak(problem, method, micro_batch, parts, resources) > available:
@@ -225,14 +228,14 @@ def _slots(parts: Parts, resources: Resources) -> int:
 
 
 def _least(problem: Problem, plain: Prediction, resources: Resources, left: int) -> float:
-    """Seconds that no way to spend the bytes `left` gets below: on computing alone, or on transfers alone."""
+    """Lower bound of the seconds, however the `left` bytes are spent: all on computing, or all on transfers."""
     parts = plain.candidate.parts
     share = min(1.0, *(cost.kept_share for _, _, cost in parts)) if resources.keeps_heap else 1.0
-    # Boundaries on the device make it another candidate, which is looked at itself.
+    # Boundaries on the device make another candidate, which has a bound of its own.
     options = [option for option in increments(options_of(problem, plain)) if option.kind is not Kind.NEAR]
-    if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # one behind the other
+    if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # nothing overlaps
         return plain.moving * (1 + problem.contention) + share * plain.computing
-    # All graphs that are kept are there at the last partition's backward, which need not be where most is needed.
+    # All kept graphs are there at the last partition's backward, which need not be where the peak is.
     at_end = least_at_end(problem, plain.method, plain.candidate.micro_batch, parts, resources)
     room = left + max(0, plain.working - at_end)
     computing = plain.computing - most_saved(((o.compute, o.takes(resources)) for o in options), room)
@@ -241,7 +244,7 @@ def _least(problem: Problem, plain: Prediction, resources: Resources, left: int)
 
 
 def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resources]]) -> Prediction | None:
-    """Of all methods, micro-batches and cuts the one that takes least, looked at in the order of what each takes at least."""
+    """Returns the prediction with the lowest peak of all `ways`, tried in the order of their least peaks."""
     best: Prediction | None = None
     bounds = ((least_peak(problem, *way), way) for way in ways)
     for least, way in sorted(bounds, key=lambda bound: bound[0]):
@@ -253,10 +256,10 @@ def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resou
 
 
 def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Prediction]:
-    """Memory that is left, spent on partitions that stay and on kept graphs: a knapsack, priced at several rates of exchange.
+    """Spends the memory left by `plain` on partitions that stay and on kept graphs: a knapsack, at several prices.
 
-    The time of an update is the larger of computing and of transfers, in part behind each other, so what a second of transfers
-    is worth is not known beforehand.
+    Computing and transfers overlap in part, and an update takes about the longer of the two, so what a second of transfers is
+    worth is not known beforehand.
     """
     options = options_of(problem, plain)
     orders = _orders(problem, plain, options, available)
@@ -274,7 +277,7 @@ def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Predi
 def _filled(
     problem: Problem, plain: Prediction, chosen: Sequence[Option], options: Sequence[Option], available: int
 ) -> Prediction:
-    """As many of `options`, in their order, as fit behind those that `plain` has chosen."""
+    """`plain` with `chosen` and as many of `options`, in their order, as fit beside them."""
     best, taken = plain, tuple(chosen)
     while more := _packed(problem, best, taken, options, available):
         while more and (tried := carried_out(problem, plain, (*taken, *more))).peak > available:
@@ -286,7 +289,7 @@ def _filled(
 
 
 def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int], int]:
-    """(bytes that are left while each partition works, partitions from its own on behind which a kept graph takes room)."""
+    """(bytes left while each partition works, offset from a partition to the first one beside which its kept graph counts)."""
     candidate = now.candidate
     per_byte = heap_bytes(1) if candidate.resources.keeps_heap else 1
     others_wait = not now.method.stays and candidate.micro_batch < problem.batch_size  # graphs of other micro-batches
@@ -296,8 +299,8 @@ def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int]
 def _packed(
     problem: Problem, now: Prediction, taken: Sequence[Option], options: Sequence[Option], available: int
 ) -> list[Option]:
-    """Those of `options` beside `taken`, in their order, that fit where bytes add up: what stays while all partitions work, and
-    a kept graph from its own forward pass to its backward pass, so while later partitions work."""
+    """Options beside `taken`, in their order, that fit by the sum of bytes: what stays counts while all partitions work, a kept
+    graph from its own forward pass to its backward pass, so while later partitions work."""
     left, behind = _rooms(problem, now, available)
     chosen = {kind: {o.partition: o for o in taken if o.kind is kind} for kind in Kind}
     packed: list[Option] = []
@@ -316,9 +319,9 @@ def _packed(
 
 
 def refined(problem: Problem, best: Prediction, available: int, repairs: int) -> Prediction:
-    """`best` with one option more, or one or two in the place of another, as long as that makes it faster and fits.
+    """Improves `best` by moves (see `_moves`: an option added, or exchanged) as long as one fits and is faster.
 
-    In simulations of so many partitions together that their time does not grow with the number of partitions.
+    Simulates about `repairs` partitions in all, so that its time does not grow with the number of partitions.
     """
     count = len(best.candidate.parts)
     left = around = (repairs * _MORE_OF_FEW if count <= _FEW else repairs) // count if count > 1 else 0
@@ -348,8 +351,8 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
 
 
 def _around(problem: Problem, best: Prediction, options: Sequence[Option], available: int, count: int) -> Prediction:
-    """The best of `count` plans that begin with one or two options and are filled with others: bytes do not add up where
-    the largest partition stays, which then needs no slot."""
+    """The best of `best` and `count` plans that begin with one or two options and are filled with others. It finds what sums
+    of bytes miss: if the largest partition stays, the slot shrinks."""
     found, plain = [best], carried_out(problem, best, ())
     order = sorted(options, key=lambda option: -option.worth(1.0) / max(1, option.nbytes))
     starts = (start for size in (1, 2) for start in itertools.combinations(order, size))
@@ -363,7 +366,7 @@ def _around(problem: Problem, best: Prediction, options: Sequence[Option], avail
 def _promising(
     chosen: Sequence[Option], others: Sequence[Option], resources: Resources, room: int, count: int
 ) -> "Iterator[tuple[_Chosen, _Chosen]]":
-    """At most `count` moves that save seconds of some kind: those that fit where bytes add up, then others."""
+    """At most `count` moves that save seconds of some kind: first those that fit by the sum of bytes, then others."""
     seldom: list[tuple[_Chosen, _Chosen]] = []
     for out, come in itertools.islice(_moves(chosen, others), _LOOKED_AT):
         computing = sum(o.compute for o in come) - sum(o.compute for o in out)
@@ -384,7 +387,7 @@ _Chosen = tuple[Option, ...]
 
 
 def _moves(chosen: Sequence[Option], others: Sequence[Option]) -> Iterator[tuple[_Chosen, _Chosen]]:
-    """(what goes, what comes), the most promising first."""
+    """Moves (options removed, options added), the most promising first."""
     others = sorted(others, key=lambda option: -option.worth(1.0))
     chosen = sorted(chosen, key=lambda option: option.worth(1.0))
     yield from (((), (option,)) for option in others)

@@ -1,4 +1,4 @@
-"""The plan of `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few; or why none does."""
+"""Plans `sil`: the fewest partitions that fit, at the largest micro-batch that allows so few; or why nothing fits."""
 
 import itertools
 from bisect import bisect_right
@@ -36,9 +36,9 @@ SMALLEST_EASY_MICRO_BATCH = 32
 
 
 def choose_cut(problem: Problem, told: PlanWording = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
-    """For `sil`: fewest partitions that fit, at the largest micro-batch that reaches so few. Raises DoesNotFit, in words.
+    """The fewest partitions that fit, at the largest micro-batch that allows so few. Raises DoesNotFit that says why.
 
-    Cut, if that does, only where nothing that learns passes by what is judged: of the rest no loss says anything.
+    If possible, cuts only where no other differentiable value crosses: a partition's loss judges one value alone.
     """
     alone = replace(problem, cuts_behind=lambda cost: problem.cuts_behind(cost) and problem.learns_alone(cost))
     best = _fewest(alone)
@@ -51,7 +51,7 @@ def choose_cut(problem: Problem, told: PlanWording = AS_ASKED) -> tuple[Candidat
 
 
 def _fewest(problem: Problem) -> Candidate | None:
-    """The best of those that fit."""
+    """The best candidate that fits, over micro-batches."""
     found: list[Candidate] = []
     for micro_batch in micro_batches(problem):
         if found and (micro_batch < SMALLEST_EASY_MICRO_BATCH or len(found[-1].parts) <= _least_count(problem, micro_batch)):
@@ -65,7 +65,7 @@ def _fewest(problem: Problem) -> Candidate | None:
 
 
 def _least_count(problem: Problem, micro_batch: int) -> int:
-    """Partitions that there must be at any micro-batch: what each holds when it is updated does not hang on that."""
+    """Least number of partitions at any micro-batch: what a partition holds during an update does not depend on that."""
     if problem.count is not None or problem.starts is not None:
         return problem.count or len(problem.starts or ())
     whole = cost_of(problem, micro_batch, 0, len(problem.chain))
@@ -73,7 +73,7 @@ def _least_count(problem: Problem, micro_batch: int) -> int:
 
 
 def _held(cost: PartitionCost) -> int:
-    """Bytes of a partition that is updated: the least that it takes."""
+    """Least bytes of a partition, held while it is updated."""
     return cost.slot + cost.gradients
 
 
@@ -110,10 +110,10 @@ def _fits_whole(problem: Problem, micro_batch: int, available: int) -> bool:
 
 
 def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int], available: int) -> Iterator[Piece]:
-    """Those that fit, as far as a longer one needs more: found by bisection, so that few are simulated, and far fewer are
-    looked at than there are. ends: where one may end.
+    """Partitions from `first` on that fit, if a longer one needs more: found by bisection, so that few are simulated.
+    ends: blocks (not included) at which one may end.
 
-    Balanced by what is counted: the cut decides what is learned, and must not hang on what a real run happened to take.
+    Balanced by counted bytes: the cut decides what is learned, and must not depend on what a real run happened to take.
     """
     room = _room(problem, available)
     costs = ((last, cost_of(problem, micro_batch, first, last)) for last in ends)
@@ -126,12 +126,12 @@ def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int],
 
 
 def _row_behind(problem: Problem, last: int) -> int:
-    """Bytes of a row of what is judged behind the block before `last`: by a mask beside it no cut is better or worse."""
+    """Bytes of a row of the value that is judged after block `last` - 1; a mask beside it does not make a cut worse."""
     return problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).judged_bytes
 
 
 def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
-    """Of the process or device while `sil` trains this partition and makes the next one's rows with it."""
+    """Peak of the process or device while `sil` trains this partition and makes the next one's rows with it."""
     return max(peaks_by_partition(problem, *_alone(problem, part, micro_batch)))
 
 
@@ -143,13 +143,13 @@ def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, S
         train_rows=rows, test_rows=min(problem.test_rows, micro_batch), shuffle=False,
         partitions=(one,) if part[1] == len(problem.chain) else (one, one),
     )  # fmt: skip
-    phases = Phases(sil_phases(work).stretches[:1])  # of an inner partition with what makes rows of its outputs
+    phases = Phases(sil_phases(work).stretches[:1])  # an inner partition's with the phase that makes rows of its outputs
     walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
     return Candidate(micro_batch, (part,)), walked, predicted_steps
 
 
 def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candidate:
-    """`candidate` of `sil` with a heap that is kept for the whole run, where there is memory for that."""
+    """`candidate` with a heap that is kept for the whole run, if there is memory for it."""
     if not problem.may_keep_heap:
         return candidate
     simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
@@ -191,7 +191,7 @@ def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, st
             return best
     worst: tuple[PartitionCost, str, int] | None = None
     for first in starts_of(problem):
-        for last, cost in costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used behind the loop)
+        for last, cost in costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used after the loop)
             if cost.trainable:
                 break
         peak = _peak_alone(problem, (first, last, cost), micro_batch)
@@ -202,7 +202,7 @@ def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, st
 
 
 def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
-    """With the number of partitions given: the least limit under which some cut of so many fits, by bisection."""
+    """Largest need of a cut into `count` partitions, at the least limit under which one fits, found by bisection."""
     low, high = problem.runtime, problem.runtime
     high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in problem.costs_at(micro_batch)) + (1 << 30)
     if _cut_at(problem, micro_batch, high) is None:

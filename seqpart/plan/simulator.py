@@ -1,6 +1,6 @@
-"""What a schedule will do to memory, links and the clock, from the blocks' costs alone. Ints in, ints out.
+"""Predicts memory, traffic and time of a schedule from the blocks' costs alone. Ints in, ints out.
 
-The planner asks it which cut fits and how long it takes; a test runs the same steps for real and compares the two,
+The planner uses it to see which cut fits and how long it takes; a test runs the same steps for real and compares the two,
 step by step.
 """
 
@@ -20,15 +20,15 @@ from seqpart.store.graph_ranges import GRAPH_BUFFERS
 
 
 class Disk:
-    """What it does at a time: who asked first is served first, others in the gaps."""
+    """A disk that serves one request at a time: in the order of the calls, later calls also in the gaps."""
 
     def __init__(self) -> None:
         self._busy: list[tuple[float, float]] = []
-        """From when to when, in order."""
+        """Busy intervals (begin, end), in order."""
 
     def serve(self, begins: float, seconds: float) -> float:
-        """When `seconds` of work are over that may begin at `begins`."""
-        if not self._busy or self._busy[-1][0] <= begins:  # behind all others, as most are
+        """Returns the time at which `seconds` of work end that may begin at `begins`."""
+        if not self._busy or self._busy[-1][0] <= begins:  # after all others, as most are
             last = self._busy.pop() if self._busy and self._busy[-1][1] >= begins else (begins, begins)
             self._busy.append((last[0], last[1] + seconds))
             return last[1] + seconds
@@ -44,40 +44,40 @@ class Disk:
         return ends
 
     def forget(self, before: float) -> None:
-        """Nobody asks for anything that begins earlier."""
+        """Drops intervals that end before `before`: no later request begins earlier."""
         while self._busy and self._busy[0][1] < before:
             del self._busy[0]
 
 
 class Clock:
-    """When steps end: loads go ahead of the computation as far as there are slots, saves go on behind it."""
+    """Computes when steps end: loads are prefetched as far as there are slots, and saves overlap with the computation."""
 
     def __init__(
         self, slots: int, stays: frozenset[int], *, at_host: frozenset[int] = frozenset(),
         graphs_at_host: frozenset[int] = frozenset(), boundaries_on_disk: bool = True,
         slotless: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """at_host, graphs_at_host: partitions whose homes and graphs do not go by the disk. slotless: those that take a slot
-        for their optimizer state alone."""
+        """at_host, graphs_at_host: partitions whose homes and graphs are in host memory, not on the disk. slotless: partitions
+        that take a slot for their optimizer state alone."""
         self._free, self._stays, self._slotless, self._taken = [0.0] * slots, stays, slotless, set[int]()
         self._at_host, self._graphs_at_host, self._boundaries_on_disk = at_host, graphs_at_host, boundaries_on_disk
         self._disk = Disk()
         self._ready: dict[int, float] = {}
         self._whole: dict[int, float] = {}
-        """When each partition's weights are there, and when its optimizer state is."""
+        """Times at which each partition's weights (`_ready`) and its optimizer state (`_whole`) are loaded."""
         self._computing = self._reading = self._writing = 0.0
         self._graph_buffers = [0.0] * GRAPH_BUFFERS
-        """When each is free."""
+        """Times at which the buffers are free."""
 
     def take(self, step: Step, seconds: float, graph: float, boundary: float, times: int, first: float = 1.0) -> float:
-        """When `step` ends, which stands for `times` equal ones, of `seconds` each. first: of a load, the share of weights.
+        """Returns the time at which `step` ends, which stands for `times` equal ones of `seconds` each.
 
-        graph: seconds that a graph takes from FORWARD to where it waits, or from there to BACKWARD; boundary: that what
-        is handed on takes.
+        graph: seconds to offload a graph after FORWARD, or to bring it back for BACKWARD. boundary: seconds to write the
+        boundary that the step leaves. first: for LOAD, the share of the time that weights take.
         """
         p = step.partition
         by_disk = p not in self._at_host
-        if step.verb in AT_HOME:  # homes are read that others have written
+        if step.verb in AT_HOME:  # they read homes that other steps have written: nothing overlaps
             self._computing = self._reading = self._writing = max(self._computing, self._reading, self._writing) + seconds
             return self._computing
         if step.verb is Verb.LOAD:
@@ -113,7 +113,7 @@ class Clock:
             begins = max(begins, buffer)
         self._computing = begins + times * seconds
         written = boundary + (graph if leaves else 0.0)
-        if written:  # behind the first one all others may still have to be written, and behind the last one that alone
+        if written:  # after the first one all others may still have to be written, and after the last one that alone
             by_disk = (boundary > 0 and self._boundaries_on_disk) or (graph > 0 and leaves and graph_by_disk)
             moved = self._moved(max(self._writing, begins + seconds), times * written, by_disk)
             self._writing = max(moved, self._computing + written)
@@ -123,57 +123,57 @@ class Clock:
 
 
 REQUEST_SECONDS = 3e-4
-"""Of one write or read of the disk, beside its bytes, with the hand-over to a thread."""
+"""Seconds of one write or read of the disk beside its bytes, with the hand-over to a thread."""
 
 
 _MOVES = {Verb.LOAD, Verb.DROP, *AT_HOME}
 
 
 class PredictedStep(NamedTuple):
-    """One step predicted: bytes beyond the runtime and the fixed buffers, traffic of the disk, seconds, and when it ends."""
+    """Prediction for one step: bytes beyond the runtime and the fixed buffers, disk traffic, seconds, and when it ends."""
 
     step: Step
     before: int
     peak: int
     after: int
     slots: int
-    """Of all three, bytes of the buffers in which partitions lie."""
+    """Bytes of the partitions' slots, included in the three above."""
     bytes_read: int
     bytes_written: int
     seconds: float
     moving: float
-    """Seconds of transfers behind the computation."""
+    """Seconds of transfers, which may overlap with the computation."""
     ends: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """What a plan grants a schedule beside the partitions' own work."""
+    """Resources that a plan grants to a schedule, beside memory for the partitions' own work."""
 
     slots: int = 1
     """Buffers that partitions use in turn."""
     stays: frozenset[int] = frozenset()
-    """Partitions that have a slot of their own, and stay in it."""
+    """Partitions that stay in a slot of their own."""
     weights_stay: frozenset[int] = frozenset()
-    """Partitions whose weights do, while their optimizer state comes and goes."""
+    """Partitions whose weights stay, while their optimizer state comes and goes."""
     tiers: Tiers = ()
-    """Of boundaries."""
+    """Tier of each partition's boundary; () if all wait on the device."""
     borrows: bool = True
-    """Whether a partition brings the homes of weights that it shares; where all partitions stay, they are there."""
+    """True if a partition loads the shared weights that it borrows; where all partitions stay, they are there."""
     label_row: int = 0
     """Bytes of one row's labels, which wait on the device from the first partition's forward to the last one's backward."""
     gradients_room: bool = False
-    """Whether gradients may have to wait in the slot."""
+    """True if the slot must have room for gradients."""
     at_host: frozenset[int] = frozenset()
     """Partitions whose homes are in host memory, and come and go by the device's link instead of the disk."""
     graphs_at_host: frozenset[int] = frozenset()
-    """Partitions whose graphs wait in host memory, where they do not wait on the device: those of others are on the disk."""
+    """Partitions whose graphs are offloaded to host memory; other offloaded graphs go to the disk."""
     graph_buffers: int = 0
-    """Bytes of the buffers through which graphs go there; saved tensors are used where they lie in them."""
+    """Bytes of the buffers through which graphs are offloaded; saved tensors are used in place in them."""
     parting: Parting | None = None
-    """Of homes that are cut into those of parts, and put back."""
+    """Sizes for splitting homes into those of subnets and merging them; None without subnets."""
     keeps_heap: bool = False
-    """Whether memory of tensors that die stays for those that come. See [Note: a kept heap] in device/heap.py."""
+    """True if freed memory stays in the process for later tensors. See [Note: a kept heap] in device/heap.py."""
 
     @property
     def at_once(self) -> int:
@@ -182,7 +182,7 @@ class Resources:
 
 
 class Simulator:
-    """Takes the steps of a schedule one by one. A single slot grows to its largest partition so far and never shrinks."""
+    """Predicts the steps of a schedule one by one. A single slot grows to its largest partition so far and never shrinks."""
 
     def __init__(
         self, phases: Sequence[Phase], partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources | None = None,
@@ -190,9 +190,9 @@ class Simulator:
     ) -> None:  # fmt: skip
         self._phases, self._partitions, self._speeds = phases, partitions, speeds
         self._stands_for = stands_for or {}
-        """How many equal micro-batches one stands for, by (phase, micro-batch). See schedule/pieces.py."""
+        """Number of equal micro-batches that one stands for, by (phase, micro-batch). See schedule/pieces.py."""
         self._alike = 1
-        """Of these, how many are held at once."""
+        """Number of these that are held at once."""
         self._resources = resources = resources or Resources()
         shared = sorted((self._in_slot(p) for p in range(len(partitions)) if p not in resources.stays), reverse=True)
         self._own = sum(partitions[p].slot for p in resources.stays)
@@ -201,20 +201,21 @@ class Simulator:
         self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
         self._handing = BoundaryRouting([part.entering for part in partitions], [part.leaving for part in partitions])
         self._held: dict[tuple[str, int, int], int] = {}
-        """Bytes on the device by (kind, partition or value, micro-batch): gradients of weights and kept graphs; values that
-        partitions hand to each other, and gradients of those that several take."""
+        """Bytes on the device by (kind, partition or value, micro-batch): gradients of weights, kept graphs, boundary values,
+        and gradients of values that several partitions take."""
         self._sum = 0
-        """Of all that is held."""
+        """Sum of all bytes held."""
         self._changed: set[int] = set()
+        """Partitions that were updated, and not dropped since."""
         self._unsaved: set[int] = set()
-        """Partitions whose weights stay, and are newer than their homes."""
+        """Partitions whose weights stay on the device, and are newer than their homes."""
         self._filled: set[int] = set()
-        """Those of them that were loaded once."""
+        """Partitions whose weights stay and were loaded already."""
         self._stored: set[int] = set()
         """Partitions that have optimizer state at home."""
         self.progress = Progress(phases, start)
         self._first = 1.0
-        """Of a load, the share that the computation waits for: weights, and not what the optimizer step needs."""
+        """Share of the last load that the computation waits for: weights, and not what the optimizer step needs."""
         self._clock = Clock(
             resources.slots, resources.stays, at_host=resources.at_host, graphs_at_host=resources.graphs_at_host,
             boundaries_on_disk="disk" in resources.tiers,
@@ -252,7 +253,7 @@ class Simulator:
         )  # fmt: skip
 
     def _graph_seconds(self, step: Step) -> float:
-        """Of a graph's way to where it waits, behind its forward pass, or back before its backward pass."""
+        """Seconds to offload a graph after its forward pass, or to bring it back before its backward pass."""
         if not self._phases[step.phase].offloads_graph(step.partition) or step.verb not in (Verb.FORWARD, Verb.BACKWARD):
             return 0.0
         graph, speeds, leaves = self._partitions[step.partition].graph, self._speeds, step.verb is Verb.FORWARD
@@ -261,7 +262,7 @@ class Simulator:
         return REQUEST_SECONDS + graph / (speeds.write if leaves else speeds.read)
 
     def _boundary_seconds(self, step: Step) -> float:
-        """Of what a step leaves off the device for another partition, written behind the computation."""
+        """Seconds to write the offloaded boundary that a step leaves for another partition; overlaps with the computation."""
         phase, p, part = self._phases[step.phase], step.partition, self._partitions[step.partition]
         if not self._resources.tiers or phase.kind is not PhaseKind.TRAIN:
             return 0.0
@@ -272,12 +273,12 @@ class Simulator:
         return 0.0
 
     def _away(self, values: Sequence[Value], disk: float, link: float) -> float:
-        """Seconds of the way of those that do not wait on the device, at the rate of the disk or of the link."""
+        """Seconds to move the `values` that wait off the device, at the rate of the disk or of the link."""
         by_disk, by_link = self._waiting(values, "disk"), self._waiting(values, "host")
         return (REQUEST_SECONDS + by_disk / disk if by_disk else 0.0) + by_link / link
 
     def _waiting(self, values: Sequence[Value], tier: str) -> int:
-        """Bytes of those that wait there."""
+        """Bytes of the `values` that wait in `tier`."""
         return sum(value.nbytes for value in values if self._handing.tier_of(value.number, self._resources.tiers) == tier)
 
     def _in_slot(self, p: int) -> int:
@@ -334,7 +335,7 @@ class Simulator:
         return 0, 0, 0 if near else written, written / (self._speeds.down if near else self._speeds.write)
 
     def _part(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
-        """SPLIT reads the whole's homes and writes those of its parts; MERGE reads both, and writes the whole's."""
+        """SPLIT reads the homes of the whole and writes those of its parts; MERGE reads both and writes those of the whole."""
         assert self._resources.parting is not None
         whole, parts = self._resources.parting.homes[step.partition]
         if self._resources.slots == 1:
@@ -433,12 +434,13 @@ class Simulator:
         return self._speeds.computing(part, min(rows, part.rows), forward=forward, backward=backward, keeps_heap=keeps_heap)
 
     def _hand_down(self, p: int, m: int) -> int:
-        """Bytes of gradients that p takes: of what it gave, and of what others took behind it too; the last one takes none."""
+        """Frees the gradients that p takes and returns their bytes: of values that it gave, and of values that later partitions
+        took as well. The last partition takes none."""
         given, again = self._partitions[p].leaving, self._handing.taken_again(p)
         return self._free_values(given, m) + sum(self._free("gradient", value.number, m) for value in (*given, *again))
 
     def _pass_down(self, p: int, lowest: int, m: int) -> None:
-        """What partition p took is its gradient now, where others are to learn by it; both wait where others took it too."""
+        """Replaces the values that p took by their gradients, where lower partitions learn; keeps both if others took them."""
         for value in self._partitions[p].entering:
             wanted = self._handing.wants_gradient(value, lowest)
             if not self._handing.is_first_user(p, value, lowest):
@@ -454,7 +456,8 @@ class Simulator:
         return sum(self._held.get(("boundary", value.number, m), 0) for value in values)
 
     def _entered(self, phase: Phase, p: int, part: PartitionCost, m: int) -> int:
-        """Bytes held of what enters, counted in the step's own peak too. Of rows that wait for other pairs it has copies."""
+        """Bytes held of the entering boundary that the step's own peak counts too; 0 for rows that wait for other pairs, which
+        the step copies."""
         return 0 if phase.keeps_rows(p) else self._one_boundary(part, m)
 
     def _hold_values(self, values: Sequence[Value], m: int, rows: int | None = None) -> None:
@@ -466,7 +469,7 @@ class Simulator:
         return sum(self._free("boundary", value.number, m) for value in values)
 
     def _hold(self, kind: str, p: int, m: int, nbytes: int, number: int) -> None:
-        """If what it belongs to, value `number`, waits on the device."""
+        """Holds `nbytes` if value `number`, which they belong to, waits on the device."""
         if self._handing.tier_of(number, self._resources.tiers) == DEVICE:
             self._keep(kind, p, m, nbytes)
 
@@ -479,9 +482,10 @@ class Simulator:
 def simulate(
     phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources
 ) -> tuple[list[Phase], list[PredictedStep], float]:
-    """(phases walked through, predicted steps, seconds of the whole run): the first updates of a pass, and its last.
+    """Returns (phases simulated, predicted steps, seconds of the whole run). Only the first updates of a pass, and its last,
+    are simulated.
 
-    Passes that differ in nothing but the epoch are walked through twice and counted.
+    Passes that differ in nothing but the epoch are simulated twice and counted.
     """
     short, more, stands_for = shortened(phases)
     simulator = Simulator(short, partitions, speeds, resources, stands_for=stands_for)

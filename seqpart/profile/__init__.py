@@ -1,1 +1,1 @@
-"""What blocks and partitions cost, counted on fake tensors or measured, and what the machine does per second."""
+"""Costs of blocks and partitions, counted on fake tensors or measured, and speeds of the machine."""

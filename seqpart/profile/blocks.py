@@ -1,8 +1,8 @@
-"""What each block costs in bytes and operations, found without allocating any of it.
+"""Finds what each block costs in bytes and operations, without allocating any of it.
 
-A block runs forward and backward on fake tensors: shapes and types without memory. A dispatch mode watches storages
-be born and die, so every live byte between the operations is counted exactly; what a kernel takes inside one
-operation is not seen, and belongs to the plan's margin.
+A block runs forward and backward on fake tensors: shapes and types without memory. A dispatch mode watches storages being made
+and freed, so every live byte between the operations is counted exactly; a kernel's workspace inside one operation is not seen,
+and belongs to the plan's margin.
 """
 
 import logging
@@ -39,40 +39,40 @@ from seqpart.store.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """Bytes of one block for one micro-batch; every figure is a whole number of bytes."""
+    """Costs of one block for one micro-batch, in whole bytes."""
 
     layout: Layout
     trainable: tuple[str, ...]
     gradient_layout: Layout
-    """Of its gradients, where they wait at home for their norm."""
+    """Layout of its gradients, where they wait at home for their norm."""
     gradients: int
     held: int
-    """Of tensors in plain attributes (what old-style weight_norm computes): nobody but the module frees them."""
+    """Bytes of tensors in plain attributes (what old-style weight_norm computes), which only the module frees."""
     frozen: int = 0
-    """Numbers in its parameters that do not learn."""
+    """Number of frozen weights."""
     buffers: int
-    """Bytes of what is not a parameter: an update keeps a copy, in case it has to be done again."""
+    """Bytes of its buffers: an update keeps a copy, in case it has to be done again."""
     changing: tuple[str, ...] = ()
-    """Their names. Whether a mask is one that stays the same cannot be known: it may be written at some updates alone."""
+    """Names of all buffers: a mask that seems constant may be written at some updates alone."""
     tests_change: bool = False
-    """Whether it changes some in evaluation too."""
+    """True if it changes buffers in evaluation too."""
     writes_late: bool = False
-    """Whether a kernel writes into what autograd has saved by then: its graph stays on the device."""
+    """True if a kernel writes into tensors that autograd has already saved: its graph has to stay on the device."""
     forward_peak: int
     """Most bytes alive while it runs forward with a graph, beyond those before it."""
     saved: int
-    """Bytes alive when it has run: what autograd saved, and its output."""
+    """Bytes alive after its forward pass: what autograd saved, and its output."""
     saved_alone: int
-    """The same without the output, unless autograd saved that too."""
+    """Bytes alive after its forward pass without the output, unless autograd saved that too."""
     saved_sizes: tuple[int, ...]
     """Each storage among `saved`. See [Note: the heap] in profile/partition.py."""
     untouched: int = 0
     untouched_peak: int = 0
-    """Bytes that are reserved and not held, beside `saved` (two thirds of an LSTM's workspace), and while it runs."""
+    """Bytes reserved but not touched, beside `saved` (two thirds of an LSTM's workspace), and while it runs."""
     backward_peak: int
     """Most bytes alive while it runs backward, beyond those before; its gradients are among them."""
     accumulate_peak: int
-    """The same when its gradients exist already and a second micro-batch is added to them."""
+    """Most bytes alive while it runs backward when its gradients exist already and a second micro-batch is added to them."""
     inference_peak: int
     """Most bytes alive while it runs forward without a graph."""
     takes: tuple[Value, ...]
@@ -81,15 +81,15 @@ class BlockCost:
     """Floating point operations of one forward pass."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    """Of a real run with as many rows; 0 where there was none."""
+    """Seconds of a real run with as many rows; 0 where there was none."""
     kept_seconds: float = 0.0
-    """Of both, where memory that is free stays for what comes: see device/heap.py."""
+    """Seconds of both with a kept heap: see device/heap.py."""
     borrows: "tuple[BlockCost, ...]" = ()
-    """Earlier blocks whose parameters it uses too: their homes come along where they are in another partition."""
+    """Earlier blocks whose parameters it uses too: their homes are loaded with it if they are in another partition."""
     tied: int = 0
     """Bytes of those parameters."""
     lent: int = 0
-    """Of its own that later blocks use too, once for each of them."""
+    """Bytes of its own parameters that later blocks use too, once for each of them."""
     writes: frozenset[int] = frozenset()
     """Values that it takes and changes in place, as ReLU(inplace=True) does."""
     passes: tuple[tuple[int, int], ...] = ()
@@ -109,12 +109,12 @@ class BlockCost:
 
     @property
     def result(self) -> Value:
-        """What a loss behind it judges: the last of what it gives through which a gradient comes back."""
+        """The value that a loss after it judges: the last differentiable one that it gives."""
         return next((value for value in reversed(self.gives) if value.learns), self.gives[-1])
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Of one row of its result."""
+        """Shape of one row of its result."""
         return self.result.shape[1:]
 
     @property
@@ -126,7 +126,7 @@ def measure_chain(
     chain: Chain | Sequence[Block], input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
     dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None,
 ) -> tuple[BlockCost, ...]:  # fmt: skip
-    """Costs of every block for micro-batches of `batch` rows of `input_shape` and `dtype`, each run under `autocast`.
+    """Measures every block for micro-batches of `batch` rows of `input_shape` and `dtype`, each run under `autocast`.
 
     Raises DataError where the rows do not suit the first block, ModelError where one block's output does not suit
     the next; the message names the block and the shapes.
@@ -161,7 +161,7 @@ def measure_chain(
 
 
 def _lending(chain: Chain | Sequence[Block], costs: Sequence[BlockCost]) -> list[BlockCost]:
-    """The same, with what blocks lend each other. Each is a value of its own, told from others by identity."""
+    """Fills in `lent` and `borrows` of all blocks. Each result is an object of its own, distinguished by identity."""
     lent = [0] * len(costs)
     for block, cost in zip(chain, costs, strict=True):
         for owner in {tie.owner.number for tie in block.tied}:
@@ -178,7 +178,7 @@ def _begins(chain: Chain | Sequence[Block]) -> tuple[int, ...]:
 
 
 def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
-    """Blocks that take each value; those of the last block, and of each part's, are the model's output."""
+    """{value: blocks that take it}; values of the last block, and of each part's last, are the model's output."""
     uses: dict[int, tuple[int, ...]] = {}
     for block in chain:
         for number in block.takes:
@@ -200,13 +200,13 @@ def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast:
 
 
 _SAMPLE = 512
-"""Rows, or positions of rows, with which a block is run for real whose shapes depend on values."""
+"""Rows, or positions of rows, of a real run of a block whose shapes depend on values."""
 _sampled: "WeakKeyDictionary[Block, dict[object, tuple[BlockCost, BlockCost]]]" = WeakKeyDictionary()
 
 
 def _measure_values(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
-    """Of a block whose shapes depend on values, as experts' do: with real random ones, of few rows. More rows are on the line
-    through two such runs, and the trial of the plan's micro-batch adds what it takes beyond that."""
+    """Measures a block whose shapes depend on values, as experts' do, with real random values of few rows. More rows are
+    extrapolated from two such runs, and the trial at the plan's micro-batch adds what it takes beyond that."""
     rows, positions = taken[0].rows, max(prod(value.shape[1:-1]) for value in taken)
     few = max(2, _SAMPLE // positions)
 
@@ -226,7 +226,7 @@ def _measure_values(block: Block, taken: Sequence[Value], granule: int, autocast
 
 
 def _on_line(one: BlockCost, other: BlockCost, rows: int) -> BlockCost:
-    """The cost of `rows` rows from those of fewer."""
+    """Extrapolates the cost of `rows` rows linearly from two with fewer."""
     few, more = one.takes[0].rows, other.takes[0].rows
 
     def at(name: str) -> int:
@@ -362,7 +362,7 @@ def _rows_of(value: Value) -> torch.Tensor:
 
 @contextmanager
 def _weights_stay(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Raises ModelError where the body changes a parameter: such a change is lost when the partition leaves."""
+    """A context that raises ModelError if a parameter is changed in it: such a change is lost when the partition leaves."""
     before = {name: tensor._version for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
     yield
     for name, version in before.items():
@@ -401,7 +401,7 @@ def measure_loss(
     loss: Callable[..., torch.Tensor], output_shape: tuple[int, ...], batch: int, granule: int = 1,
     dtype: torch.dtype = torch.float32, labels: Sequence[torch.Tensor] = (),
 ) -> int:  # fmt: skip
-    """Most bytes alive while `loss` judges outputs (batch, *output_shape), forward and backward, beyond them and `labels`."""
+    """Most bytes alive in forward and backward of `loss` on outputs (batch, *output_shape), beyond these and `labels`."""
     mode = FakeMode()
     with mode:
         given = [torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True), *map(mode.from_tensor, labels)]
@@ -414,9 +414,9 @@ def measure_loss(
 def refuse_lost_gradients(
     chain: Sequence[Block], costs: Sequence[BlockCost], shape: tuple[int, ...], rows: int, autocast: torch.dtype | None
 ) -> None:
-    """Raises ModelError, naming the block, for one that writes into what PyTorch does not let it change.
+    """Raises ModelError, naming the block, for one that changes its input in place where PyTorch does not allow it.
 
-    shape: of one row of the data; rows: of a micro-batch.
+    shape: shape of one row of the data; rows: rows of a micro-batch.
     """
     if any(block.is_cut_out for block in chain):  # cut out of a model that ran whole
         return
@@ -454,7 +454,7 @@ def _ask(blocks: Sequence[Block], like: torch.Tensor, autocast: torch.dtype | No
         except RuntimeError as error:
             why = str(error).splitlines()[0].split(" Hint:")[0]
             if "inplace" not in why and "in-place" not in why:
-                return  # measuring has its own word for what else does not work
+                return  # measuring reports other errors
             raise ModelError(
                 f"{blocks[-1]} changes its input in place, which PyTorch does not allow behind {blocks[-2]}: {why} Give it "
                 "inplace=False, or let it write into a copy."

@@ -1,4 +1,4 @@
-"""Fake tensors: shapes and types without memory, and without torch's compiler (see [Note: the compiler]). And real ones in
+"""Fake tensors: shapes and types without memory, and without torch's compiler (see [Note: the compiler]). Also real tensors in
 their place, for a module whose shapes depend on values, as those of an expert depend on the tokens that are sent to it."""
 
 import logging
@@ -32,8 +32,7 @@ from seqpart.model.tensors import run_fake, tensors_of, with_tensors
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages alive among the results of operations; views and inputs are not counted twice. And what
-    the operations compute."""
+    """A mode that counts live bytes of storages among the results of operations (views and inputs not twice), and flops."""
 
     def __init__(self, granule: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +44,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of every counted storage that is alive."""
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are somebody else's: weights, the input."""
+        """Excludes tensors that are counted elsewhere: weights, the input."""
         for tensor in tensors:
             self._known[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
 
@@ -76,7 +75,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Restart the peak at what is alive now."""
+        """A context that restarts the peak at the bytes alive now."""
         self.peak = self.live
         yield
 
@@ -90,12 +89,12 @@ def tensors_in(result: Any) -> Iterator[torch.Tensor]:
 
 
 _WRITE_LATE = ("rrelu_with_noise", "rrelu_with_noise_")
-"""Kernels that write into a tensor behind the moment at which autograd saves it."""
+"""Kernels that write into a tensor after autograd has saved it."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def flops_of(operation: str, arguments: Any, result: Any) -> int:
-    """Of one operation of a forward pass (an overload packet of `aten`); 0 for others, which move more than they compute."""
+    """Flops of an operation (an overload packet of `aten`) in a forward pass; 0 for those that move more than they compute."""
     if operation in _PRODUCTS:
         first, second = arguments[-2:]  # (..., m, k) and (..., k, n)
         return 2 * int(first.numel()) * int(second.shape[-1])
@@ -114,7 +113,7 @@ _GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode that takes real tensors too. Signals wait for its end: see `put_off`."""
+    """A FakeTensorMode that accepts real tensors too. Signals wait for its end: see `put_off`."""
 
     def __init__(self) -> None:
         self._quiet = list[AbstractContextManager[None]]()
@@ -122,7 +121,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Its groups are as large as a tensor says; and torch's own stand-in for it refuses float32, which the kernel takes.
+        # Its groups are as large as a tensor's values say; and torch's fake version refuses float32, which the kernel takes.
         if func.overloadpacket is _GROUPED_PRODUCT and args[0].dtype is torch.float32:
             raise DataDependentOutputException(func)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -143,12 +142,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def asks_for_values(error: BaseException) -> bool:
-    """Whether fake tensors failed because they have none: a shape or a number was to be made of them."""
+    """True if fake tensors failed because they have no values: a shape or a number depends on them."""
     return isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
 
 
 def real_module(block: Block, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The module, and tensors of ours for it: it may be the user's own, whose values and gradients are not to be touched."""
+    """Returns the module and new tensors for it: it may be the user's own, whose values and gradients must not change."""
     if block.alive is not None:
         module, fakes = block.fake(FakeMode())
         return module, {name: _filled(fake, device) for name, fake in fakes.items()}
@@ -163,7 +162,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _filled(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of that shape: small numbers, since zeros would spare some kernels their work; whole numbers are indices."""
+    """A real tensor like `fake`, with small numbers, since some kernels skip zeros; whole numbers are indices."""
     if not isinstance(fake, FakeTensor):  # a counter, which has its value
         return fake.to(device, copy=True)
     tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device).zero_()
@@ -173,8 +172,8 @@ def _filled(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module of fake tensors returns, as fake tensors like those that it returns with real ones: of memory for its
-    tensors and its work, while it runs. To be called inside the mode."""
+    """Runs a module of fake tensors with real ones, and returns fake tensors like its results. Takes memory for its tensors and
+    its work while it runs. To be called inside the mode."""
     taken = list[tuple[torch.Tensor, torch.Tensor, int]]()
 
     def real(fake: torch.Tensor) -> torch.Tensor:
@@ -203,7 +202,7 @@ def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 class SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fake products take matrices of different types, which real ones refuse."""
+    """A mode in which products of matrices of different types are refused, as real kernels do and fake ones do not."""
 
     _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
@@ -215,7 +214,7 @@ class SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def quiet_log() -> Iterator[None]:
-    """torch logs the traceback of an operation that refuses its input; we say so in words."""
+    """A context without torch's log of tracebacks of operations that refuse their input; our errors say it in words."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -226,8 +225,8 @@ def quiet_log() -> Iterator[None]:
 
 @contextmanager
 def quiet_random(cure: str = "") -> Iterator[None]:
-    """Measuring must not move the run's random state. Raises ModelError where a module moved that of Python or of numpy, with
-    the `cure` where one is known."""
+    """A context that restores all random states. Raises ModelError, with the `cure` if given, where a module drew from
+    Python's or numpy's generator."""
     before, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
@@ -248,15 +247,15 @@ def _is_same(before: Any) -> bool:
 
 @contextmanager
 def cast(autocast: torch.dtype | None) -> Iterator[None]:
-    """As the executor runs a forward pass: the narrow copies of weights that autocast makes go when it is over, but for
-    those that autograd saved. Fake tensors lie on the CPU, whatever the device will be."""
+    """The autocast context of the executor's forward pass: narrow copies of weights are freed after it, except those that
+    autograd saved. Fake tensors are on the CPU, whatever the device will be."""
     with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
         yield
 
 
 class Writes(TorchDispatchMode):
-    """Storages that operations write into, whatever their tensors' versions say: those of `.data` and of lists say nothing, and
-    native_batch_norm does not say that it writes."""
+    """A mode that notes storages that operations write into. Versions do not show all: not through `.data` or lists, and
+    native_batch_norm does not declare that it writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -274,7 +273,7 @@ class Writes(TorchDispatchMode):
 def _refuse_changes_of(
     names: Sequence[str], module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
 ) -> None:  # fmt: skip
-    """Raises ModelError where a forward pass in training writes into buffers that the module holds in two ways."""
+    """Raises ModelError if a forward pass in training writes into buffers that the module also holds in attributes or lists."""
     changed = set[str]()
     module.train()
     with torch.no_grad(), Writes() as seen:
@@ -288,8 +287,8 @@ def _refuse_changes_of(
 
 
 def eval_edits(block: Block, module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> bool:
-    """Whether a forward pass in evaluation changes buffers; taken for granted where values decide, as in torch's fake
-    quantization. Of one that fails nothing is known. Raises ModelError where one that changes is held in two ways."""
+    """True if a forward pass in evaluation changes buffers, or if that depends on values, as in torch's fake quantization;
+    False if the pass fails. Raises ModelError for changed buffers that are also held in attributes or lists."""
     if block.held_twice:
         _refuse_changes_of(block.held_twice, module, tensors, xs)
     buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}

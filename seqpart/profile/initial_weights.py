@@ -1,4 +1,4 @@
-"""Weights that a model begins with, from files to the homes of its blocks, one tensor at a time."""
+"""Reads a model's initial weights from files to the homes of its blocks, one tensor at a time."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -19,13 +19,13 @@ from seqpart.profile.fake_mode import FakeMode
 from seqpart.store.layout import Layout, TensorSpec
 
 _NAMED = 4
-"""Names that a message gives."""
+"""Most names in a message."""
 
 
 def initial_weights(
     data: Data, trained: Path | None, blocks: Sequence[Block], costs: Sequence[BlockCost], live: LiveModules
 ) -> "InitialWeights | None":
-    """Those that the settings name; or the `trained` ones, of blocks that do not hold theirs. None where there are none."""
+    """Weights that the settings name, or `trained` ones for blocks that do not hold theirs; None if there are none."""
     path = trained or data.weights
     if path is None or (trained is not None and not live.empty and all(block.alive is not None for block in blocks)):
         return None
@@ -38,8 +38,7 @@ def initial_weights(
 
 
 def untie(model: nn.Module, files: WeightFiles) -> None:
-    """Give names of one parameter a parameter each where `files` have other values for the one than for the other, as
-    from_pretrained of transformers does."""
+    """Splits a tied parameter if `files` have different values for its names, as from_pretrained of transformers does."""
     tensors = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, source in matched(tensors, files.tensors).found.items():
@@ -51,25 +50,25 @@ def untie(model: nn.Module, files: WeightFiles) -> None:
 
 
 class InitialWeights:
-    """Of `files`, what belongs to `blocks`, whose tensors lie in their homes as `layouts` say.
+    """Initial weights of `blocks` in `files`; `layouts` say how tensors lie in the blocks' homes.
 
-    partial: whether tensors that the files have not, or in another shape (a head for other classes), stay what they are, and
-    those that the model has not are passed over; else all three are refused. What an adapter of peft adds to its base stays
-    what it is. Raises ModelError for these, for tensors of other kinds, for other values of what is one parameter, for files
-    that have nothing of the model, and for tensors without values that the files have not.
+    partial: if True, tensors that the files lack, or have in another shape (a head for other classes), keep their values, and
+    those that the model lacks are ignored; otherwise all three are refused. What a peft adapter adds to its base keeps its
+    values. Raises ModelError for these, for tensors of other kinds, for different values of one parameter, for files with
+    nothing of the model, and for tensors without values that the files lack.
     """
 
     def __init__(
         self, files: WeightFiles, blocks: Sequence[Block], layouts: Sequence[Layout], empty: Mapping[int, set[str]], *,
         partial: bool = False, values_stay: bool = False,
     ) -> None:  # fmt: skip
-        """empty: by block that is alive, names of tensors that have no values. values_stay: its others keep theirs."""
+        """empty: {block given alive: names of tensors without values}. values_stay: its other tensors keep their values."""
         self._files = files
         mode = FakeMode()
         here = {one.name: one for one in named_tensors(blocks, layouts, lambda block: block.fake(mode)[0])}
         match = matched(list(here), files.tensors)
         self._sources: dict[int, dict[str, tuple[str, int]]] = {}
-        """By block, {name of its tensor: (name in the files, elements there before it)}."""
+        """{block: {name of its tensor: (name in the files, elements there before it)}}."""
         unlike = {name: said for name, other in match.found.items() if (said := _unlike(here[name], files.tensors[other].spec))}
         kept = {name for name in unlike if partial and here[name].shape != files.tensors[match.found[name]].spec.shape}
         if wrong := [f"{name} is {said}" for name, said in unlike.items() if name not in kept]:
@@ -133,8 +132,8 @@ class InitialWeights:
         )  # fmt: skip
 
     def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
-        """Write the block's tensors into `views`, those that the files have. Raises CorruptFile, StoreError; ModelError for
-        weights that are quantized otherwise than those of the block, which is built."""
+        """Reads the block's tensors that the files have into `views`; the block must be built. Raises CorruptFile, StoreError;
+        ModelError for weights that are quantized differently from the block's."""
         sources = self._sources.get(block.number, {})
         before = {name: view.clone() for name, view in views.items() if name in _packed_by(block)}
         for name, (source, skip) in sources.items():
@@ -149,7 +148,7 @@ class InitialWeights:
 
 
 def _packed_by(block: Block) -> dict[str, list[str]]:
-    """{the tensor that says how weights are packed: those that are packed so}, by name."""
+    """{name of the tensor that says how weights are packed: names of the packed tensors}."""
     return {
         f"{path}.{packed.said_in}".lstrip("."): [f"{path}.{name}".lstrip(".") for name in packed.tensors]
         for path, packed in packed_parts(block.module) if packed.said_in
@@ -157,7 +156,7 @@ def _packed_by(block: Block) -> dict[str, list[str]]:
 
 
 def _unlike(spec: Named, stored: TensorSpec) -> str:
-    """What is wrong, in words; "" where the one can be had from the other."""
+    """Says what differs; "" where the stored tensor can be read into the model's."""
     if spec.shape != stored.shape and not (prod(spec.shape) == prod(stored.shape) == 1):
         return f"of shape {spec.shape}, and of {stored.shape} there"
     if spec.dtype != stored.dtype and not (spec.dtype.is_floating_point and stored.dtype.is_floating_point):
@@ -170,7 +169,7 @@ def _words(first: str, others: Mapping[str, Sequence[str]]) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Layers that are alike share a line: `h.*.attn.bias (12)`."""
+    """Lists some names; layers that are alike share an entry: `h.*.attn.bias (12)`."""
 
     def like(name: str) -> str:
         return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,4 +1,4 @@
-"""What this machine does per second, measured at start: a matrix product, an optimizer step, the disk."""
+"""Speeds of this machine, measured at start: a matrix product, an optimizer step, the disk."""
 
 import logging
 import math
@@ -21,26 +21,27 @@ _LOGGER = logging.getLogger("seqpart.planning")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """What this machine does per second, measured at start."""
+    """Speeds of this machine per second, measured at start."""
 
     flops: float
+    """Floating-point operations per second."""
     optimizer: float
-    """Parameters updated."""
+    """Parameters updated per second."""
     read: float
     write: float
-    """Bytes, of the disk."""
+    """Bytes per second of the disk."""
     up: float = math.inf
     down: float = math.inf
-    """Bytes, from pinned memory to the device and home. On the CPU host memory is no further than the device's."""
+    """Bytes per second from pinned memory to the device, and back. On the CPU both are the same memory."""
     copy: float = math.inf
-    """Bytes, from one place of the device's memory to another."""
+    """Bytes per second copied within the device's memory."""
     half_rate_rows: int = 12
     """Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
 
     def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int, keeps_heap: bool = False) -> float:
-        """Seconds of so many passes of `rows` rows. A kernel reaches its full rate only with enough rows.
+        """Seconds of `forward` and `backward` passes of `rows` rows. A kernel reaches its full rate only with enough rows.
 
-        keeps_heap: memory stays for the tensors to come; `forward_seconds` and `backward_seconds` are of where it was returned.
+        keeps_heap: freed memory stays for later tensors; `forward_seconds` and `backward_seconds` were measured without that.
         """
         timed = forward * cost.forward_seconds + backward * cost.backward_seconds
         counted = (forward + 2 * backward) * cost.row_flops / self.flops
@@ -49,9 +50,9 @@ class Speeds:
 
 
 def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Speeds:
-    """For micro-batches of `rows` rows and homes under `folder`, where a `dry` run leaves no trace, not for a moment.
+    """Measures speeds for micro-batches of `rows` rows and homes under `folder`, where a `dry` run makes no visible file.
 
-    Raises StoreError where it cannot be written.
+    Raises StoreError where the folder cannot be written.
     """
     if device.hardware is not None:
         return speeds_of(device.hardware)
@@ -89,13 +90,13 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
 
 
 _PROBE = 64 << 20
-"""Bytes of a copy that a link is measured with."""
+"""Bytes of the copy that measures a link."""
 _PROBE_INSIDE = 4 << 20
-"""Of one within the device's memory."""
+"""Bytes of the copy that measures the device's memory."""
 
 
 def _copies(device: Device) -> float:
-    """Bytes a second of copies within the device's memory."""
+    """Measures bytes per second of copies within the device's memory."""
     source = torch.ones(_PROBE_INSIDE, dtype=torch.uint8, device=device.torch)
     target = torch.ones_like(source)
 
@@ -107,7 +108,7 @@ def _copies(device: Device) -> float:
 
 
 def _link(device: Device, way: str) -> float:
-    """Bytes a second of copies from pinned memory, or into it."""
+    """Measures bytes per second of copies from pinned memory, or into it."""
     host, there = device.host(_PROBE), device.empty(_PROBE)
     source, target = (host, there) if way == UP else (there, host)
 
@@ -122,7 +123,7 @@ def _link(device: Device, way: str) -> float:
 
 
 def speeds_of(hardware: Hardware) -> Speeds:
-    """As a table says, whose rate is that of large products: a row of tokens or pixels is one, and a simulated kernel too."""
+    """Speeds from a table, at the rate of large products: a row of tokens or pixels is one, and so is a simulated kernel."""
     return Speeds(
         flops=hardware.flops["float32"], optimizer=hardware.optimizer, read=hardware.disk_read, write=hardware.disk_write,
         up=hardware.h2d, down=hardware.d2h, copy=hardware.memory_bandwidth / 2, half_rate_rows=0,
@@ -130,7 +131,7 @@ def speeds_of(hardware: Hardware) -> Speeds:
 
 
 def existing(folder: Path) -> Path:
-    """The nearest directory that is there already."""
+    """Returns the nearest parent directory that exists, or `folder` itself."""
     while not folder.exists():
         folder = folder.parent
     return folder

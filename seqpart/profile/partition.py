@@ -1,4 +1,4 @@
-"""What a partition costs: its slot, and the bytes of its work, from the costs of its blocks."""
+"""Computes what a partition costs, its slot and the bytes of its work, from the costs of its blocks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from seqpart.profile.blocks import BlockCost
 from seqpart.store.layout import LINE, Layout
 
 LossCost = Callable[[BlockCost], tuple[int, int]]
-"""(peak, targets): bytes of the loss that stands behind a block's output, at work and at rest."""
+"""A function from a block to (peak, targets): bytes of the loss after its output, while it is computed and between."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,65 +21,65 @@ class PartitionCost:
 
     weights: int
     rewritten: int
-    """Those of blocks that learn or have buffers, which an update changes."""
+    """Weights of blocks that learn or have buffers, which an update changes."""
     borrowed: int
-    """Weights of blocks in other partitions that come along, because a parameter of theirs is used here too."""
+    """Weights of blocks in other partitions that are loaded too, because a parameter of theirs is used here."""
     tied: int
     """Bytes of those parameters, whose gradients go to the partition that owns them."""
     lent: int
-    """The same of its own that later partitions use: their gradients come, and are added up with its own in new memory."""
+    """Bytes of its own parameters that later partitions use: their gradients come, and are added to its own in new memory."""
     state: int
     slot: int
     """Weights and optimizer state as they lie in the slot, page by page."""
     state_slot: int = 0
-    """Of these, optimizer state."""
+    """Optimizer state in the slot."""
     waiting: int
     """Gradients as they lie in the slot, while they wait for their norm."""
     gradients: int
     saved: int
-    """What autograd keeps between forward and backward, the output included."""
+    """Bytes that autograd keeps between forward and backward, the output included."""
     kept: int
-    """What a kept graph holds beyond the boundaries on its two sides."""
+    """Bytes that a kept graph holds beyond the boundaries on its two sides."""
     graph: int
-    """All that a graph holds, the boundaries on its two sides too, each storage from a cache line on."""
+    """All bytes that a graph holds, the boundaries on its two sides too, each storage aligned to a cache line."""
     forward_peak: int
     """Most bytes of a forward pass with a graph."""
     train_peak: int
     """Most bytes of one forward and backward, gradients among them."""
     accumulate_peak: int
-    """The same when gradients of an earlier micro-batch are there already."""
+    """Most bytes of one forward and backward when gradients of an earlier micro-batch are there already."""
     inference_peak: int
     update_peak: int
     """Most bytes during the optimizer step, gradients among them."""
     buffers: int
     entering: tuple[Value, ...]
     leaving: tuple[Value, ...]
-    """What comes from other partitions, and what others take."""
+    """Values that come from other partitions (`entering`), and values that others take (`leaving`)."""
     row_flops: int
-    """Of one row's forward pass, of the blocks that were not timed."""
+    """Operations of one row's forward pass, for the blocks that were not timed."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    """Of the blocks that were run for real, with `rows` rows."""
+    """Seconds of the blocks that were run for real, with `rows` rows."""
     kept_share: float = COMPUTING_SHARE
-    """Of these seconds, those that are left where memory that is free stays for what comes."""
+    """Ratio of these seconds with a kept heap to those without."""
     rows: int = 1
-    """Of the micro-batch that all this is for."""
+    """Rows of the micro-batch that these costs are for."""
     parameters: int
-    """Trainable ones, counted."""
+    """Number of trainable parameters."""
     writes_late: bool = False
-    """Whether its graph has to stay on the device where it is kept."""
+    """True if its graph, when kept, has to stay on the device."""
     frozen: int = 0
-    """The others."""
+    """Number of frozen parameters."""
     trainable: bool
 
     @property
     def input(self) -> int:
-        """Bytes of what enters, of one micro-batch."""
+        """Bytes of the entering boundary of one micro-batch."""
         return sum(value.nbytes for value in self.entering)
 
     @property
     def output(self) -> int:
-        """Bytes of what leaves, of one micro-batch."""
+        """Bytes of the leaving boundary of one micro-batch."""
         return sum(value.nbytes for value in self.leaving)
 
     @property
@@ -92,18 +92,18 @@ class PartitionCost:
 
     @property
     def weights_slot(self) -> int:
-        """Bytes of weights that stay while their optimizer state comes and goes, page by page."""
+        """Bytes of weights alone in the slot, page by page: these stay where the optimizer state comes and goes."""
         return self.slot - self.state_slot
 
     def slot_bytes(self, gradients: bool, weights_stay: bool = False) -> int:
-        """Bytes of its slot, with or without `gradients` that wait, and weights that stay elsewhere."""
+        """Bytes of its slot, with room for waiting `gradients` or without, and without weights that stay elsewhere."""
         return self.slot + (self.waiting if gradients else 0) - (self.weights_slot if weights_stay else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """What it takes to cut homes, and to put them back: `buffers` bytes of memory, and of each partition of the whole network
-    the bytes of its homes and of those of its parts."""
+    """Costs of splitting homes into those of subnets and merging them: `buffers` bytes of memory, and for each partition of the
+    whole network (bytes of its homes, bytes of those of its parts)."""
 
     buffers: int
     homes: tuple[tuple[int, int], ...]
@@ -111,7 +111,7 @@ class Parting:
 
 # [Note: the heap] A large tensor is a mapping of its own and leaves the process when it dies. A small one (`heap_below`
 # bytes: what the C library does not map) lies on the heap, and when backward frees it a gradient that was allocated
-# behind it keeps the heap from shrinking. So what autograd saved in small tensors counts until the partition is
+# after it keeps the heap from shrinking. So what autograd saved in small tensors counts until the partition is
 # dropped. Whether a tensor is small depends on the rows: the last micro-batch of an epoch may have fewer, hence `shares`.
 
 
@@ -119,9 +119,9 @@ def prefix_costs(
     blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True, heap_below: int = 0,
     shares: Sequence[float] = (1.0,),
 ) -> Iterator[PartitionCost]:  # fmt: skip
-    """Costs of the partitions blocks[:1], blocks[:2], ...: one block more each time, in constant time.
+    """Yields the costs of the partitions blocks[:1], blocks[:2], ..., each one block more, in constant time.
 
-    `shares` are the sizes of micro-batches that occur, as parts of the one that the costs were found for.
+    shares: sizes of micro-batches that occur, as fractions of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
     frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
@@ -146,7 +146,7 @@ def prefix_costs(
                 borrowed.append(owner)
                 slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
         new, over, given_inside = flow.take(block)
-        # What a block gives that carries no gradient dies behind its last use, but where one that learns saves it for backward.
+        # A value without a gradient dies after its last use, unless a block that learns saves it for backward.
         if any(value.learns for value in block.gives):
             saved = {value.number: loose.pop(value.number) for value in block.takes if value.number in loose}
             held |= saved.keys() | {value.number for value in block.gives}
@@ -154,9 +154,9 @@ def prefix_costs(
         else:
             loose |= {value.number: value.nbytes for value in block.gives}
         forward = max(forward, alive + block.forward_peak)
-        # The gradient that the successor hands over is as large as the output. Everything behind this block has
-        # left its gradients by the time an earlier block runs backward, hence `backward + block.gradients`; and those of
-        # values that pass over a block wait meanwhile, `over`, also of such as are taken here for the first time, `new`.
+        # The gradient that comes from the successor is as large as the output. All blocks after this one have
+        # left their gradients by the time an earlier block runs backward, hence `backward + block.gradients`; and gradients of
+        # values that skip a block wait meanwhile, `over`, also of values that are taken here for the first time, `new`.
         start = alive + block.saved_alone + block.output + over
         backward = max(backward + block.gradients + new, start + block.backward_peak)
         again = max(again + new, start + block.accumulate_peak)
@@ -208,42 +208,42 @@ def prefix_costs(
 
 
 class Flow:
-    """Of blocks one after the other, as a partition that has one more each time: the values that come, pass and leave."""
+    """The values that enter, pass through and leave a partition, to which blocks are added one by one."""
 
     def __init__(self, blocks: Sequence[BlockCost] = ()) -> None:
         self._came: dict[int, Value] = {}
         self._inside: dict[int, Value] = {}
-        """Given here, and taken by a later block than the last."""
+        """Values given here and taken by blocks after the last one."""
         self._given: set[int] = set()
         self._where: dict[int, int] = {}
-        """In whose memory a value lies, of those that came."""
+        """{value: the entering value in whose memory it lies}."""
         self._written: dict[int, Value] = {}
         for block in blocks:
             self.take(block)
 
     @property
     def came(self) -> tuple[Value, ...]:
-        """What blocks take and none of them gave, in order."""
+        """Values that blocks take and none of them gave, in order."""
         return tuple(self._came.values())
 
     @property
     def leaving(self) -> tuple[Value, ...]:
-        """What was given and is taken by others, in order."""
+        """Values that were given and are taken by others, in order."""
         return tuple(self._inside.values())
 
     @property
     def written(self) -> tuple[Value, ...]:
-        """What came and is changed in place: the partition needs copies of these."""
+        """Entering values that are changed in place: the partition needs copies of these."""
         return tuple(self._written.values())
 
     def used_up(self, blocks: Sequence[BlockCost]) -> list[list[int]]:
-        """Of each of the blocks, what no block behind it takes and what does not leave: its memory goes with it."""
+        """For each block, the values that no later block takes and that do not leave: their memory is freed after it."""
         last = {value.number: place for place, block in enumerate(blocks) for value in (*block.gives, *block.takes)}
         return [[n for n, where in last.items() if where == place and n not in self._inside] for place in range(len(blocks))]
 
     def take(self, block: BlockCost) -> tuple[int, int, int]:
-        """One more block. Bytes of: gradients of what it is the first here to take, where others took something before;
-        gradients of what passes over it; what was given inside and is there while it runs."""
+        """Adds a block. Returns bytes of: gradients of values that it is the first here to take (0 for the first block);
+        gradients of values that skip it; values that were given inside and are there while it runs."""
         number, is_first = block.gives[-1].giver, not self._came
         given_inside = sum(value.nbytes for value in self._inside.values())
         fresh = [v for v in block.takes if v.number not in self._given and v.number not in self._came]
@@ -264,7 +264,7 @@ class Flow:
 
 
 def passing(blocks: Sequence[BlockCost], last: int) -> tuple[Value, ...]:
-    """What is there behind block `last`, for later ones: in a chain one value."""
+    """Values that cross the cut after block `last`: in a chain one value."""
     given = {value.number: value for block in blocks[: last + 1] for value in (*block.takes, *block.gives)}
     return tuple(value for value in given.values() if value.uses[-1:] > (last,))
 
@@ -279,7 +279,7 @@ def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> li
 
 
 def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
-    """Layout of every block's gradients, for those that wait at home for their norm."""
+    """Layout of every block's gradients, for gradients that wait at home for their norm."""
     return [cost.gradient_layout for cost in costs]
 
 
@@ -290,7 +290,7 @@ def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradi
 
 
 def borrowed_costs(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> dict[Block, BlockCost]:
-    """Blocks of other partitions whose homes these need."""
+    """Returns {block of another partition whose home these blocks need: its cost}."""
     found = {}
     for block, cost in zip(blocks, costs, strict=True):
         owners = dict.fromkeys(tie.owner for tie in block.tied)

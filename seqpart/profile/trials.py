@@ -1,7 +1,7 @@
-"""Every kind of block run once for real, under a meter: what fake tensors do not show.
+"""Runs every kind of block once for real, under a meter, to find what fake tensors do not show.
 
 A kernel takes memory inside one operation (an LSTM's gates, a convolution's reordered weights, the powers of a matrix), and
-some operations are others on fake tensors. What the system says of a real run, beyond what was counted, joins the block's cost.
+some operations differ on fake tensors. Memory measured in a real run beyond what was counted is added to the block's cost.
 
 In this process and not in a child: a child would hold the imported libraries, 300 MB, a second time, and it would count.
 """
@@ -38,15 +38,15 @@ _LOGGER = logging.getLogger("seqpart.planning")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Excess:
-    """Bytes by which a block's real run passed what was counted for it, and the seconds that it took."""
+    """Bytes by which a block's real run exceeded what was counted for it, and the seconds that it took."""
 
     forward: int = 0
     saved: int = 0
     hidden: int = 0
-    """Of storages that autograd saved, beyond those that fake tensors show."""
+    """Bytes of storages that autograd saved, beyond those that fake tensors show."""
     untouched: int = 0
     untouched_peak: int = 0
-    """Reserved and not held: of them, and while the block runs."""
+    """Bytes reserved but not touched, in these storages, and while the block runs."""
     backward: int = 0
     inference: int = 0
     forward_seconds: float = 0.0
@@ -54,7 +54,7 @@ class Excess:
     kept_seconds: float = 0.0
 
     def on(self, cost: BlockCost, share: float) -> BlockCost:
-        """share: of the rows that were run, those that `cost` is for."""
+        """Adds the excess to `cost`. share: rows that `cost` is for, as a fraction of the rows that were run."""
         return replace(
             cost, saved_sizes=(*cost.saved_sizes, int(self.hidden * share)) if self.hidden else cost.saved_sizes,
             forward_peak=cost.forward_peak + self.forward, saved=cost.saved + self.saved,
@@ -75,24 +75,24 @@ class Excess:
 
 
 _SHORT = 0.05
-"""Seconds of a run that is timed twice."""
+"""Runs shorter than this many seconds are timed twice."""
 _NO_KERNEL = "could not create a primitive descriptor"
-"""oneDNN's words for what it cannot do at all, as an LSTM of bfloat16 on a processor without instructions for that."""
+"""oneDNN's error for what it cannot do at all, as an LSTM of bfloat16 on a processor without instructions for that."""
 _NARROW = (torch.bfloat16, torch.float16)
 _KERNELS = 2 << 20
-"""Bytes that oneDNN keeps of a kind of block for each number of rows in narrow floats."""
+"""Bytes of kernels that oneDNN keeps for a kind of block and each number of rows in narrow floats."""
 _UNMEASURED = 32 << 20
-"""An LSTM's library took 10 MB more than was counted, and a convolution's 24."""
+"""Allowance in bytes for blocks not yet run: an LSTM's library took 10 MB more than was counted, and a convolution's 24."""
 _FEW = 2
-"""Rows of a trial that tells how many more there may be: one would be too few for BatchNorm."""
+"""Rows of a first small trial, from which larger ones are estimated: one row would be too few for BatchNorm."""
 _LEAST_SHARE = 0.2
-"""Of the seconds of a run, where nearly all of it seems to be page faults: both are measured, and vary."""
+"""Least share of a run's seconds that counts as computing, even if nearly all seems to be page faults: both measures vary."""
 CostsAt = Callable[[int], Sequence[BlockCost]]
 """Costs as they are counted on fake tensors, at a number of rows."""
 
 
 class Trials:
-    """What real runs have shown so far: by kind of block and number of rows, each run once."""
+    """Results of real runs so far, by kind of block and number of rows, each run once."""
 
     def __init__(self, chain: Sequence[Block], costs_at: CostsAt, device: Device, autocast: torch.dtype | None) -> None:
         self._chain, self._costs_at, self._device, self._autocast = chain, costs_at, device, autocast
@@ -102,16 +102,16 @@ class Trials:
         self.first = 0
         """The first block that is run: those before it are never trained, and may be larger than the limit."""
         self.peak = 0
-        """Most bytes that were held during any trial: too short, perhaps, for a sampler."""
+        """Most bytes held during any trial, which may be too short for a sampler."""
         self.beyond = self._begun = 0
-        """The same beyond what was held before that trial: a block that is tried adds up gradients, and training need not."""
+        """Most bytes held during any trial beyond those before it: a trial accumulates gradients, and training need not."""
         self.grant: Grant = lambda *, at_rest=False: False
-        """Called behind each trial: what it left behind in generated code is reserved and not held."""
+        """Called after each trial: generated code that it leaves is reserved and not held."""
         self.untold: list[str] = []
-        """Blocks that could not be run alone, in words: what was counted stands."""
+        """Blocks that could not be run alone, in words: their costs are counted only."""
 
     def refined(self, rows: int) -> tuple[BlockCost, ...]:
-        """The costs of micro-batches of `rows` rows with what real runs add: of so many, or of the next larger number."""
+        """The costs of micro-batches of `rows` rows with the excess of real runs, of as many rows or the next larger number."""
         found: list[BlockCost] = []
         now: dict[int, BlockCost] = {}
         for number, cost in enumerate(self._costs_at(rows)):
@@ -124,13 +124,13 @@ class Trials:
         return tuple(found)
 
     def has_run(self, rows: int) -> bool:
-        """Whether every kind of block that is run has been, with so many rows or more."""
+        """True if every kind of block that can be run has been, with at least `rows` rows."""
         kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)) if number >= self.first)
         return all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds)
 
     def unmeasured(self, rows: int) -> int:
-        """Bytes by which a limit is named larger, for who runs blocks under it: what is not counted of those that have not
-        been run with so many rows, and kernels of narrow floats for two more numbers of rows, which stay."""
+        """Bytes that a suggested limit adds for trials under it: an allowance for blocks not yet run with so many rows, and
+        kernels of narrow floats for two more numbers of rows, which are kept."""
         costs = self._costs_at(rows)
         kinds = {self._kind(number, cost) for number, cost in enumerate(costs) if number >= self.first}
         types = {self._autocast, *(spec.dtype for cost in costs for spec in cost.layout.specs)}
@@ -138,14 +138,14 @@ class Trials:
         return kernels + (0 if self.has_run(rows) else _UNMEASURED)
 
     def held(self) -> int:
-        """Bytes that are held now, and were not given back to the system."""
+        """Bytes held now, after cached memory was returned to the system."""
         self._device.release_cached()
         return self._meter.now()
 
     def run(self, rows: int, first: int, last: int, available: int) -> bool:
-        """Run the kinds among blocks first..last (last not included) that have not been run with so many rows.
+        """Runs the kinds among blocks first..last (last not included) that have not been run with so many rows.
 
-        Those that take more than `available` bytes alone are left out: what was counted stands. Returns whether any was run.
+        Blocks that take more than `available` bytes alone are left out: their counted cost stands. Returns True if any was run.
         """
         fresh, costs = False, self._costs_at(rows)
         for number in range(max(first, self.first), last) if self._meter.works else ():
@@ -156,10 +156,10 @@ class Trials:
         return fresh
 
     def last_rows(self, micro_batches: Collection[int], batches: Collection[int]) -> set[int]:
-        """Rows that are left over when `batches` are cut into `micro_batches`, where they are to be run too.
+        """Rows left over when `batches` are cut into `micro_batches`, if trials must run them too.
 
         oneDNN makes kernels of bfloat16 weights for each number of rows: 5 MB a layer, for good, which the plan has to know.
-        Where there was no memory for one, it makes no other in that process.
+        Once memory for one was refused, it makes no other in that process.
         """
         layouts = (cost.layout for cost in self._costs_at(max(micro_batches)))
         if not self._device.shares_memory or not any(spec.dtype in _NARROW for layout in layouts for spec in layout.specs):
@@ -167,14 +167,14 @@ class Trials:
         return {rows % size for rows in batches for size in micro_batches} - {0}
 
     def _kind(self, number: int, cost: BlockCost) -> Kind:
-        """Equal for blocks whose real runs are alike: the same modules and settings, tensors and rows."""
+        """A key that is equal for blocks whose real runs are alike: the same modules and settings, tensors and rows."""
         block = self._chain[number]
         if block.same_as not in self._structures:
             self._structures[block.same_as] = _structure(block)
         return self._structures[block.same_as], *((value.shape[1:], value.dtype) for value in cost.takes)
 
     def _measured(self, number: int, rows: int, available: int) -> Excess:
-        """With fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
+        """Runs a block, with fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
         block, fewer = self._chain[number], rows
         if rows > _FEW and _has(block.fake(FakeMode())[0], nn.LSTM):
             fewer = self._rows_within(number, rows, available)
@@ -203,7 +203,7 @@ class Trials:
             return found.times(-(-rows // fewer))
 
     def _does_the_same(self, number: int, rows: int) -> bool:
-        """Whether a block's outputs are made of its weights, buffers, rows and random numbers alone: the same when it is called
+        """True if a block's outputs depend on its weights, buffers, rows and random numbers alone: the same when it is called
         again, and whatever its first rows and random numbers were."""
         with _left_alone(self._chain[number], self._device):
             xs, others = self._rows(number, rows), self._rows(number, rows)
@@ -224,9 +224,9 @@ class Trials:
         return all(_alike(one, found[0]) for one in found)
 
     def _rows_within(self, number: int, rows: int, available: int) -> int:
-        """`rows`, halved until they fit as a run with a few says.
+        """Halves `rows` until they fit, estimated from a run with a few.
 
-        oneDNN makes no kernel any more in a thread in which memory for one was refused, so that is not to happen in a trial.
+        oneDNN makes no more kernels in a thread in which memory for one was refused, so that must not happen in a trial.
         """
         few = self._measured(number, _FEW, available)
         alone, least = (_alone(self._costs_at(count)[number]) for count in (rows, _FEW))
@@ -237,8 +237,8 @@ class Trials:
         return fewer
 
     def _once(self, number: int, rows: int) -> tuple[Excess, set[str]]:
-        """Two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is short.
-        Then one without a graph. Also names of what it has remembered."""
+        """Runs two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is
+        short; then one without a graph. Returns the excess, and names of attributes that changed."""
         self._begun = self._meter.now()
         module, tensors = real_module(self._chain[number], self._device.torch)
         cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
@@ -276,7 +276,8 @@ class Trials:
         return found, {name for (part, name), value in now.items() if before.get((part, name)) != value}
 
     def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> int:
-        """Bytes of the storages that autograd saves, with their place in a range (runtime/graph_offload.py)."""
+        """Bytes of the storages that autograd saves, each rounded up to cache lines as in an offloaded graph
+        (runtime/graph_offload.py)."""
         found: dict[int, int] = {}
 
         def noted(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,7 +293,7 @@ class Trials:
         return sum(found.values())
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
-        """Random ones; tokens are zeros, which every vocabulary has."""
+        """Random input rows for a block; tokens are zeros, which every vocabulary has."""
         device, found = self._device.torch, []
         for value in self._costs_at(rows)[number].takes:
             if has_gradients(value.dtype):
@@ -303,7 +304,7 @@ class Trials:
         return found
 
     def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> Excess:
-        """What it took in all, as profile/blocks.py watches it, and the seconds."""
+        """Runs one micro-batch; returns all bytes that it took, measured as in profile/blocks.py, and the seconds."""
         entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
         self._reservations.restart()
         held, began = self._meter.restart(), self._now()
@@ -345,7 +346,7 @@ class Trials:
 
 
 def _alike(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """But for the order in which a GPU adds up."""
+    """True if outputs are equal, up to the order in which a GPU adds up."""
     return all(
         torch.equal(one, other) or (has_gradients(one.dtype) and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True))
         for one, other in zip(ones, others, strict=True)
@@ -353,7 +354,7 @@ def _alike(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
 
 
 def _alone(cost: BlockCost) -> int:
-    """Bytes of a trial, as far as they are counted."""
+    """Counted bytes of a trial."""
     working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.accumulate_peak))
     return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
 
@@ -369,6 +370,6 @@ def _structure(block: Block) -> Kind:
 
 @contextmanager
 def _left_alone(block: Block, device: Device) -> Iterator[None]:
-    """Neither random state, nor what the user's module remembers, nor its modes are changed by a trial."""
+    """A context after which random states, the user's module's attributes and its modes are as before the trial."""
     with generators_left_alone(), device.own_random_state(), block.left_as_it_is():
         yield

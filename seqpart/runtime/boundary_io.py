@@ -1,16 +1,16 @@
-"""What partitions hand to each other within one update: activations on the way up, their gradients on the way down.
+"""Tensors that partitions pass to each other within one update: activations on the way up, their gradients on the way down.
 
     device   the tensors simply stay where they are
     host     they wait in host memory that the plan granted
-    disk     they wait in one file; a few buffers are written and read behind the computation
+    disk     they wait in one file; a few buffers are written and read while the computation goes on
 
-Each boundary has the place that the plan says: an exchange for each place, and one that knows which is whose.
+The plan chooses the tier of each boundary: there is one exchange per tier, and one that picks the exchange of a boundary.
 
-Of one boundary and micro-batch there is first the activation, which is needed until the partition above it has run
-backward, and then its gradient: both have the same place.
+A boundary and micro-batch have first the activation, which is needed until the partition above has run backward, and then
+its gradient: both use the same place.
 
-What comes out has the strides of what went in, and lies as far off a cache line, because kernels round differently where
-memory lies differently: the elements are kept as they lie. Only of a part of a larger tensor the gaps are left out, and
+What comes out has the strides of what went in and the same offset from a cache line, because kernels round differently if
+the memory layout differs: elements are kept in their layout. Only the gaps of a part of a larger tensor are left out, and
 made again.
 """
 
@@ -35,17 +35,17 @@ Key = tuple[int, int]
 
 
 class BoundaryExchange(Protocol):
-    """`put` what partition p will need for micro-batch m, `get` it in any later step; `take` or `forget` what is used up."""
+    """`put` a tensor of a micro-batch for a later step, `get` it in any later step; `take` or `forget` it at its last use."""
 
     def lends(self, key: Key) -> bool:
-        """Whether what `get` gives may lie in memory that is used again, and a graph that is kept must not refer to it."""
+        """True if `get` may return memory that is used again, so that a kept graph must not refer to it."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None: ...
 
     def get(self, key: Key) -> torch.Tensor: ...
 
     def take(self, key: Key) -> torch.Tensor:
-        """The same for the last time, in memory that is the caller's to keep: gradients may become those of weights."""
+        """Gets a tensor for the last time, in memory that the caller owns: gradients may become those of weights."""
 
     def forget(self, key: Key) -> None: ...
 
@@ -54,17 +54,17 @@ class BoundaryExchange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a tensor lies in memory, and in how many bytes it is kept."""
+    """A tensor's layout in memory, and the bytes in which it is kept."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     span: int
-    """Elements from the first to the last."""
+    """Number of elements from the first to the last, gaps included."""
     numbers: int
-    """Different places of elements: one for those that are repeated."""
+    """Number of distinct elements in memory: repeated ones count once."""
     lead: int
-    """Elements from a cache line to the first: a part of a larger tensor may begin anywhere, new memory begins on one."""
+    """Offset of the first element from a cache line, in elements; new memory begins on a line, a view may begin anywhere."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
@@ -81,12 +81,12 @@ class _Form:
         return (self.numbers if self.gaps else self.span) * self.dtype.itemsize
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in a row, as they lie; without gaps."""
+        """Returns the elements as one contiguous run in memory order, without gaps."""
         tensor = tensor.detach()
         return _once(tensor).flatten() if self.gaps else tensor.as_strided((self.span,), (1,))
 
     def again(self, kept: torch.Tensor) -> torch.Tensor:
-        """The tensor: a view of what was kept, or a copy where there were gaps or it began off a cache line."""
+        """Returns the tensor: a view of what was kept, or a copy if it had gaps or did not begin on a cache line."""
         if not self.gaps and not self.lead:
             return kept.as_strided(self.shape, self.stride)
         wide = self.empty(kept.device)
@@ -95,26 +95,26 @@ class _Form:
         return wide
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """New memory in which a tensor lies like this."""
+        """Returns an uninitialized tensor with this layout."""
         return torch.empty(self.lead + self.span, dtype=self.dtype, device=device).as_strided(
             self.shape, self.stride, self.lead
         )
 
 
 def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone that lies in memory like `tensor`, gaps and all; gradients go through it. Nothing may lie in two places."""
+    """Returns a clone with the memory layout of `tensor`, gaps included; it is differentiable. No element may be repeated."""
     clone: torch.Tensor = _Form.of(tensor).empty(tensor.device).data  # no view to autograd
     return clone.copy_(tensor)
 
 
 def copied_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own that lies like `tensor`, which may repeat elements. No gradients go through it."""
+    """Returns a copy in new memory with the layout of `tensor`, which may repeat elements. It is not differentiable."""
     form = _Form.of(tensor)
     return form.again(form.kept(tensor).clone())
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the repetitions along dimensions of stride 0, as `expand` makes them."""
+    """Returns a view without the repetitions along dimensions of stride 0, as `expand` makes them."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -122,7 +122,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OnDevice:
-    """Holds references; what the plan counted is the tensors' own memory. Of parts of larger tensors it holds copies."""
+    """Holds references to the tensors, whose own memory the plan counted, and copies of parts of larger tensors."""
 
     def __init__(self) -> None:
         self._held: dict[Key, tuple[_Form, torch.Tensor]] = {}
@@ -154,14 +154,14 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A range of `capacity` bytes, and how the tensor lies that is in it."""
+    """A range of `capacity` bytes, and the layout of the tensor in it."""
 
     offset: int
     capacity: int
     form: _Form
 
     def on(self, flat: torch.Tensor) -> torch.Tensor:
-        """The kept elements in `flat`, a buffer that begins where this range does."""
+        """Returns the kept elements in `flat`, a buffer that begins where this range does."""
         return flat[: self.form.nbytes].view(self.form.dtype)
 
 
@@ -186,16 +186,17 @@ class _Places:
 
 
 class InHost:
-    """Copies in `flat`, host memory that stays its owner's. They leave behind the computation, and come back in its order.
+    """Keeps copies in `flat`, host memory of the caller. They are copied out while the computation goes on, and uploaded in
+    its stream's order.
 
-    capacities: by partition, the bytes of its place for a whole micro-batch: an update may begin with a smaller one.
+    capacities: bytes of each place for a whole micro-batch, since an update may begin with a smaller one.
     """
 
     def __init__(self, flat: torch.Tensor, capacities: Mapping[int, int], device: Device) -> None:
         self._flat, self._device = flat, device
         self._places = _Places(capacities)
         self._left: dict[Key, Event] = {}
-        """When what was put is all there."""
+        """The event after the copy of each tensor that was put."""
 
     def lends(self, key: Key) -> bool:
         return True
@@ -204,7 +205,7 @@ class InHost:
         place, there = self._places.of(key, tensor), self._device.mark()
         kept = place.form.kept(tensor)
         with self._device.copying(DOWN):
-            self._device.after(there)  # and so behind whoever read what was in its place
+            self._device.after(there)  # and so after whoever read what the place held before
             self._device.copy(kept, place.on(self._flat[place.offset :]))
             self._device.lend(kept)
             self._left[key] = self._device.mark()
@@ -222,16 +223,16 @@ class InHost:
         return place.form.again(self._device.own(kept) if own else self._device.upload(kept))
 
     def forget(self, key: Key) -> None:
-        """Its range is used again in the next update."""
+        """Does nothing: the range is used again in the next update."""
 
     def close(self) -> None:
-        """The memory is its owner's."""
+        """Does nothing: the caller owns the memory."""
 
 
 class OnDisk:
     """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch.
 
-    What is got is a copy, which the plan counts as what enters a partition: a step may need more values than there are buffers.
+    `get` returns a copy, which the plan counts as a partition's input: a step may need more values than there are buffers.
     """
 
     def __init__(self, path: Path, largest: int, device: Device) -> None:
@@ -265,7 +266,7 @@ class OnDisk:
         return found
 
     def _buffer_with(self, key: Key) -> torch.Tensor:
-        """While it is being written the bytes in the buffer are whole; what is in none is read."""
+        """Returns the buffer that holds the tensor, also while it is being written; reads it from the file if none does."""
         number = self._file.number_of(key)
         if number is None:
             number, place = self._file.claim(key), self._places[key]
@@ -285,7 +286,7 @@ class OnDisk:
 
 
 class InPlaces:
-    """Several exchanges, by the place that they keep things in; `place` says which is that of a value."""
+    """Several exchanges by tier; `place` maps a value's number to its tier."""
 
     def __init__(self, exchanges: Mapping[str, BoundaryExchange], place: Callable[[int], str]) -> None:
         self._exchanges, self._place = exchanges, place
@@ -322,7 +323,7 @@ def open_exchange(
     path: Path,
     device: Device,
 ) -> BoundaryExchange:
-    """As planned. After a halved micro-batch `host` may be too small: then what was to be there is on the disk."""
+    """Opens the exchange of the plan. After the micro-batch was halved `host` may be too small: then the disk replaces it."""
     if not tiers or len(parts) == 1:
         return OnDevice()
     if host is None or boundary_bytes(parts, batch, micro_batch, tiers, "host") > len(host):
@@ -339,41 +340,41 @@ def open_exchange(
 
 
 class BoundaryIO:
-    """entering, leaving: of each partition, what comes from others and what others take."""
+    """Passes boundary tensors between partitions. entering, leaving: each partition's inputs from and outputs to others."""
 
     def __init__(
         self, exchange: BoundaryExchange, entering: Sequence[tuple[Value, ...]], leaving: Sequence[tuple[Value, ...]]
     ) -> None:
         self._exchange, self._handing = exchange, BoundaryRouting(entering, leaving)
         self._waiting: set[Key] = set()
-        """Gradients that are there, as what others took may have none."""
+        """Keys of gradients that have been put: some values get none."""
 
     def give_up(self, m: int, pack: Pack) -> None:
-        """What others need of micro-batch m."""
+        """Puts the outputs of micro-batch m that other partitions take."""
         for number, tensor in pack.items():
             self._exchange.put((number, m), tensor)
 
     def take_up(self, p: int, m: int, *, to_keep: bool = False) -> Pack:
-        """What enters partition p; it stays for others, and for p's backward. to_keep: in memory that is not used again."""
+        """Returns partition p's inputs; they stay for others and for p's backward. to_keep: in memory that is not reused."""
         pack = {value.number: self._exchange.get((value.number, m)) for value in self._handing.entering[p]}
         lent = [number for number in pack if to_keep and self._exchange.lends((number, m))]
         return pack | {number: copied_as_it_lies(pack[number]) for number in lent}
 
     def used_up(self, p: int, m: int) -> None:
-        """Nobody behind p takes what p was the last to take."""
+        """Forgets the values that p was the last to take."""
         for value in self._handing.used_up(p):
             self._exchange.forget((value.number, m))
 
     def wanted(self, p: int, lowest: int) -> frozenset[int]:
-        """Values entering p whose gradients somebody below is to learn by; `lowest`: the first partition that learns."""
+        """Returns p's inputs whose gradients an earlier partition learns from; `lowest`: the first partition that learns."""
         return frozenset(v.number for v in self._handing.entering[p] if self._handing.wants_gradient(v, lowest))
 
     def taken_again(self, p: int) -> frozenset[int]:
-        """Values entering p that others take behind it too: their gradients are there first."""
+        """Returns p's inputs that later partitions take too: their gradients arrive first."""
         return frozenset(value.number for value in self._handing.taken_again(p))
 
     def take_gradients(self, p: int, m: int, edges: Collection[int]) -> Pack:
-        """Those that wait for what p gave, and for what it took and others did too. Only of `edges` they are of use."""
+        """Takes waiting gradients of p's outputs, and of inputs that later partitions took too; returns those in `edges`."""
         found: Pack = {}
         for value in (*self._handing.leaving[p], *self._handing.taken_again(p)):
             key = self._gradient_key(value, m)
@@ -386,7 +387,7 @@ class BoundaryIO:
         return found
 
     def give_down(self, p: int, m: int, gradients: Mapping[int, torch.Tensor], lowest: int) -> None:
-        """What back-propagation through p leaves for others. Who takes a value last of all leaves its activation to nobody."""
+        """Puts the gradients of p's inputs for others, and forgets the activations that nobody needs any more."""
         for value in self._handing.entering[p]:
             key, gradient = self._gradient_key(value, m), gradients.get(value.number)
             if self._handing.is_first_user(p, value, lowest) and (gradient is None or key[0] != value.number):
@@ -399,7 +400,7 @@ class BoundaryIO:
         return any(key[1] == m for key in self._waiting)
 
     def give_shared(self, number: int, m: int, gradient: torch.Tensor) -> None:
-        """Of a weight that a lower partition owns."""
+        """Puts the gradient of a weight that a lower partition owns."""
         self._exchange.put((-1 - number, m), gradient)
         self._waiting.add((-1 - number, m))
 
@@ -410,16 +411,16 @@ class BoundaryIO:
             yield self._exchange.take(key)
 
     def abandon(self) -> None:
-        """Forget the unfinished update."""
+        """Forgets the unfinished update."""
         self._waiting.clear()
 
     def _gradient_key(self, value: Value, m: int) -> Key:
-        """Of one that several partitions take it has a place of its own: the value itself is still needed."""
+        """Returns the key of a value's gradient; a value that several partitions take is still needed, so it has its own."""
         return (gradient_of(value.number) if self._handing.is_shared(value) else value.number), m
 
 
 def falsified(handed: torch.Tensor) -> torch.Tensor:
-    """Slightly wrong, as no normalization takes back."""
+    """Returns `handed` made slightly wrong, in a way that no normalization undoes."""
     if not handed.is_floating_point():
         return handed.flip(*range(handed.ndim))
     growing = torch.linspace(2**-7, 2**-5, handed.numel(), dtype=torch.float32, device=handed.device).view(handed.shape)

@@ -1,7 +1,7 @@
-"""FORWARD and BACKWARD of one partition on one micro-batch, and the rows, labels and gradients that they need.
+"""FORWARD and BACKWARD of one partition on one micro-batch, with the rows, labels and gradients that they need.
 
-What a partition reads and leaves depends on its place in the phase alone: the first one reads rows, the last one owns
-the loss, and between them the boundary exchange hands activations up and gradients down.
+What a partition reads and writes depends only on its place in the phase: the first one reads rows, the last one owns
+the loss, and between them the boundary exchange passes activations up and gradients down.
 """
 
 import time
@@ -34,7 +34,7 @@ from seqpart.schedule.steps import Position, Step
 
 
 class Compute:
-    """`loaded` are the partitions on the device, by number: the executor brings and drops them."""
+    """Runs forward and backward; `loaded` are the partitions on the device, by number: the executor loads and drops them."""
 
     def __init__(
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
@@ -45,9 +45,9 @@ class Compute:
     ) -> None:  # fmt: skip
         self.loaded: dict[int, Partition] = {}
         self.metrics, self.committed = Metrics(), metrics or Metrics()
-        """Sums over the pass so far; the same at the end of the last update."""
+        """Metric sums over the pass so far, and as they were at the end of the last update."""
         self.judged = 0
-        """Losses that were computed."""
+        """Number of losses that were computed."""
         self._phases, self._partitions, self._losses = phases, partitions, losses
         self._handover = BoundaryIO(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
         self._boundaries, self._row_packs, self._graphs = boundaries, row_packs, graphs
@@ -57,13 +57,13 @@ class Compute:
         self._labels: dict[int, torch.Tensor] = {}
         self._reader: BatchReader | None = None
         self._unpacked: PackReader | None = None
-        """Of what the reader reads."""
+        """Unpacks the rows of `_reader` into values."""
         self._sink: PackWriter | None = None
         self._began, self._earlier = 0.0, 0
         self._ties = [*dict.fromkeys((partition.number, tie) for partition in partitions for _, tie in partition.tied)]
-        """(partition, weight that it uses and another owns), in the model's order."""
+        """(partition, weight that it uses and another partition owns), in the model's order."""
         self._counted: float | None = None
-        """Of the unfinished update, what its loss counted so far; None where micro-batches count by their rows."""
+        """Weight that the loss of the unfinished update has counted so far; None if micro-batches count by their rows."""
         self._elements = Elements(
             loaded=self.loaded, read=self._read, done=self._done_with, run=partial(self._output, training=True),
             tell=lambda total, rows: self.metrics.add(total, rows, None, weight=rows),
@@ -84,7 +84,7 @@ class Compute:
         return read, written
 
     def _forward_to_test(self, step: Step, batch: Batch | None, taken: Pack, labels: torch.Tensor) -> int:
-        """Without a graph. Returns the bytes written."""
+        """Runs forward without a graph. Returns the bytes written."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         with torch.no_grad():
             if phase.kind is PhaseKind.DRAW:
@@ -96,7 +96,7 @@ class Compute:
                     self._handover.give_up(m, given)
                     return 0
                 labels = self._labels.pop(m)
-            # Recovery looks at the end alone, and is planned so; where statistics are made nothing is judged.
+            # In recovery only the model's end has a loss, and the plan relies on it; a STATISTICS phase has none.
             if phase.kind is not PhaseKind.STATISTICS and (not phase.stage or p == len(self._partitions) - 1):
                 self._judge(step, self._judged(p, given), labels)
             return self._write(given, batch)
@@ -112,13 +112,13 @@ class Compute:
         return self._sink.append(given, partial(self._unpacked.value, rows=batch.x))
 
     def _forward_to_train(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
-        """With a graph although it is thrown away: BACKWARD runs it again, and must meet the same kernels."""
+        """Runs forward with a graph, even if it is thrown away: the recompute in BACKWARD must use the same kernels."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         partition = self.loaded[p]
         stays = p not in phase.streams
         if stays and self._starts_update(step):
             partition.buffers.begin_update()
-        if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else the pass is not done again
+        if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else nothing is recomputed
             partition.buffers.remember()
         taken, arrivals = self._entering(step, taken)
         offload = self._graphs if phase.offloads_graph(p) else None
@@ -155,7 +155,7 @@ class Compute:
             self._done_with(batch)
             return batch.x.nbytes, 0
         if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
-            partition.buffers.begin_update()  # it runs forward here only
+            partition.buffers.begin_update()  # its only forward pass is here
         partition.buffers.restore()
         with self._offloaded_graph(step) as others:
             with partition.collect_tied_gradients() as tied:
@@ -169,21 +169,21 @@ class Compute:
         return 0, 0
 
     def _offloaded_graph(self, step: Step) -> AbstractContextManager[frozenset[int]]:
-        """Inside, tensors of its graph that waited elsewhere are on the device: the addresses of their memory."""
+        """Inside, the offloaded tensors of the step's graph are on the device. Yields the addresses of their memory."""
         if self._graphs is None:
             return nullcontext(frozenset())
         away = self._phases[step.phase].offloads_graph(step.partition)
         return self._graphs.on_device((step.partition, self._part(step)) if away else None)
 
     def _back_propagate(self, step: Step) -> Graph:
-        """Of several partitions one: its own loss at the end, else the gradient that the next one left."""
+        """Back-propagates one of several partitions: the last from its own loss, the others from the gradient left for them."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if phase.keeps_graph(p):
             graph = self.loaded[p].kept_graph(m)
             self._propagate(step, graph.edges)
             return graph
         taken = self._handover.take_up(p, m)
-        if p < phase.last or p == phase.lowest:  # the last runs forward here only: a wrong loss proves little of gradients
+        if p < phase.last or p == phase.lowest:  # the last one's only forward is here: a wrong loss proves little
             taken = self._falsified(taken)
         taken, arrivals = self._entering(step, taken)
         if p == phase.last:
@@ -199,16 +199,16 @@ class Compute:
         return Graph.of(arrivals, [*given.items(), *((number, taken[number]) for number in again)])
 
     def _propagate(self, step: Step, edges: Mapping[int, Any]) -> None:
-        """From the gradients that later partitions left, and from those of weights that they share.
+        """Back-propagates from the gradients that later partitions left, and from those of the weights that they share.
 
-        Both in one go: then a shared weight's gradients of one micro-batch are added up before they join those of others,
-        as they are where nothing is cut.
+        One call does both: then a shared weight's gradients of one micro-batch are added up before they are added to those of
+        other micro-batches, as in a model that is not cut.
         """
         p, m = step.partition, self._part(step)
         found = self._falsified(self._handover.take_gradients(p, m, edges.keys()))
         roots: list[Any] = [edges[number] for number in found]
         gradients = list(found.values())
-        # The last partition's first, as they come where nothing is cut.
+        # The last partition's first, the order in a model that is not cut.
         for number, (_, tie) in reversed([*enumerate(self._ties)]):
             for gradient in self._handover.take_shared(number, m) if tie.owner in self._partitions[p].blocks else ():
                 roots.append(tie.owner.module.get_parameter(tie.owner_name))
@@ -217,7 +217,7 @@ class Compute:
             back_propagate(roots, gradients)
 
     def _falsified(self, handed: Pack) -> Pack:
-        """What BACKWARD takes from others; for `verify`'s control slightly wrong, as no normalization takes back."""
+        """Returns what BACKWARD takes from other partitions; slightly wrong in `verify`'s control run, see `falsified`."""
         return {number: falsified(tensor) for number, tensor in handed.items()} if self._falsify else handed
 
     def _pass_down(self, step: Step, gradients: Pack) -> None:
@@ -230,34 +230,34 @@ class Compute:
             )
 
     def _back_propagate_loss(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
-        """The partition's own loss, weighted so that the micro-batches of an update add up to that of the whole batch."""
+        """Back-propagates the partition's own loss, weighted so that an update's micro-batches add up to the whole batch's."""
         output = self._judged(step.partition, self._output(step, taken, training=True))
         self._hold_parts(step, output, labels)
         verdict = self._judge(step, output, labels)
-        del output  # the graph alone holds it, until the loss has its gradient
+        del output  # only the graph holds it, until the loss has its gradient
         assert verdict is not None
         part, counted = share_of_update(verdict, self.span(step))
-        if counted:  # what all of them count is known with the last one: see `scale`
+        if counted:  # the total is known only after the last micro-batch: see `scale`
             self._counted = (self._counted or 0.0) + counted
         if verdict.loss.requires_grad:
             (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
 
     def _hold_parts(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> None:
-        """Of a batch that is divided the outputs, in the first updates, and ever more rarely behind them."""
+        """Holds the outputs of a batch that is split into micro-batches, in updates 0, 1, 2, 4, 8, ... of the phase."""
         phase, loss = self._phases[step.phase], self._loss_of(step.partition)
         update = phase.share_of(_micro_batch(step) // phase.micro_batches_per_update)[0]
         if isinstance(loss, TrueLoss) and len(output) < self.span(step).update_rows and not update & (update - 1):
             loss.hold(output, labels, self.span(step), phase.micro_batches_per_update)
 
     def scale(self, step: Step) -> float | None:
-        """What gradients are yet to be multiplied by behind an update's last micro-batch; None: nothing."""
+        """Returns the factor for the gradients after an update's last micro-batch; None if they stay as they are."""
         if not self._counted:
             return None
         share = self.span(step)
         return share.update_rows / self._counted if share.ends_update else None
 
     def _entering(self, step: Step, taken: Pack) -> tuple[Pack, dict[int, Arrival]]:
-        """What enters a partition as the beginning of its graph; with gradients where a partition below is to learn."""
+        """Returns the partition's inputs as leaves of its graph, requiring gradients where an earlier partition is to learn."""
         wanted = self._handover.wanted(step.partition, self._phases[step.phase].lowest)
         found = {number: entering(x, wants_gradient=number in wanted) for number, x in taken.items()}
         return {number: x for number, (x, _) in found.items()}, {number: arrival for number, (_, arrival) in found.items()}
@@ -289,7 +289,7 @@ class Compute:
         return self.loaded[step.partition].forward(taken, training=training, key=key, around=around)
 
     def _part(self, step: Step) -> int:
-        """The micro-batch's number within its update: what it leaves has a place that every update uses again."""
+        """Returns the micro-batch's number within its update; boundary tensors are stored by it, in reused places."""
         return _micro_batch(step) % self._phases[step.phase].micro_batches_per_update
 
     def span(self, step: Step) -> Span:
@@ -299,7 +299,7 @@ class Compute:
         return self._part(step) == 0
 
     def _input(self, step: Step) -> tuple[Batch | None, Pack, torch.Tensor]:
-        """(batch, values, labels): of the phase's first partition from the reader, of the others from those before."""
+        """Returns (batch, values, labels): the phase's first partition reads rows, the others take boundary tensors."""
         phase, p, m = self._phases[step.phase], step.partition, self._part(step)
         if p != phase.partition:
             keeps = phase.kind is PhaseKind.TRAIN and phase.keeps_graph(p)
@@ -307,7 +307,7 @@ class Compute:
         batch, taken, labels = self._read(step)
         if phase.partition != phase.last:
             for number, x in taken.items():
-                if x.data_ptr() == batch.x.data_ptr():  # the reader's memory is about to be filled again
+                if x.data_ptr() == batch.x.data_ptr():  # the reader reuses its memory
                     taken[number] = x.clone()
             self._labels[m] = labels
             self._handover.give_up(m, taken)
@@ -328,7 +328,7 @@ class Compute:
         return batch
 
     def _enter(self, number: int) -> None:
-        """Open a phase: its reader, and the rows that it writes."""
+        """Opens a phase: its reader, and the writer of the rows that it leaves."""
         phase = self._phases[number]
         split, source = phase.reads
         first_update = self._start.updates if self._resumes else 0
@@ -352,17 +352,17 @@ class Compute:
         self._reader.done(batch)
 
     def rest(self) -> None:
-        """An update is finished: what was summed up so far is what a later run goes on with."""
+        """An update is finished: the metric sums so far are those that a resumed run goes on with."""
         self._counted = None
         self._elements.rest()
         self.committed = replace(self.metrics)
 
     def refuse_divergence(self, number: int, update: int | None = None) -> None:
-        """Raises Diverged where a loss of phase `number` so far, up to `update` (from 1), is not finite. CUDA has to wait."""
+        """Raises Diverged if a loss of phase `number` so far, up to `update` (from 1), is not finite. Synchronizes on CUDA."""
         self.metrics.refuse_divergence(f"{'' if update is None else f'update {update} of '}{self._phases[number]}")
 
     def end_phase(self, number: int) -> None:
-        """The last row of phase `number` is through. Raises Diverged if the loss is not finite."""
+        """Ends phase `number` after its last row. Raises Diverged if the loss is not finite."""
         if self._sink is not None:
             self._sink.finish()
             self._sink = None
@@ -373,7 +373,7 @@ class Compute:
         self._listen(metrics.done(phase, self._earlier, seconds, self._heard.found(phase)))
 
     def forget_loss(self, p: int) -> None:
-        """Partition p leaves: free the fixed targets of its loss."""
+        """Frees the fixed targets of partition p's loss, when p is dropped."""
         self._own_loss.pop(p, None)
 
     def close_reader(self) -> None:
@@ -382,7 +382,7 @@ class Compute:
             self._reader = None
 
     def abandon(self) -> None:
-        """Forget the unfinished pass."""
+        """Forgets the unfinished pass."""
         self.close_reader()
         self._sink = None
         self._labels.clear()
@@ -390,11 +390,11 @@ class Compute:
         self._handover.abandon()
         self._counted = None
         self._elements.rest()
-        self._own_loss.clear()  # the executor that goes on has fixed targets of its own
+        self._own_loss.clear()  # the next executor builds fixed targets of its own
 
 
 def share_of_update(verdict: LossValue, span: Span) -> tuple[float, float]:
-    """(what a micro-batch's loss is multiplied by in its update, what it counted where that is to be divided by at the end)."""
+    """Returns (factor of a micro-batch's loss in its update, the weight it counted if the update is divided by their sum)."""
     part = (span.stop - span.start) / span.update_rows
     if part < 1.0 and verdict.kind is Kind.COUNTED:
         return verdict.weight / span.update_rows, verdict.weight

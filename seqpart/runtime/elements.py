@@ -1,7 +1,7 @@
-"""FORWARD and BACKWARD of a pair of scores beside what is common to all, on the rows that are labelled with one of the two.
+"""FORWARD and BACKWARD of a pair of scores and the common partition, on the rows that are labelled with one of the two.
 
     F0.m   common: x -> h, with a graph                        B2.m  score 2 of h, the loss of the pair; gradients of h, s1
-    F1.m   score 1: h -> s1, with a graph                      B1.m  from that of s1; gradient of h
+    F1.m   score 1: h -> s1, with a graph                      B1.m  from the gradient of s1; gradient of h
                                                                B0.m  from the sum of both gradients of h
 
 Rows of an update wait on the device, from its first pair to its last. See methods/separable.py.
@@ -24,8 +24,8 @@ from seqpart.schedule.steps import Step
 
 @dataclass(kw_only=True, slots=True)
 class Elements:
-    """loaded: partitions on the device. read: the next rows of a phase, with their labels. run: a partition's forward. tell:
-    the loss of some rows, and how many of the update's they are."""
+    """Runs pairs of scores. loaded: partitions on the device. read: returns the next rows of a phase, with their labels. run:
+    a partition's forward. tell: takes the loss of some rows, and how many of the update's rows they are."""
 
     loaded: Mapping[int, Partition]
     read: Callable[[Step], tuple[Batch, Pack, torch.Tensor]]
@@ -33,12 +33,12 @@ class Elements:
     run: Callable[[Step, Pack], Pack]
     tell: Callable[[torch.Tensor, int], None]
     _rows: dict[int, tuple[Pack, torch.Tensor]] = field(default_factory=dict)
-    """By micro-batch: the rows of the update that is under way, and their labels."""
+    """(rows, labels) of the current update by micro-batch."""
     _is_first: torch.Tensor | None = None
-    """Of the pair's rows, whether they are labelled with the first of the two; None: there are none."""
+    """Boolean per row of the pair: labelled with the first of the two; None if the pair has no rows."""
     _common: torch.Tensor | None = None
     _score: torch.Tensor | None = None
-    """What FORWARD gave, with its graph."""
+    """The outputs of FORWARD, the common value and the first score, with their graphs."""
     _entered: torch.Tensor | None = None
     """The common value as the first score took it."""
     _handed: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class Elements:
     _score_gradient: torch.Tensor | None = None
 
     def forward(self, step: Step, phase: Phase) -> int:
-        """Returns the bytes that were read."""
+        """Runs FORWARD. Returns the bytes that were read."""
         if step.partition != phase.partition:
             if self._is_first is not None:
                 self._entered, (self._score,) = self._through(step)
@@ -76,7 +76,7 @@ class Elements:
             self._score = self._score_gradient = self._entered = None
         else:
             assert self._common is not None
-            if self._handed is not None:  # else nothing of it learns
+            if self._handed is not None:  # else nothing in it learns
                 self._propagate(step, self._common, self._handed, None)
             self._common = self._handed = None
 
@@ -90,14 +90,14 @@ class Elements:
         self._score_gradient = other.grad
 
     def _through(self, step: Step) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(the common value as it enters, what comes out) of a score."""
+        """Runs a score. Returns (the common value as its input, its outputs)."""
         assert self._common is not None
         entered = self._common.detach().requires_grad_(self._common.requires_grad)
         (value,) = self.loaded[step.partition].entering
         return entered, [*self.run(step, {value.number: entered}).values()]
 
     def _propagate(self, step: Step, root: torch.Tensor, gradient: torch.Tensor, entered: torch.Tensor | None) -> None:
-        self.loaded[step.partition].finish_state()  # gradients of earlier pairs, to which these are added
+        self.loaded[step.partition].finish_state()  # waits for gradients of earlier pairs, to which these are added
         if root.requires_grad:
             back_propagate([root], [gradient])
         arrived: dict[int, torch.Tensor] = {}
@@ -121,6 +121,6 @@ class Elements:
         return batch.x.nbytes
 
     def rest(self) -> None:
-        """An update is over, or given up."""
+        """Frees everything when an update is over or given up."""
         self._rows.clear()
         self._is_first = self._common = self._score = self._entered = self._score_gradient = self._handed = None

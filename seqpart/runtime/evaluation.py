@@ -10,10 +10,10 @@ from seqpart.runtime.run import Run
 
 
 def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: str | Path | None = None) -> Settings:
-    """Those of `settings` that an evaluation of so many rows takes, with all files in `folder`. weights: in the place of the
+    """Returns the settings for an evaluation of `rows` rows, with all files in `folder`. weights: a file that replaces the
     model's own.
 
-    A plan has room for training. So it is made for the exact method and the optimizer that need least, and an update's rows.
+    A plan has room for training, so it is made for the exact method and the optimizer that need least, and one update's rows.
     """
     batch = min(max(values_of(settings.batch_size)), rows)
     micro_batch = settings.micro_batch_size
@@ -27,8 +27,8 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: st
 
 
 def evaluated(session: Run, before: Proof | None = None) -> Evaluation:
-    """What `session` finds: a run without results, after which modules are as they came. before: of a run that it is a part
-    of, whose proof then is of both."""
+    """Runs the evaluation, which leaves no results and the modules as they were. before: the proof of a run that it belongs
+    to; the returned proof is then of both."""
     with session.limited(), session.interrupts:
         session.run_stages()
     assert session.test is not None

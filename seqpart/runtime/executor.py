@@ -1,9 +1,9 @@
-"""The only loop: takes the steps of a schedule and does them. It knows verbs and phases, never methods.
+"""The only loop: executes the steps of a schedule. It knows verbs and phases, never methods.
 
-It looks ahead for the next LOAD and starts it as soon as a slot is free, so that a partition comes, and the one before
-goes home, while another computes. Whatever ends the loop, nothing stays loaded, and the error names the step. An
-allocation that fails inside the limit ends it too, with everything at home as a finished update left it, and
-`position` telling where to go on with a smaller micro-batch.
+It looks ahead for the next LOAD and starts it as soon as a slot is free: one partition is prefetched, and the one before
+is saved, while another computes. However the loop ends, nothing stays loaded, and the error names the step. An
+allocation that fails inside the limit ends it too: then all homes hold a finished update, and `position` says
+where to go on with a smaller micro-batch.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
 
 
 def out_of_memory(step: Step, text: str) -> OutOfMemory:
-    """Where memory ran out at a step that takes the same at every micro-batch."""
+    """Returns the error for memory that ran out in a step whose memory does not depend on the micro-batch."""
     return OutOfMemory(f"memory ran out in {step}, where a smaller micro-batch cannot help: {text}.")
 
 
 class AllocationFailed(Exception):
-    """An allocation failed inside the limit, at `step`; everything is at home."""
+    """An allocation failed inside the limit, in `step`; every home is as the executor's `position` says."""
 
     def __init__(self, step: Step, text: str) -> None:
         super().__init__(text)
@@ -49,11 +49,12 @@ class AllocationFailed(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class Hooks:
-    """What the executor calls: after every event, after every step, and whenever everything stands at a position.
+    """Callbacks of the executor.
 
-    `guard` and `at_rest` may raise, and the steps end there where `at_rest` returns False; `before_update` sees a partition
-    with its gradients before each of its updates; `failed` hears of an error in a forward or backward pass, of a block or of
-    the rows, when everything is at home as the last update left it.
+    `listen` gets every event; `guard` runs after every step; `at_rest` runs wherever the whole run stands at a position, and
+    ends the steps if it returns False; both may raise. `before_update` gets a partition with its gradients before each
+    training update. `failed` gets an error of a block or of the rows in a LOAD, FORWARD or BACKWARD, when every home is as
+    `position` says.
     """
 
     listen: Callable[[Event], None]
@@ -64,14 +65,14 @@ class Hooks:
 
 
 class Executor:
-    """Runs steps over `partitions`; `compute` does what needs rows, `slots` are the device's memory for partitions."""
+    """Runs steps over `partitions`; `compute` runs forward and backward, `slots` are the device memory for partitions."""
 
     def __init__(
         self, *, phases: Sequence[Phase], partitions: Sequence[Partition], compute: Compute, boundaries: Boundaries,
         slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float | Groups],
         hooks: Hooks, start: Position, parting: Parting | None = None,
     ) -> None:  # fmt: skip
-        """parting: for steps that cut homes and put them back."""
+        """parting: does SPLIT and MERGE; needed only where the schedule has them."""
         self.step, self.compute = Step(Verb.LOAD, 0), compute
         self.progress = Progress(phases, start)
         self._phases, self._partitions, self._boundaries, self._slots = phases, partitions, boundaries, slots
@@ -82,11 +83,11 @@ class Executor:
         self._norms: dict[tuple[int, int], GradientNorm] = {}
         self.learning_rate: float | None = None
         self.gradient_norm: torch.Tensor | None = None
-        """Of the last optimizer step; of gradients as they were before they were clipped."""
+        """Total gradient norm of the last optimizer step, before clipping."""
         self._marked = start, compute.committed
-        """Where the homes stood when all of them were last up to date, and the sums of the pass there."""
+        """The last position at which every home was up to date, and the metric sums of the pass there."""
         self.went_back = ""
-        """Where to, if an error took away updates that were done before the one in which it came."""
+        """The update that the homes were rolled back to, if an error undid finished updates too; else ""."""
         self._do = {
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
@@ -99,14 +100,14 @@ class Executor:
 
     @property
     def position(self) -> Position:
-        """Where the run stands: an unfinished update is behind it."""
+        """The position of the run: the end of the last finished update; one that has begun does not count."""
         return self.progress.position
 
     def running(self, steps: Iterable[Step]) -> Iterator[None]:
-        """Do `steps`, to their end or to where a hook stops them, with a pause wherever everything stands at a position, before
-        hooks are asked there.
+        """Runs `steps` to their end or to where a hook stops them; yields wherever the whole run stands at a position, before
+        `at_rest` is called there.
 
-        Raises AllocationFailed when memory ran out inside the limit, and whatever a step raises.
+        Raises AllocationFailed if memory ran out inside the limit, and whatever a step raises.
         """
         failed = ""
         ahead = Lookahead(steps)
@@ -143,7 +144,7 @@ class Executor:
             raise AllocationFailed(self.step, failed)
 
     def _one(self, step: Step) -> bool:
-        """Whether everything stands at a position behind it."""
+        """Runs one step. Returns True if the whole run stands at a position after it."""
         began = time.perf_counter()
         self._doing = True
         read, written = self._do[step.verb](step)
@@ -157,7 +158,7 @@ class Executor:
         return resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD)
 
     def _rest(self, step: Step) -> None:
-        """An update is over, or a pass."""
+        """Ends an update, and its pass if that is over too."""
         if step.verb is Verb.UPDATE:
             self._norms.clear()
             self.compute.rest()
@@ -165,10 +166,10 @@ class Executor:
             self.compute.end_phase(step.phase)
 
     def refuse_divergence(self, *, weights: bool = False) -> None:
-        """Raises Diverged where the pass so far had a loss that is not finite, or with `weights` a partition that is loaded
-        and learns has such a weight. Only while at rest; a CUDA device has to wait for the numbers."""
+        """Raises Diverged if a loss of the pass so far is not finite, or with `weights` a trainable weight of a loaded
+        partition. Call it only while at rest; it synchronizes with a CUDA device."""
         phase, done = self._phases[self.step.phase], self.position.updates
-        if self.position.phase == self.step.phase:  # else its end has looked already
+        if self.position.phase == self.step.phase:  # else the end of the phase has checked already
             self.compute.refuse_divergence(self.step.phase, done if phase.kind is PhaseKind.TRAIN else None)
         for partition in self._loaded.values() if weights else ():
             if name := _spoilt_weight(partition):
@@ -176,7 +177,7 @@ class Executor:
                 raise Diverged(f"training diverged: {name} is not finite behind {where}.")
 
     def flush(self) -> None:
-        """Send home what changed and wait for it: then the homes are what `position` says. Only while at rest."""
+        """Saves everything that changed and waits: then the homes are what `position` says. Call it only while at rest."""
         for partition in self._loaded.values():
             partition.save(keep_state=True, again=True)
         weights = self._save_weights()
@@ -185,7 +186,7 @@ class Executor:
             transfer.wait()
 
     def _save_weights(self) -> list[Transfer]:
-        """Start to send home those that stay, of partitions that are not loaded."""
+        """Starts to save changed weights that stay on the device, of partitions that are not loaded."""
         others = (partition for p, partition in enumerate(self._partitions) if p not in self._loaded)
         return [partition.save_weights() for partition in others if partition.unsaved]
 
@@ -205,13 +206,13 @@ class Executor:
                 return
             here = {*self._loaded, *self._coming}
             if any(lender.number in here for lender in self._partitions[step.partition].lenders):
-                return  # what it would borrow is yet to be saved
+                return  # the tied weights that it would borrow are not saved yet
             try:
                 self._begin(step)
             except Exception as error:
                 if not self._device.is_out_of_memory(error):
                     raise
-                return  # its own step will say so, at a place from where one can go back
+                return  # its own LOAD will fail again, where the run can go back
 
     def _begin(self, step: Step) -> None:
         partition = self._partitions[step.partition]
@@ -260,9 +261,9 @@ class Executor:
         return self._moved(step, self._parting.merge)
 
     def _moved(self, step: Step, move: Callable[[int, int], None]) -> tuple[int, int]:
-        """Homes into homes, when all of them are there."""
+        """Rewrites homes by `move`, once every home is saved. Returns (bytes read, bytes written)."""
         self._wait_for_homes()
-        self._slots.close()  # what comes next may need others
+        self._slots.close()  # the next partitions may need slots of other sizes
         before = replace(self._store.traffic)
         move(step.partition, self._phases[step.phase].epoch)
         now = self._store.traffic
@@ -287,7 +288,7 @@ class Executor:
     def _update(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self._loaded[step.partition]
         partition.finish_state()
-        if self._device.shares_memory:  # nothing has to wait for the number there
+        if self._device.shares_memory:  # the number is in host memory: nothing has to synchronize
             self.compute.refuse_divergence(step.phase, self.position.updates + 1)
         if not self.progress.updated and phase.breadth_first:
             self._mark_homes()
@@ -304,7 +305,7 @@ class Executor:
         return 0, 0
 
     def _mark_homes(self) -> None:
-        """If all that the last update left is at home, or on its way: one that fails can go back to here."""
+        """Marks the homes if all that the last update changed is at home or being saved: a failed update rolls back to here."""
         if not any(partition.changed or partition.unsaved for partition in self._partitions):
             self._wait_for_homes()
             self._store.mark()
@@ -313,7 +314,7 @@ class Executor:
     # --- endings --------------------------------------------------------------------------------------------------
 
     def _retreat(self, text: str) -> None:
-        """After a failed allocation, or another error: the unfinished update never was; what the last one left goes home."""
+        """Undoes the unfinished update after a failed allocation or another error, and saves what the last update left."""
         phase = self._phases[self.step.phase]
         self.compute.abandon()
         for transfer in self._save_weights():
@@ -335,14 +336,14 @@ class Executor:
         self._store.refuse_lost()
 
     def _bring_home(self, error: Exception) -> None:
-        with contextlib.suppress(Exception):  # the error that is on its way says what is wrong
+        with contextlib.suppress(Exception):  # the error that is being raised says what is wrong
             self._retreat(str(error))
             self._wait_for_homes()
             self._hooks.failed(self, error)
 
     def _undo_updates(self, text: str) -> None:
-        """Some partitions have made the step already: back to the homes of the last mark, which is at this update's beginning
-        where nothing stays on the device, and else where a checkpoint was saved or this loop began."""
+        """Rolls the homes back to the last mark, because some partitions have made the optimizer step already. The mark is at
+        this update's beginning if nothing stays on the device, else where a checkpoint was saved or this loop began."""
         for partition in self._partitions:
             partition.transfer.settle()
             partition.release()
@@ -365,11 +366,11 @@ class Executor:
 
 
 def _spoilt_weight(partition: Partition) -> str:
-    """The name of a weight that learns and is not finite everywhere; "" where there is none. Takes no memory."""
+    """Returns the name of a trainable weight that is not finite everywhere, or "". Takes no memory."""
     for block in partition.blocks:
         for name, parameter in block.module.named_parameters():
             if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
                 continue
-            if not all(math.isfinite(extreme) for extreme in torch.aminmax(parameter.detach())):  # of a NaN both are
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(parameter.detach())):  # with a NaN both are NaN
                 return f"{block.name}.{name}"
     return ""

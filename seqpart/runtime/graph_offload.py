@@ -1,8 +1,8 @@
-"""Saved tensors of a graph between FORWARD and BACKWARD, when they are not to wait on the device.
+"""Offloads the saved tensors of a graph between FORWARD and BACKWARD.
 
-Whole storages are copied as autograd saves parts of them, one behind the other, into a range of bytes that belongs to the
+When autograd saves a tensor, its whole storage is copied after those saved before, into a range of bytes that belongs to the
 partition and micro-batch; in the backward pass the saved tensors are views of a copy of that range. So each byte is moved
-once each way, however many nodes saved it. Where the ranges are: store/graph_ranges.py.
+once each way, however many nodes saved it. store/graph_ranges.py has the ranges.
 """
 
 import weakref
@@ -25,36 +25,36 @@ from seqpart.store.layout import LINE
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """A saved tensor: where its storage begins in the range of `key`, and how it lies there."""
+    """A saved tensor: the byte offset of its storage in the range of `key`, and its view of that storage."""
 
     key: Key
     offset: int
     first: int
-    """Elements from the storage's beginning to the tensor's."""
+    """Elements from the storage's beginning to the tensor's first."""
     look: "Look"
 
     def on(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor in `flat`, which holds the range."""
+        """Returns the tensor as a view of `flat`, which holds the range."""
         return self.look.at((int(flat.storage_offset()) + self.offset) // self.look.dtype.itemsize + self.first, flat)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a tensor reads the storage on which it lies."""
+    """How a tensor views its storage: shape, strides, type, and the conjugate and negative bits."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     conjugate: bool
     negative: bool
-    """Of complex values, and their parts: what lies there is to be read so (`x.conj()` moves nothing)."""
+    """Lazy bits of complex tensors and their parts: the stored values are read so (`x.conj()` copies nothing)."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Look":
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
     def at(self, first: int, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor whose first element is so many elements behind the beginning of the storage of `flat`."""
+        """Returns the tensor that begins `first` elements after the beginning of the storage of `flat`."""
         found = torch.empty(0, dtype=self.dtype, device=flat.device)
         found = found.set_(flat.untyped_storage(), first, self.shape, self.stride)
         found = found.conj() if self.conjugate else found
@@ -62,7 +62,7 @@ class Look:
 
 
 class GraphOffload:
-    """Gathers saved tensors in the ranges of their partition, and finds them again."""
+    """Gathers saved tensors in the ranges of their partitions, and looks them up again."""
 
     def __init__(self, ranges: Mapping[int, Ranges]) -> None:
         self._ranges, self._every = ranges, list(dict.fromkeys(ranges.values()))
@@ -70,11 +70,11 @@ class GraphOffload:
         self._device = torch.device("cpu")
         self._flat, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Where storages begin that were gathered for this key, by identity and version; they may be dead."""
+        """Byte offsets of the storages gathered for this key, by identity and version; the storages may be dead."""
         self._open: dict[Key, torch.Tensor] = {}
 
     def begin(self, key: Key) -> None:
-        """From now on `pack` gathers for `key`."""
+        """Makes `pack` gather for `key` from now on."""
         self._key, self._flat, self._used = key, self._ranges[key[0]].begin(key), 0
         self._known.clear()
 
@@ -85,7 +85,7 @@ class GraphOffload:
         self._known.clear()
 
     def pack(self, tensor: torch.Tensor) -> Offloaded | None:
-        """Its place, or None where there is no room for it: what a block saves may be more than was counted."""
+        """Copies a tensor and returns its place, or None if there is no room: a block may save more than was counted."""
         storage, self._device = tensor.untyped_storage(), tensor.device
         if self._key is None or (offset := self._place_of(storage, tensor._version)) is None:
             return None
@@ -101,19 +101,19 @@ class GraphOffload:
             return None
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
         self._ranges[self._key[0]].gather(whole, self._flat[offset : offset + nbytes])
-        self._used += round_up(nbytes, LINE)  # kernels round otherwise where memory lies otherwise
+        self._used += round_up(nbytes, LINE)  # kernels round differently at another alignment
         self._known[id(storage), version] = weakref.ref(storage), offset
         return offset
 
     def unpack(self, saved: Offloaded) -> torch.Tensor:
-        if saved.key == self._key:  # a block asks for gradients in its own forward pass
-            return saved.on(self._flat).to(self._device, copy=True)  # that memory is another graph's next
+        if saved.key == self._key:  # a block computes gradients in its own forward pass
+            return saved.on(self._flat).to(self._device, copy=True)  # the next graph uses that memory
         return saved.on(self._open[saved.key])
 
     @contextmanager
     def on_device(self, key: Key | None) -> Iterator[frozenset[int]]:
-        """Inside, what `key` gathered is on the device: the addresses of its memory, which others will use. A block may
-        return one of them as a gradient. None: a BACKWARD that needs none of them, while the first of them come."""
+        """Inside, what `key` gathered is on the device. Yields the addresses of its memory, which is reused later; a block may
+        return one of them as a gradient. None: a BACKWARD that needs none of them, and prefetches the first."""
         if key is None:
             for ranges in self._every:
                 ranges.fetch()
@@ -123,12 +123,12 @@ class GraphOffload:
             self.release(key)
 
     def open(self, key: Key) -> int:
-        """Bring what `key` gathered to the device. Returns the address of its memory."""
+        """Loads what `key` gathered to the device. Returns the address of its memory."""
         flat = self._open[key] = self._ranges[key[0]].open(key)
         return int(flat.untyped_storage().data_ptr())
 
     def release(self, key: Key) -> None:
-        """Its graph is gone."""
+        """Frees what `key` gathered, when its graph is gone."""
         del self._open[key]
         self._ranges[key[0]].release(key)
 
@@ -142,8 +142,8 @@ def open_graphs(
     parts: Sequence[PartitionCost], offloads: Collection[int], micro_batches: int,
     rooms: Mapping[int, Sequence[torch.Tensor]], path: Path, device: Device,
 ) -> GraphOffload | None:  # fmt: skip
-    """For the graphs of partitions `offloads` with so many micro-batches an update: in their `rooms`, if they have some in
-    host memory, else in a new file `path`."""
+    """Opens the offload of the graphs of partitions `offloads`, with `micro_batches` per update: in their `rooms`, if they
+    have some in host memory, else in a new file `path`."""
     ranges: dict[int, Ranges] = dict.fromkeys(rooms, host_ranges(rooms, device)) if rooms else {}
     away = sorted(set(offloads).difference(rooms))
     if away:
@@ -154,20 +154,20 @@ def open_graphs(
 
 @dataclass(slots=True)
 class Arrival:
-    """What backward brings to a partition's input."""
+    """The gradient that backward computes for a partition's input."""
 
     gradient: torch.Tensor | None = None
     leaf: torch.Tensor | None = None
     """The input itself, which autograd's graph refers to."""
 
     def let_go(self) -> None:
-        """Free the input's memory, where what the graph needs of it is saved elsewhere."""
+        """Frees the input's memory; what the graph needs of it must be saved elsewhere."""
         if self.leaf is not None:
             self.leaf.data = self.leaf.data.new_empty(0)
 
 
 class _Entry(torch.autograd.Function):
-    """Takes the gradient as it comes: a leaf's `grad` may lie in memory otherwise, and then kernels round otherwise."""
+    """Takes the gradient unchanged: a leaf's `grad` may have another memory layout, and then kernels round differently."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, arrival: Arrival) -> torch.Tensor:
@@ -181,7 +181,7 @@ class _Entry(torch.autograd.Function):
 
 
 def entering(x: torch.Tensor, *, wants_gradient: bool) -> tuple[torch.Tensor, Arrival]:
-    """`x` as the input of a graph of its own, and the place of its gradient."""
+    """Returns `x` as the input of a new graph, and the place of its gradient."""
     x, arrival = x.detach(), Arrival()
     if wants_gradient:
         arrival.leaf = x.requires_grad_()
@@ -190,8 +190,8 @@ def entering(x: torch.Tensor, *, wants_gradient: bool) -> tuple[torch.Tensor, Ar
 
 
 def apart_from(others: Iterable[int], gradients: Mapping[int, torch.Tensor]) -> Pack:
-    """`gradients`, each in memory of its own: autograd may give one tensor to several. others: addresses of memory that
-    somebody else will use again."""
+    """Returns `gradients`, each in memory of its own: autograd may return one tensor several times. others: addresses of
+    memory that will be reused elsewhere."""
     known, found = set(others), dict[int, torch.Tensor]()
     for number, gradient in gradients.items():
         place = gradient.untyped_storage().data_ptr()
@@ -202,11 +202,11 @@ def apart_from(others: Iterable[int], gradients: Mapping[int, torch.Tensor]) -> 
 
 @dataclass(slots=True)
 class Graph:
-    """Of one micro-batch in a partition, until backward: where gradients of what entered come, and where others begin."""
+    """One micro-batch's graph in a partition, until backward: where gradients of inputs arrive, and where others start."""
 
     arrivals: dict[int, Arrival]
     edges: dict[int, Any]
-    """Gradient edges of what leaves, and of what entered and is taken behind the partition too."""
+    """Gradient edges of the outputs, and of inputs that later partitions take too."""
 
     @classmethod
     def of(cls, arrivals: dict[int, Arrival], roots: Iterable[tuple[int, torch.Tensor]]) -> Self:
@@ -215,7 +215,7 @@ class Graph:
 
     @property
     def gradients(self) -> Pack:
-        """What came to what entered."""
+        """The gradients that arrived at the inputs."""
         return {number: a.gradient for number, a in self.arrivals.items() if a.gradient is not None}
 
     def let_go(self) -> None:
@@ -225,7 +225,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in a slot a tensor lies: `offset` in bytes."""
+    """A tensor's place in a slot: `offset` in bytes."""
 
     offset: int
     look: Look
@@ -236,7 +236,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """An activation. PyTorch does not look at its version where hooks save it."""
+    """A saved activation and its version, which PyTorch does not check itself for tensors that hooks save."""
 
     tensor: torch.Tensor
     version: int
@@ -254,9 +254,9 @@ def packing(
     buffer: torch.Tensor, buffer_now: Callable[[], torch.Tensor | None], changing: Sequence[torch.Tensor],
     offload: GraphOffload | None = None,
 ) -> torch.autograd.graph.saved_tensors_hooks:  # fmt: skip
-    """Inside, autograd saves a place instead of a view of `buffer`; it is looked up in `buffer_now()` when it is needed.
+    """Inside, autograd saves an offset instead of a view of `buffer`; it is looked up in `buffer_now()` in the backward pass.
 
-    Of what begins in one of the `changing` tensors it saves a copy. All else goes to `offload`, if there is one.
+    It saves a copy of anything in one of the `changing` tensors. All else goes to `offload`, if there is one.
     """
     # Not `buffer` itself: the graph keeps what these functions refer to, and the slot is to hold another partition.
     storage, start, device = buffer.untyped_storage().data_ptr(), buffer.storage_offset(), buffer.device

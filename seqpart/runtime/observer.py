@@ -1,4 +1,4 @@
-"""What looks at a run: told where it stands, and asked there whether it is to go on."""
+"""Hooks of one run: they follow its steps, and can end it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,41 +16,41 @@ BeforeUpdate = Callable[[Partition, Step], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An allocation that failed inside the limit. Everything is at home, as it was at `at`."""
+    """An allocation that failed inside the limit; every home is as it was at `at`."""
 
     step: Step
     text: str
     at: Position
     micro_batch: int
     keeps_heap: bool
-    """The run goes on without its heap then, and else with half of the micro-batch."""
+    """True if the stage kept its heap: then the run goes on without it, else with a smaller plan or half the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observer:
-    """What is left out does nothing. Whatever one of them raises ends the run."""
+    """Hooks that default to doing nothing. Whatever one of them raises ends the run."""
 
     before_update: BeforeUpdate = lambda _, __: None
-    """Sees a partition with its gradients before each of its updates."""
+    """Called with a partition that has its gradients, before each of its updates."""
     at_rest: Callable[[Executor], bool] = lambda _: True
-    """Everything stands at a position. Returns whether to go on; if not the stages end there, with everything at home."""
+    """Called where the whole run stands at a position. If it returns False, the stages end there and all homes are saved."""
     callbacks: Sequence[object] = ()
     """Objects with some of on_step, on_epoch and on_eval: see callbacks.py."""
     metrics: OwnMetrics | None = None
-    """The user's, over passes of the test rows."""
+    """The user's metrics over passes of the test rows."""
     counts_updates: bool = False
-    """Whether it asks for the sums of each update."""
+    """True if it needs the metric sums of each update."""
     shaped: Callable[[ExecutionPlan], ExecutionPlan] = lambda prepared: prepared
-    """Of a plan that is made anew behind a failed allocation, what the run goes on with."""
+    """Returns the plan to go on with, from the new plan after a failed allocation."""
     listen: Callable[[Event], None] = lambda _: None
-    """Told of each step, and of the beginning and end of each pass."""
+    """Called after each step, and at the beginning and end of each pass."""
     watched: Watched = unwatched
-    """Threads that move homes and read rows stand in it while they do."""
+    """Context manager that threads enter while they move homes and read rows."""
     failed: Callable[[Failure], None] = lambda _: None
-    """Called before the run goes on behind a failed allocation, under another plan."""
+    """Called before the run goes on with another plan after a failed allocation."""
 
     def beside(self, other: "Observer") -> "Observer":
-        """Both of them, this one first; threads stand in what the other one gives."""
+        """Returns an observer that calls both, this one first; threads use the other's `watched` if it has one."""
 
         def before_update(partition: Partition, step: Step) -> None:
             self.before_update(partition, step)

@@ -4,10 +4,10 @@
 
     who holds the weights:  the store   both       the slot       both     the store
 
-A slot is one flat buffer that partitions use in turn: weights, at the same places in each visit, then optimizer state,
-then gradients that wait for their norm. Parameters and state are views of it, so loading is a read into it and saving a
-write out of it. Both go on in the store's threads while another partition computes. Weights that stay while the rest comes
-and goes have memory of their own, and go home when all is to be at home.
+A slot is one flat buffer that partitions use in turn: weights, at the same offsets in each visit, then optimizer state,
+then gradients that wait for the total norm. Parameters and state are views of it, so loading is a read into it and saving a
+write out of it. Both run in the store's threads while another partition computes. Weights that stay on the device between
+visits have memory of their own, and are saved when all homes have to be up to date.
 """
 
 import weakref
@@ -42,7 +42,7 @@ class Partition:
         *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
         weights_stay: bool = False, frozen: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """frozen: parameters, by id, that do not learn though the plan has room for it."""
+        """frozen: ids of parameters that do not learn although the plan has room for it."""
         self.number, self.blocks, self.weights_stay = number, blocks, weights_stay
         self._costs, self._store, self._device = costs, store, device
         flow = Flow(costs)
@@ -51,29 +51,29 @@ class Partition:
         self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in blocks]
         """(block, tie): parameters used here whose home is in another partition."""
         self._borrows, self.lenders = borrows, list[Partition]()
-        """Partitions whose homes come along; their last save is to be waited for."""
+        """Partitions that own tied weights loaded here; loading waits for their last save."""
         self._borrowed = borrowed_costs(blocks, costs) if borrows else {}
         self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
         self.optimizer: torch.optim.Optimizer | None = None
         self.built: weakref.ref[torch.optim.Optimizer] | None = None
-        """The optimizer of the last visit, if somebody else holds it."""
+        """Weak reference to the optimizer of the last visit: alive only if somebody else holds it."""
         self.trainable: dict[tuple[int, int], nn.Parameter] = {}
         """Parameters that learn in this visit, by their places in the model."""
         self._modules: list[list[nn.Module]] = []
-        """Of each block, all that it consists of: to walk through them by name at every step takes longer than a small step."""
+        """All submodules of each block, because walking them by name at every step takes longer than a small step."""
         self._buffered = {block: cost.changing for block, cost in zip(blocks, costs, strict=True) if cost.changing}
         self.buffers = EarlierBuffers(self._buffered, self._attach)
         self._slot: Slot | None = None
         self._own: torch.Tensor | None = None
-        """Memory of weights that stay while the rest comes and goes."""
+        """Memory of the weights that stay on the device between visits."""
         self._filled = self.unsaved = False
-        """Whether they are there, and newer than their homes."""
+        """True if `_own` holds the weights; true if they are newer than their homes."""
         self._regions: list[list[torch.Tensor]] = []
         self.transfer = self._weights = self._state = Transfer(device)
-        """The last one, in or out, which the next follows. Of one in: weights, and what only the optimizer step needs."""
+        """The last transfer, in or out, which the next one waits for; of a load, its weights, and its optimizer state."""
         self._to_update = self.changed = False
         self._waiting: list[str] | None = None
-        """Parameters whose gradients are at home."""
+        """Names of parameters whose gradients are at home."""
         self._graphs: dict[int, Graph] = {}
 
     @property
@@ -81,7 +81,7 @@ class Partition:
         return sum(cost.layout.padded_nbytes for cost in self._costs)
 
     def needs(self, *, to_update: bool, gradients: bool) -> int:
-        """Bytes of the slot for this visit. `gradients`: theirs will go home, or come back."""
+        """Bytes of the slot for this visit. gradients: they will be offloaded, or loaded again."""
         kept = gradients or (to_update and self._waiting is not None)
         borrowed = sum(cost.layout.padded_nbytes for cost in self._borrowed.values())
         own = self._weight_bytes if self.weights_stay else 0
@@ -90,12 +90,12 @@ class Partition:
     # --- coming ---------------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """For weights that stay while the rest comes and goes: memory that is this partition's until `release`."""
+        """Allocates memory for weights that stay on the device between visits; this partition keeps it until `release`."""
         if self.weights_stay and self._own is None:
             self._own = self._device.empty(self._weight_bytes)
 
     def begin_load(self, slot: Slot | None, *, to_update: bool) -> None:
-        """Start to read weights, and with `to_update` optimizer state and waiting gradients, into `slot`, if any is needed."""
+        """Starts to read weights, and with `to_update` optimizer state and offloaded gradients, into `slot` if there is one."""
         self._slot, self._to_update = slot, to_update
         rest = slot.buffer if slot is not None else torch.empty(0, dtype=torch.uint8)
         own, borrowed = [cost.layout for cost in self._costs], [cost.layout for cost in self._borrowed.values()]
@@ -110,7 +110,7 @@ class Partition:
                 states += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
         before = [self.transfer, *(lender.transfer for lender in self.lenders)]
         first = self._own is not None and not self._filled
-        made = self._device.mark() if first else None  # what computes may not be through with what that memory was before
+        made = self._device.mark() if first else None  # kernels may still use what that memory was before
 
         def ready() -> None:
             if slot is not None:
@@ -121,15 +121,15 @@ class Partition:
                 transfer.follow()
 
         weights = [] if self._filled else list(zip(homes, self._regions[0] + self._regions[1], strict=True))
-        # State that is not at home yet begins as zeros in the slot, which must be free then.
+        # State that has no home yet begins as zeros in the slot, which must be free then.
         waits = weights or (to_update and any(block.state_home not in self._store for block in self.blocks))
         self._weights = self._store.begin_get(weights, ready) if waits else Transfer(self._device)
         self._state = self._store.begin_get(states, ready) if slot is not None else Transfer(self._device)
-        # A visit without a slot waits for nothing, and state of the last one may still be on its way home.
+        # A visit without a slot waits for nothing, and state of the last one may still be being saved.
         self.transfer = self._weights.with_other(self._state).with_other(self.transfer.going_on())
 
     def finish_load(self, *, learns: bool) -> int:
-        """Let the modules' tensors be views of the slot, once its weights are there. Returns the bytes read from the disk."""
+        """Waits for the weights and makes the modules' tensors views of the slot. Returns the bytes read from disk."""
         self._weights.follow()
         self._filled = self._own is not None
         self._attach()
@@ -143,7 +143,7 @@ class Partition:
         return self._weights.nbytes + self._state.nbytes
 
     def learn(self, learns: bool) -> None:
-        """Whether gradients of the parameters are wanted; those that the user froze stay frozen."""
+        """Sets requires_grad of the parameters; those that the user froze stay frozen."""
         for block, cost in zip(self.blocks, self._costs, strict=True):
             own = {spec.name for spec in cost.layout.specs}
             for name, parameter in block.module.named_parameters():
@@ -154,7 +154,7 @@ class Partition:
             planned = tie.owner_name in self._borrowed[tie.owner].trainable
             parameter.requires_grad_(learns and planned and id(parameter) not in self._frozen)
         for block in self.blocks:
-            block.module.train()  # once at least: a module's own may leave parts as they are
+            block.module.train()  # at least once: a module's own train() may leave some submodules as they are
         self._modules = [list(block.module.modules()) for block in self.blocks]
         self.trainable = {
             (block.places.get(name, block.number), number): parameter
@@ -188,8 +188,8 @@ class Partition:
     # --- work -----------------------------------------------------------------------------------------------------
 
     def forward(self, taken: Pack, *, training: bool, key: tuple[int, ...], around: Around = as_it_is) -> Pack:
-        """What leaves for what enters; the random state of each block is a function of `key` and the block."""
-        values = dict(taken)  # to train it stays as it is: it may be needed again, and is no leaf to write into
+        """Maps incoming values to outgoing ones; the random state of each block is a function of `key` and the block."""
+        values = dict(taken)  # training must not write into it: it may be needed again, and a leaf cannot be changed in place
         for value in self._written if training else ():
             values[value.number] = clone_as_it_lies(values[value.number])
         for block, modules, used_up in zip(self.blocks, self._modules, self._used_up, strict=True):
@@ -218,29 +218,29 @@ class Partition:
             attach(block.module, {tie.name: borrowed[tie.owner][tie.owner_name]})
 
     def keep_graph(self, m: int, graph: Graph) -> None:
-        """Until `kept_graph`. What autograd saved of the weights must have been packed, see `packing`."""
+        """Keeps the graph of micro-batch `m` until `kept_graph`. Weights that autograd saved must be packed, see `packing`."""
         self._graphs[m] = graph
 
     def kept_graph(self, m: int) -> Graph:
-        """Of micro-batch `m`; forgotten here."""
+        """Returns the kept graph of micro-batch `m` and forgets it."""
         return self._graphs.pop(m)
 
     def packing(self, offload: GraphOffload | None) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, autograd saves places instead of views of the slot; they are found in the slot of the next visit."""
+        """Inside, autograd saves offsets instead of views of the slot; they are looked up in the slot of the next visit."""
         changing = [block.module.get_buffer(name) for block, names in self._buffered.items() for name in names]
         buffer = self._weights_in()
         assert buffer is not None
         return packing(buffer, self._weights_in, changing, None if any(c.writes_late for c in self._costs) else offload)
 
     def _weights_in(self) -> torch.Tensor | None:
-        """The buffer in which they lie, while it is loaded."""
+        """The buffer that holds the weights, while the partition is loaded."""
         return self._own if self._own is not None else self._slot.buffer if self._slot is not None else None
 
     def part_gradients(self, passed_down: Iterable[torch.Tensor] = (), others: Iterable[int] = ()) -> None:
-        """Give each gradient memory of its own. Autograd may let two weights, or a weight and the input, have one tensor,
-        as in x + a[None] + b[None]; then what a later micro-batch adds to the one, or a norm clips, would change both.
+        """Gives each gradient memory of its own. Autograd may give two weights, or a weight and the input, one tensor, as in
+        x + a[None] + b[None]; then accumulating into one of them, or clipping it, would change both.
 
-        others: addresses of memory that somebody else will use again.
+        others: addresses of memory that will be reused elsewhere.
         """
         known = {*others, *(gradient.untyped_storage().data_ptr() for gradient in passed_down)}
         for parameter in self.trainable.values():
@@ -250,22 +250,22 @@ class Partition:
                 known.add(place)
 
     def scale_gradients(self, factor: float) -> None:
-        """Of the parameters whose home is here: what a later partition shares comes to the one that owns it."""
+        """Multiplies the gradients of the parameters owned here; tied weights are scaled in the partition that owns them."""
         for parameter in self.trainable.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def gradient_norms(self) -> dict[tuple[int, int], GradientNorm]:
-        """Of each trained parameter that has a gradient, by its place among those of the model."""
+        """Gradient norm of each trainable parameter that has a gradient, by its place in the model."""
         return {place: GradientNorm.of(p.grad) for place, p in self.trainable.items() if p.grad is not None}
 
     def finish_state(self) -> None:
-        """What the optimizer step needs is there, for what is issued from now on."""
+        """Makes all work issued from now on wait for the optimizer state."""
         self._state.follow()
-        self._state = Transfer(self._device)  # there, for all further steps of this visit
+        self._state = Transfer(self._device)  # nothing to wait for in further steps of this visit
 
     def update(self, rate: float | Groups = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
-        """Optimizer step at a `rate` as `tune` takes it, gradients scaled by `clip` (limit, total norm) and then freed."""
+        """Makes an optimizer step at `rate` (see `tune`), with gradients clipped by `clip` (limit, total norm), then freed."""
         self.finish_state()
         if clip is not None and self.trainable:
             nn.utils.clip_grads_with_norm_(list(self.trainable.values()), *clip)
@@ -277,13 +277,13 @@ class Partition:
         self.forget_gradients()
 
     def tested(self) -> None:
-        """Behind a forward pass in evaluation: buffers that it changed are there to stay, as in a plain loop."""
+        """After a forward pass in evaluation mode: buffers that it changed stay changed, as in a plain loop."""
         if any(cost.tests_change for cost in self._costs):
             self.buffers.forget()
             self.changed = True
 
     def abandon_update(self) -> None:
-        """Forget what the micro-batches of an unfinished update left: gradients, graphs and running statistics."""
+        """Forgets gradients, graphs and running statistics of an unfinished update."""
         self.forget_gradients()
         self._graphs, self._waiting = {}, None
         self.buffers.undo()
@@ -294,14 +294,14 @@ class Partition:
 
     @contextmanager
     def collect_tied_gradients(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
-        """Inside, gradients of parameters with a home elsewhere begin at nothing; behind it the dict holds what came."""
+        """Inside, gradients of parameters that another partition owns start as None; after it the dict holds them."""
         found: dict[Tied, torch.Tensor | None] = {}
         parameters = {tie: block.module.get_parameter(tie.name) for block, tie in self.tied}
         before = {tie: parameter.grad for tie, parameter in parameters.items()}
         for parameter in parameters.values():
             parameter.grad = None
         yield found
-        for tie, parameter in parameters.items():  # of one that several blocks use, with the first of them
+        for tie, parameter in parameters.items():  # if several blocks use one parameter, the first gets its gradient
             found[tie], parameter.grad = parameter.grad, None
         for tie, parameter in parameters.items():
             parameter.grad = before[tie]
@@ -309,9 +309,9 @@ class Partition:
     # --- going ----------------------------------------------------------------------------------------------------
 
     def save(self, *, keep_state: bool, again: bool = False, weights: bool = True) -> Transfer:
-        """Start to send home what changed, and stay. The slot must rest until the transfer is over.
+        """Starts to save what changed, and stays loaded. The slot must not change until the transfer is over.
 
-        again: the next update does so too, and until then its files need no checksums. weights: those that stay go too.
+        again: the next update saves again, so these files need no checksums. weights: weights that stay are saved too.
         """
         for block, cost, region in zip(self.blocks, self._costs, self._regions[0], strict=True) if self.changed else ():
             bring_back(block.module, cost.layout.views(region))
@@ -326,7 +326,7 @@ class Partition:
         return self.transfer
 
     def _weights_home(self) -> list[tuple[str, Layout, torch.Tensor]]:
-        """What is to be put there; others stay as they are."""
+        """Returns (home, layout, region) of each block whose weights or buffers may have changed."""
         self.unsaved = False
         layouts = [cost.layout for cost in self._costs]
         regions = self._regions[0] if self._own is None else divided(self._own, [layouts])[0]
@@ -334,7 +334,7 @@ class Partition:
         return [(b.home, c.layout, r) for b, c, r in every if c.trainable or b in self._buffered]
 
     def save_weights(self) -> Transfer:
-        """Start to send home those that stay, wherever the rest is."""
+        """Starts to save the weights that stay on the device, whether the partition is loaded or not."""
         put = self._begin_put(self._weights_home(), checksummed=False)
         self.transfer = put.with_other(self.transfer.going_on())
         return put
@@ -342,16 +342,18 @@ class Partition:
     def begin_drop(
         self, *, keep_state: bool, gradients: bool = False, again: bool = False, stay: bool = False
     ) -> tuple[Slot | None, Wait, int]:
-        """Start to send home what changed, let go of the slot. Returns it, when it is free, and the bytes to be written.
+        """Starts to save what changed and gives up the slot. Returns the slot, a function that waits until it is free, and the
+        bytes to be written.
 
-        stay: weights that stay do so until the next visit. Without `keep_state` its optimizer state is forgotten at home too.
+        stay: weights that stay on the device are not saved now. Without `keep_state` the optimizer state is deleted, also at
+        home.
         """
-        if self._graphs or gradients:  # the update belongs to a later visit, and they are not to be written before
+        if self._graphs or gradients:  # a later visit makes the update: buffers must not be saved before it
             self.buffers.leave()
         self.buffers.end_visit()
-        self.finish_state()  # also where no step was made
+        self.finish_state()  # also if no optimizer step was made
         waiting = self._gradients_home() if gradients else Transfer(self._device)
-        keep_state = keep_state or self._choice.average is not None  # an average is what the run is to leave
+        keep_state = keep_state or self._choice.average is not None  # the moving average is the run's result
         saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and stay))
         if not keep_state:
             for block in [block for block, state in zip(self.blocks, self._states, strict=True) if state.specs]:
@@ -380,7 +382,7 @@ class Partition:
         return self._begin_put(items, checksummed=False)
 
     def _begin_put(self, items: Sequence[tuple[str, Layout, torch.Tensor]], *, checksummed: bool) -> Transfer:
-        """Start to send these home, behind what computes now."""
+        """Starts to save `items`, after the kernels issued so far."""
         mark = self._device.mark()
         return self._store.begin_put(items, lambda: self._device.after(mark), checksummed=checksummed)
 
@@ -393,10 +395,10 @@ class Partition:
         self.trainable, self._modules, self.changed = {}, [], False
 
     def release(self) -> None:
-        """Hold nothing on the device any more, whatever happened before."""
+        """Frees all device memory, whatever happened before."""
         for transfer in self.transfer, self._state:
-            transfer.settle()  # its bytes must not arrive in memory that is gone
-        self.transfer = self._state = Transfer(self._device)  # nor its error in the next visit
+            transfer.settle()  # its bytes must not arrive in freed memory
+        self.transfer = self._state = Transfer(self._device)  # nor may its error reach the next visit
         self._graphs, self._waiting = {}, None
         self.buffers.release()
         self._own, self._filled, self.unsaved = None, False, False

@@ -1,8 +1,8 @@
-"""The model while a program of the user's has its turn: in a callback, and between two steps of a session.
+"""The model while the user's code runs: in a callback, and between two steps of a session.
 
-Its weights are then in a slot, in a file, or in both, as the method and the limit would have it. So that it does not depend on
-these what such a program sees and does, parameters and buffers of modules that were given alive can be asked for their shapes
-there, and nothing else; and whether a parameter learns can be changed: that holds from the next update on.
+Its weights are then in a slot, in a file, or in both, depending on the method and the limit. So that user code does not depend
+on these, parameters and buffers of modules that were passed built have only shapes and types there; and requires_grad of a
+parameter can be changed, which holds from the next update on.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +23,14 @@ from seqpart.schedule.best import Kept
 from seqpart.store.layout import TensorSpec
 
 _SAID = {"__get__": {"grad", "grad_fn", "is_leaf", "requires_grad", "names"}, "__set__": {"requires_grad"}}
-"""Attributes of a tensor that is away: of the tensor itself."""
+"""Attributes that a tensor answers itself while its values are away."""
 _OF_SHAPE = {
     "shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "is_meta", "is_sparse", "is_cuda", "is_quantized",
     "numel", "size", "dim", "ndimension", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__",
 }  # fmt: skip
-"""Attributes and methods that its shape and type alone answer."""
+"""Attributes and methods that need only a tensor's shape and type."""
 _known: dict[int, TensorSpec] = {}
-"""Of each tensor that is away at this moment, by its id: the shape that it has at home."""
+"""Name, shape and type at home of each tensor whose values are away now, by its id."""
 
 
 def _of_a_tensor_that_is_away(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 
 class AwayParameter(nn.Parameter):
-    """What a parameter of the model is during a pause."""
+    """Class of the model's parameters during a pause."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +67,7 @@ class AwayParameter(nn.Parameter):
 
 
 class AwayTensor(torch.Tensor):
-    """What a buffer of the model is during a pause."""
+    """Class of the model's buffers during a pause."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,18 +75,18 @@ class AwayTensor(torch.Tensor):
 
 
 _AWAY: dict[type, type] = {nn.Parameter: AwayParameter, torch.Tensor: AwayTensor}
-"""What takes the place of a type. Those of other types, as a library's own, are left alone."""
+"""The class that replaces a tensor's class during a pause. Tensors of other classes, such as a library's, are left alone."""
 
 
 @dataclass(slots=True)
 class _Own:
-    """A parameter of a module that was given alive."""
+    """A parameter of a module that the user passed built."""
 
     block: Block
     name: str
     parameter: torch.Tensor
     planned: bool
-    """Whether there is room for its gradient and its state."""
+    """True if the plan has room for its gradient and its optimizer state."""
 
     @property
     def learns(self) -> bool:
@@ -102,11 +102,11 @@ def _options(optimizer: torch.optim.Optimizer) -> str:
 
 
 class PlanAnew(Interrupted):
-    """The run is saved, and goes on with a plan that has room for more parameters that learn."""
+    """Raised after the run was saved, to go on with a plan that has room for more trainable parameters."""
 
 
 def let_learn(model: object, kept: Kept) -> None:
-    """Let parameters of a model, or of a list of modules, learn where the plan of a checkpoint has room for that."""
+    """Unfreezes the parameters of a model, or of a list of modules, that a checkpoint's plan has room to train."""
     names = {*kept.learns, *kept.frozen}
     parts = model if isinstance(model, list | tuple) else [model]
     for number, part in enumerate(parts):
@@ -116,21 +116,21 @@ def let_learn(model: object, kept: Kept) -> None:
 
 
 class Pauses:
-    """The pauses of one run. `frozen` are parameters, by id, that learn by the plan and not by what the user said since."""
+    """The pauses of one run. `frozen` has the ids of parameters that the plan trains and that the user has frozen since."""
 
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         kept: Kept,
     ) -> None:  # fmt: skip
-        """optimizers: of the last visits of partitions, as far as the user's program may hold them."""
+        """optimizers: those of the last visits of partitions that the user's code may still hold."""
         self._optimizers, self._since, self.replans = optimizers, kept.learns, False
-        """replans: whether there may be another plan, with room for more that learns."""
+        """replans: true if there may be another plan, with room for more trainable parameters."""
         self._in_parts = isinstance(chain, JointChain)
         self.unplanned: list[str] = []
-        """Names of parameters that are to learn, and the plan has no room for it."""
+        """Names of parameters that were unfrozen and that the plan has no room for."""
         self.frozen: set[int] = set()
         self.changed = False
-        """Whether other parameters learn than in the last update."""
+        """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
         self._own: list[_Own] = []
         for block, cost in self._blocks:
@@ -143,7 +143,7 @@ class Pauses:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, a program of the user's has its turn. Raises ModelError where it let parameters learn that have no room."""
+        """Inside, the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for."""
         before = [own.parameter.requires_grad for own in self._own]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
@@ -152,7 +152,7 @@ class Pauses:
             yield
         except BaseException:
             with suppress(ModelError):
-                self._obey(self._given_back(away, before))  # a run that goes on behind the error is to know it
+                self._obey(self._given_back(away, before))  # a run that goes on after the error must know it
             raise
         wanted = self._given_back(away, before)
         if any(_options(one) != then for one, then in options):
@@ -164,7 +164,7 @@ class Pauses:
         self._obey(wanted)
 
     def _given_back(self, away: Sequence[tuple[torch.Tensor, type]], before: Sequence[bool]) -> list[bool]:
-        """All is as it was before the pause. Returns which parameters are to learn."""
+        """Restores everything as it was before the pause. Returns the requires_grad that the user wants, per parameter."""
         for tensor, kind in away:
             tensor.__class__ = kind
             del _known[id(tensor)]
@@ -174,7 +174,7 @@ class Pauses:
         return wanted
 
     def _taken(self) -> Iterator[tuple[torch.Tensor, type]]:
-        """Tensors that can be asked for their shapes alone from now on, and the types that they had."""
+        """Takes the tensors' values away: they answer only for their shapes from now on. Yields each with its former class."""
         for block, cost in self._blocks:
             assert block.alive is not None
             tensors = tensors_of(block.alive)
@@ -186,7 +186,7 @@ class Pauses:
                     tensor.__class__ = _AWAY[type(tensor)]
 
     def noted_in(self, kept: Kept) -> Kept:
-        """`kept` with who learns by now."""
+        """Returns `kept` with the parameters that are frozen and trained by now."""
         frozen = [own.label for own in self._own if own.planned and not own.learns]
         return msgspec.structs.replace(kept, frozen=frozen, learns=self._since + self.unplanned)
 
@@ -195,7 +195,7 @@ class Pauses:
         (self.frozen.discard if learns else self.frozen.add)(id(own.parameter))
 
     def _obey(self, wanted: Sequence[bool]) -> None:
-        """wanted: which parameters are to learn from now on."""
+        """Applies the wanted requires_grad of each parameter. Raises ModelError if the run cannot."""
         unplanned = list[str]()
         for own, learns in zip(self._own, wanted, strict=True):
             if learns and not own.planned:

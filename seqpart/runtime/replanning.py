@@ -1,6 +1,6 @@
-"""Plans to go on with behind a failed allocation.
+"""Plans to go on with after a failed allocation.
 
-The method stays: another one has other phases, and the position counts these.
+They keep the method: another one has other phases, and the position counts phases.
 """
 
 from dataclasses import replace
@@ -14,11 +14,11 @@ from seqpart.schedule.steps import Verb
 from seqpart.units import format_limit, format_size
 
 _SPARE, _MOST_SPARE = 32, 8
-"""Shares of the limit that are left free behind failed allocations: the first, doubled each time, and the last."""
+"""1 / share of the limit that is left free after failed allocations: of the first share, doubled each time, and the last."""
 
 
 def planned_anew(planner: Planner, prepared: ExecutionPlan, request: PlanRequest) -> ExecutionPlan:
-    """Raises DoesNotFit."""
+    """Returns a plan for the same method and its same starts. Raises DoesNotFit."""
     return planner.prepare(replace(request, methods=(prepared.method,), starts=prepared.plan.starts))
 
 
@@ -30,7 +30,7 @@ def planned_or_none(planner: Planner, prepared: ExecutionPlan, request: PlanRequ
 
 
 def planned_smaller(planner: Planner, prepared: ExecutionPlan, request: PlanRequest) -> ExecutionPlan | None:
-    """A plan that needs less at the same micro-batch, so that the results stay what they were; None: there is none."""
+    """Returns a plan that needs less with the same micro-batch, so that the results stay the same, or None."""
     limit, used = prepared.plan.limit, prepared.plan.peak - prepared.request.spare
     spare = max(limit // _SPARE, 2 * request.spare)
     if spare > limit // _MOST_SPARE:
@@ -40,7 +40,7 @@ def planned_smaller(planner: Planner, prepared: ExecutionPlan, request: PlanRequ
 
 
 def planned_halved(planner: Planner, prepared: ExecutionPlan, failure: Failure) -> ExecutionPlan:
-    """With half the micro-batch. Raises OutOfMemory where that cannot help, DoesNotFit."""
+    """Returns a plan with half the micro-batch. Raises OutOfMemory if that cannot help, and DoesNotFit."""
     plan, largest = prepared.plan, failure.micro_batch
     if failure.step.verb is Verb.LOAD:
         raise out_of_memory(failure.step, failure.text)

@@ -1,4 +1,4 @@
-"""What a run leaves, and what an evaluation finds."""
+"""The results of a run and of an evaluation."""
 
 import json
 import time
@@ -29,8 +29,8 @@ from seqpart.units import now
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a run left. `accuracy` is None for a regression, and `test_loss` too where there was no test set. A loss that sums
-    is given as its mean over the rows."""
+    """The result of a run. `accuracy` is None for a regression, and `test_loss` too without a test set. A loss that sums is
+    given as its mean over the rows."""
 
     weights: Path
     """A safetensors file with the model's own parameter names."""
@@ -39,31 +39,31 @@ class Result:
     train_losses: tuple[float, ...]
     """Mean loss of every training pass, in order."""
     metrics: dict[str, MetricValue] = field(default_factory=dict)
-    """What compute_metrics found on the test rows."""
+    """Values of compute_metrics on the test rows."""
     best_update: int | None = None
-    """Updates before the evaluation that was the best; None where there was one evaluation alone. With keep_best, weights, test
-    loss, accuracy and metrics are those of it."""
+    """Updates before the best evaluation; None if there was only one evaluation. With keep_best, weights, test loss, accuracy
+    and metrics are those of the best."""
     proof: Proof
     plan: Plan
     seconds: float
     final_micro_batch: int
     average: Path | None = None
-    """With `ema`, a file like `weights` with their exponential moving average, and buffers as they are in `weights`."""
+    """With `ema`, a file like `weights` with their exponential moving average, and the same buffers."""
     average_loss: float | None = None
-    """On the test rows, of these."""
+    """Loss of the averaged weights on the test rows."""
     average_accuracy: float | None = None
     average_metrics: dict[str, MetricValue] = field(default_factory=dict)
-    """What compute_metrics found of it."""
+    """Values of compute_metrics for the averaged weights."""
     config: Any = field(default=None, repr=False, compare=False)
-    """The configuration of a model of transformers, which `save_pretrained` writes."""
+    """The configuration of a transformers model, which `save_pretrained` writes."""
 
     model: Any = field(default=None, repr=False, compare=False)
-    """The model, where it is one of peft, whose adapter `save_adapter` writes."""
+    """The model, if it is a peft model, whose adapter `save_adapter` writes."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The trained model's tensors by name, on the CPU, as `load_state_dict` of the whole model takes them.
+        """Returns the trained model's tensors by name, on the CPU, as `load_state_dict` of the whole model takes them.
 
-        All of them are in memory at once, outside any limit: as many bytes as the file `weights` has. Raises StoreError where
+        All of them are in memory at once, outside any limit: as many bytes as the file `weights` has. Raises StoreError if
         that file is gone or damaged.
         """
         try:
@@ -74,19 +74,19 @@ class Result:
             raise CorruptFile(f"{self.weights} is damaged: {error}.", self.weights) from None
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write what `from_pretrained(folder)` reads: model.safetensors (one file with `weights` where a file may have two
-        names), and for a model of transformers its configuration, and what else but weights lies where it was loaded from: a
+        """Writes what `from_pretrained(folder)` reads: model.safetensors (a hard link to `weights` where possible), and for a
+        transformers model its configuration, and the files other than weights of the folder it was loaded from, such as a
         tokenizer.
 
-        Raises StoreError where that cannot be written, OptionError where there are other weights already.
+        Raises StoreError if that cannot be written, OptionError if the folder has other weights already.
         """
         write_pretrained(Path(folder), self.weights, self.config)
 
     def save_adapter(self, folder: str | Path, *, average: bool = False) -> None:
-        """Write the adapter of a model of peft alone, as its own save_pretrained does: adapter_model.safetensors and
-        adapter_config.json. average: its moving average, of a run with `ema`.
+        """Writes only the adapter of a peft model, as its own save_pretrained does: adapter_model.safetensors and
+        adapter_config.json. average: write its moving average, from a run with `ema`.
 
-        Raises OptionError for another model, and where there is no average; StoreError where that cannot be written.
+        Raises OptionError for another model, or without an average; StoreError if that cannot be written.
         """
         if average and self.average is None:
             raise OptionError("save_adapter: the run had no average of its weights. Give --ema, such as 0.999.")
@@ -95,23 +95,23 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What `Trainer.evaluate` found."""
+    """The result of `Trainer.evaluate`."""
 
     loss: float
-    """Mean over the rows."""
+    """Mean loss over the rows."""
     accuracy: float | None
-    """Share of right answers, from 0 to 1; None for a regression."""
+    """Fraction of right answers, from 0 to 1; None for a regression."""
     proof: Proof
     metrics: dict[str, MetricValue] = field(default_factory=dict)
-    """What compute_metrics found."""
+    """Values of compute_metrics."""
 
 
 _NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "average_metrics"}
-"""Of a result: what is no JSON, and what only some runs have."""
+"""Fields of Result that result.json leaves out: those that are not JSON, and those that only some runs have."""
 
 
 def carry_out(session: Run, began: float) -> Result:
-    """began: the time from which its seconds count."""
+    """Runs `session` to its end and writes its results. began: the start of its `seconds`, by time.perf_counter()."""
     directory = session.places.directory
     with directory.interruptible():
         with session.limited():
@@ -130,7 +130,7 @@ def carry_out(session: Run, began: float) -> Result:
 
 @contextmanager
 def _weights_kept(session: Run) -> Iterator[None]:
-    """An error behind all training, as of rows of the test that the model does not take, does not cost what was trained."""
+    """Inside, an error after all training still saves the trained weights: say, test rows that the model does not take."""
     try:
         yield
     except Exception as error:
@@ -143,7 +143,7 @@ def _weights_kept(session: Run) -> Iterator[None]:
 
 
 def with_average(result: Result, found: Evaluation) -> Result:
-    """`result`, and its file, with what its averaged weights were found to be worth, and the proof of both."""
+    """Adds the evaluation of the averaged weights, and the proof of both runs, to `result` and its file."""
     path = result.weights.with_name(RESULT)
     of_average = {"average_loss": found.loss, "average_accuracy": found.accuracy, "average_metrics": found.metrics}
     told = {**json.loads(path.read_text()), **of_average, "proof": asdict(found.proof)}
@@ -188,7 +188,7 @@ def _conclude(session: Run, seconds: float) -> Result:
 
 
 def tested(result: Result) -> str:
-    """What the test rows said, in words."""
+    """Returns the test loss, accuracy and metrics in words."""
     if result.test_loss is None:
         return "not tested: there is no test set"
     return figures(result.test_loss, result.accuracy, result.metrics, "test ")

@@ -1,4 +1,4 @@
-"""One run: directories and homes are opened, its stages run under an observer, checkpoints saved, its memory proven."""
+"""One run: opens directories and homes, runs the stages under an observer, saves checkpoints, and proves its memory."""
 
 import gc
 import time
@@ -49,17 +49,17 @@ from seqpart.schedule.steps import Position, steps_of
 from seqpart.units import format_size
 
 _GRANT_SECONDS = 0.5
-"""Between two looks at what was reserved for generated code; a look takes a millisecond."""
+"""Seconds between two checks of what was reserved for generated code; a check takes a millisecond."""
 
 Ended = Generator[None, None, tuple[Failure | None, Position, Metrics | None]]
-"""What failed, where the run stands, and its sums there; behind all the pauses until then."""
+"""Yields at every pause, then returns (what failed, the run's position, its metric sums there)."""
 
 
 class Run:
-    """One run, built complete: everything that it opens is closed by `stack`.
+    """One run, complete once constructed: everything that it opens is closed by `stack`.
 
-    observer: sees it as it goes. resumed: what it goes on from. job: JSON for who starts it again. falsify: what backward
-    takes from the exchange is slightly wrong.
+    observer: follows the run. resumed: the checkpoint that it goes on from. job: JSON for whoever resumes it. falsify: what
+    backward takes from the boundary exchange is slightly wrong.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Run:
         before = resumed.state if resumed is not None else None
         self.losses = list(before.losses) if before is not None else []
         self.test = before.test if before is not None else None
-        """Loss and accuracy of the latest pass over the test rows."""
+        """(loss, accuracy) of the latest pass over the test rows."""
         self._partitions: list[Partition] = []
         self.failed_at: Position | None = None
-        """Where an error ended the steps with all homes as they are to be there."""
+        """Position at which an error ended the steps; every home is as it should be there."""
         self._stopped, self._granted_at = False, 0.0
         self._grant: Grant = lambda *, at_rest=False: False
         self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts()
@@ -101,7 +101,7 @@ class Run:
         self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
         if self._settings.saves:
-            _ = self._identity  # rows are read for it: now, and not beside a partition
+            _ = self._identity  # it reads rows: now, and not while a partition takes memory
         self.saving = Saving(
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
@@ -119,13 +119,13 @@ class Run:
 
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:
-        """Inside, the limit is enforced, and the homes are filled. rows: also with those of the data."""
+        """Fills the homes under the enforced limit, and keeps it enforced inside. rows: write the data's rows too."""
         reading, plan = self._planner.reading, self.prepared.plan
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
         untouched = plan.untouched(self.prepared.costs, self._planner.full_batch)
         with enforced(self._device, plan.limit, beside=beside, untouched=untouched) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
-            self._state = "failed"  # until it is done
+            self._state = "failed"  # until `finish`
             yield
 
     @property
@@ -141,7 +141,7 @@ class Run:
         return self._planner
 
     def finish(self, words: str) -> None:
-        """The run is done. `words`: for the answer to a signal that waits."""
+        """Marks the run as done. words: the answer to a pending signal."""
         self._state, self._finished = "done", words
 
     def _told(self, when: str) -> AbstractContextManager[None]:
@@ -150,14 +150,14 @@ class Run:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def run_stages(self, start: Position | None = None) -> None:
-        """Run the schedule from `start`, or from where the run goes on, to its end or to where the observer stops it."""
+        """Runs the schedule from `start`, or from the run's checkpoint, to its end or until the observer stops it."""
         for _ in self.stages(start):
             pass
 
     def stages(self, start: Position | None = None) -> Generator[None, None, None]:
-        """The same, with a pause wherever everything stands at a position.
+        """Does the work of `run_stages` as a generator, and yields wherever the whole run stands at a position.
 
-        Behind a failed allocation it goes on from where all was at home, with a plan that needs less.
+        After a failed allocation it goes on from the last position with all homes up to date, with a plan that needs less.
         """
         at, metrics = self._beginning() if start is None else (start, None)
         if start is None and at == Position():
@@ -182,7 +182,7 @@ class Run:
             at, metrics = self._ended_early(at, metrics)
 
     def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
-        """Where the run goes on, and its sums there: behind training whose end was asked for."""
+        """Returns the position to go on from, and the metric sums there: after the training if its end was requested."""
         end = self.watch.end_behind(self.prepared.phases, at)
         if end is None:
             return at, metrics
@@ -198,21 +198,21 @@ class Run:
         return resumed.position, Metrics.of(resumed.state.tally, self._device.torch)
 
     def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
-        """(what failed, where the run stands, its sums): to the stage's end, to a stop, or to a failed allocation."""
+        """Runs `stage` to its end, to a stop, or to a failed allocation. Returns (what failed, position, metric sums)."""
         self._held = self.sampler.usage.read()
         with self._device.heap.kept(stage.heap):
             ended = yield from self._run_steps(stage, start, metrics)
             while ended[0] is None and self._learns_anew(stage, ended[1]):
-                # In the same heap: another one would lie behind what libraries have kept in this one.
+                # In the same heap: a new one would start above what libraries have kept in this one.
                 self.pauses.changed = False
                 ended = yield from self._run_steps(stage, *ended[1:])
-            if ended[0] is not None:  # graphs of the step that failed go before the heap does, which could not shrink else
+            if ended[0] is not None:  # free the failed step's graphs first, or the heap could not shrink
                 self._partitions = []
                 gc.collect()
             return ended
 
     def _learns_anew(self, stage: Stage, at: Position) -> bool:
-        """Whether the stage, which was left at that position, goes on at once with other parameters that learn."""
+        """True if the stage, left at position `at`, goes on at once with another set of trainable parameters."""
         ends = self._stopped or at.phase >= stage.end or self.watch.end_behind(self.prepared.phases, at) is not None
         return self.pauses.changed and not self.pauses.unplanned and not ends
 
@@ -242,7 +242,7 @@ class Run:
             return None, executor.position, executor.compute.committed
 
     def _keep_label(self) -> None:
-        """What the sampler says of the step that is under way then no longer holds an executor, and graphs in it."""
+        """Replaces the sampler's label of the current step by its text, so that it holds no executor and its graphs."""
         label = self.sampler.label()
         self.sampler.label = lambda: label
 
@@ -298,7 +298,7 @@ class Run:
         )  # fmt: skip
 
     def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
-        """What is learned by in a phase behind so many of its updates: of its first partition, as of all that it trains."""
+        """Returns the function of (phase, its finished updates) that gives the learning rate of all partitions it trains."""
         schedule = self._settings.lr_schedule
         if isinstance(schedule, str):
             factor = rate_schedule(schedule, self._settings.warmup_updates)
@@ -317,18 +317,18 @@ class Run:
         )  # fmt: skip
 
     def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
-        self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # of a plan that another replaces
+        self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # the plan that is about to be replaced
         self._go_back(failure.at)
         self.saving.obey(failure.at, metrics)
         self._observer.failed(failure)
         request = replace(self.prepared.request, micro_batch=failure.micro_batch)
-        # Kernels of another number of rows, as the last batch has, may keep memory of their own.
+        # Kernels for another number of rows, such as the last batch's, may keep memory of their own.
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
         if self._grant() and (planned := replanning.planned_or_none(self._planner, self.prepared, request)) is not None:
             self._go_on(failure, planned, " once more: generated code was reserved")
         elif failure.keeps_heap:  # its holes were more than the plan had room for
-            self._grant(at_rest=True)  # what is left of it is charged to the limit, and not used
+            self._grant(at_rest=True)  # what remains of the heap is charged to the limit, and not used
             planned = replanning.planned_anew(self._planner, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
         elif (smaller := replanning.planned_smaller(self._planner, self.prepared, request)) is not None:
@@ -343,7 +343,7 @@ class Run:
         self.watch.evaluations.go_back(at.phase)
 
     def _failed(self, executor: Executor, error: Exception) -> None:
-        """A step has ended by an error, and all homes are what the last update left."""
+        """Saves after an error ended a step, when every home is as the executor's position says."""
         self.failed_at = executor.position
         self._go_back(self.failed_at)
         if self._settings.saves:
@@ -351,7 +351,7 @@ class Run:
 
     @property
     def is_trained(self) -> bool:
-        """Behind an error: whether nothing was left to be learnt."""
+        """True if no training was left when an error ended the run."""
         ahead = self.prepared.phases[self.failed_at.phase :] if self.failed_at is not None else self.prepared.phases
         return all(phase.kind is not PhaseKind.TRAIN for phase, _ in counted(ahead))
 
@@ -375,7 +375,7 @@ class Run:
         self._observer.listen(event)
 
     def _guard(self) -> None:
-        """Between two steps."""
+        """Runs between two steps: signals, memory for generated code, and the limit. Raises LimitExceeded."""
         if not self._settings.saves:
             self.interrupts.check()
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:
@@ -395,14 +395,14 @@ class Run:
         try:
             self.watch.at_rest(executor, phases, self.heard)
         except Exception as error:
-            self._remember_best(executor)  # which the evaluations that are saved name
+            self._remember_best(executor)  # the checkpoint's evaluations name it
             self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
         self._remember_best(executor)
         self.saving.at_rest(executor, self._partitions, phases)
         self._stopped = not self._observer.at_rest(executor)
         goes_on = self.watch.end_behind(phases, executor.position) is None
-        return not self._stopped and not self.pauses.changed and goes_on  # what learns from now on comes anew
+        return not self._stopped and not self.pauses.changed and goes_on  # newly trainable parameters need a new executor
 
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
@@ -412,22 +412,22 @@ class Run:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What tells the data and the model from others."""
+        """Identifies the data and the model: digests of the data and its rows, and the layers."""
         data = self._planner.train, self._planner.test
         layers = layers_of(self._planner.chain.whole)
         return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers}
 
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
-        """What a checkpoint says beside tensors."""
+        """Returns a checkpoint's state other than tensors."""
         if self.pauses.unplanned:
-            self._identity["layers"] = []  # of the plan that comes: others of them are frozen
+            self._identity["layers"] = []  # the next plan's layers differ: others of them are frozen
         return state_of(
             self._planner, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
             loop=self.pauses.noted_in(self.watch.state()), **self._identity,
         )  # fmt: skip
 
     def take_best(self) -> None:
-        """The weights of the best evaluation, where they were kept, take the place of what was trained since."""
+        """Restores the weights of the best evaluation, if they were kept and it was not the last one."""
         best, last = self.watch.evaluations.best, self.watch.evaluations.all[-1:]
         if not self._settings.keep_best or best is None or best.phase in [one.phase for one in last]:
             return
@@ -438,7 +438,7 @@ class Run:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def proof(self) -> Proof:
-        """What was measured until now. Raises LimitExceeded."""
+        """Returns the memory measured until now. Raises LimitExceeded."""
         plan, sampler = self.prepared.plan, self.sampler
         sampler.sample()
         self._guard()
@@ -450,5 +450,5 @@ class Run:
 
 
 def _passes_before(phases: Phases, position: Position) -> int:
-    """Training passes that are over at `position`."""
+    """Returns the number of training passes that are over at `position`."""
     return sum(times for phase, times in counted(phases[: position.phase]) if phase.kind is PhaseKind.TRAIN)

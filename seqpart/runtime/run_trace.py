@@ -1,4 +1,4 @@
-"""A run's events as spans of a trace: steps and passes on the lines of what did them."""
+"""Writes a run's events as spans of a trace: compute and optimizer steps, and passes, each on a line of their own."""
 
 import math
 from contextlib import ExitStack
@@ -14,11 +14,11 @@ from seqpart.units import format_size
 
 _COMPUTE, _OPTIMIZER, _PASSES = "compute", "optimizer", "passes"
 _BY_TRANSFERS = {Verb.LOAD, Verb.DROP}
-"""Verbs whose bytes are told by the store's own threads."""
+"""Verbs whose bytes the store's own threads record."""
 
 
 def traced(path: Path | None, observer: Observer, sampler: Sampler, reporter: Reporter, stack: ExitStack) -> Observer:
-    """`observer`, which also writes a trace where `path` names one. `stack` closes it. Raises StoreError."""
+    """Returns `observer`, which with `path` also writes a trace. `stack` closes it. Raises StoreError."""
     if path is None:
         return observer
     trace = Trace(path)
@@ -37,7 +37,7 @@ def traced(path: Path | None, observer: Observer, sampler: Sampler, reporter: Re
 
 
 class Tracing:
-    """Told of a run's events."""
+    """Records a run's events in a trace."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._began = trace, 0.0

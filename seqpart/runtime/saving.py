@@ -1,8 +1,8 @@
-"""When a run saves a checkpoint, ends because a signal has come, and what it falls back to when it diverges.
+"""When a run saves a checkpoint, when it ends because of a signal, and what it falls back to after it has diverged.
 
 Weights that are not finite show in the next loss at the latest. So a checkpoint is proven by a finite loss that was computed
-from it, and of the two that are kept one is proven: a new one takes the place of the latest, and the latest that of the one
-before, unless it is not proven. Then nothing was learned in between, and the new one takes its place.
+from it, and of the two that are kept one is proven: a new one becomes the latest, and the latest becomes the previous one
+if it is proven. If it is not, nothing was learned in between, and the new one replaces it.
 """
 
 import time
@@ -25,11 +25,11 @@ from seqpart.store.scratch import CHECKPOINT, PREVIOUS
 from seqpart.store.store import Store
 
 _HOME_EVERY = 600.0
-"""Seconds after which all goes home where nothing is saved: an update that fails can go back to there."""
+"""Seconds between two flushes to the homes in a run without checkpoints: a failed update can roll back to there."""
 
 
 class Saving:
-    """The checkpoints of the run in `root`, whose homes and rows are in `scratch`; `state` says the rest of a position."""
+    """Saves checkpoints of the run in `root`, whose homes and rows are in `scratch`; `state` gives what is not tensors."""
 
     def __init__(
         self, files: Files, state: Callable[[Position, Metrics], dict[str, Any]],
@@ -41,18 +41,18 @@ class Saving:
         self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False
         self._executor: Executor | None = None
         self._proven, self._judged = False, 0
-        """Whether a loss was computed from the latest checkpoint, and the losses that there had been when it was saved."""
+        """True if a finite loss was computed from the latest checkpoint; the number of losses when it was saved."""
         self.told = False
-        """Whether an error says how the run goes on behind it."""
+        """True if an error's message says how to resume the run after it."""
 
     def begin(self, *, changed: bool = False) -> None:
-        """Training begins: count time from here. changed: not as the latest checkpoint says; the first save is not put off."""
+        """Starts counting time, as training begins. changed: save at once, as the run differs from the latest checkpoint."""
         self._saved_at, self._changed = time.monotonic(), changed
 
     def at_rest(self, executor: Executor, partitions: Sequence[Partition], phases: Sequence[Phase]) -> None:
-        """Everything stands at a position: the moment to save, if it is time to, or to obey a signal.
+        """Saves a checkpoint if one is due, and obeys a signal. Called where the whole run stands at a position.
 
-        Raises Diverged before anything is saved that is not finite.
+        Raises Diverged before it saves anything that is not finite, and Interrupted.
         """
         self._updates_since += 1
         updates, seconds = self._every
@@ -72,13 +72,13 @@ class Saving:
             self.obey(executor.position, executor.compute.committed, due=due)
 
     def flush(self, executor: Executor, partitions: Sequence[Partition]) -> None:
-        """All that changed is at home."""
+        """Saves everything that changed to the homes, and waits for it."""
         executor.flush()
-        for partition in partitions:  # also one that is coming, and may be on its way home before that
+        for partition in partitions:  # also one that is being loaded, whose last save may still run
             partition.transfer.wait()
 
     def behind_error(self, executor: Executor, partitions: Sequence[Partition]) -> str:
-        """Save before an error of the user's own code ends the run. How to go on, in words."""
+        """Saves before an error of the user's own code ends the run. Returns a sentence on how to go on."""
         if not self._saves:
             return "Nothing was saved (--save-every never)."
         executor.refuse_divergence(weights=True)
@@ -98,8 +98,8 @@ class Saving:
             self._proven = True
 
     def obey(self, position: Position, metrics: Metrics, *, due: bool = False) -> None:
-        """The homes are what `position` says: save if it is `due`, end if a signal waits. Raises Interrupted."""
-        waiting = self._interrupts.waiting  # once: what comes from here on is not saved
+        """Saves if `due`, and ends the run if a signal is pending. The homes must be at `position`. Raises Interrupted."""
+        waiting = self._interrupts.waiting  # read once: a signal from here on causes no save
         if due or (waiting and self._saves):
             self.save(position, metrics)
         if waiting and self._saves:
@@ -108,7 +108,7 @@ class Saving:
             self._interrupts.check()
 
     def save(self, position: Position, metrics: Metrics) -> None:
-        """The homes are what `position` says: let them be the latest checkpoint."""
+        """Makes the homes, which must be at `position`, the latest checkpoint."""
         began = time.perf_counter()
         state = self._state(position, metrics)
         manifests.save(self._root, self._scratch, state, self._store, self._boundaries, instead=not self._proven)
@@ -120,7 +120,7 @@ class Saving:
         )
 
     def fallback(self, stage: int) -> str:
-        """How to go on after the run has diverged in `stage`, in words."""
+        """Returns a sentence on how to go on after the run has diverged in `stage`."""
         other = f"another {'--recovery-lr' if stage else '--lr'}, --lr-schedule or --warmup-updates, or with --clip-grad-norm 1"
         latest, previous = self._root / CHECKPOINT, self._root / PREVIOUS
         if self._proven and latest.exists():
@@ -135,7 +135,7 @@ class Saving:
 
 
 def _begins_training(phases: Sequence[Phase], at: Position) -> bool:
-    """Whether another part of the network begins to learn there: what the ones before have learned is not to be lost."""
+    """True if another part of the network begins to learn at `at`: what was learned before must not be lost."""
     if not at.phase or at.updates or at.phase == len(phases):
         return False
     phase = phases[at.phase]

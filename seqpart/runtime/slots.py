@@ -1,13 +1,12 @@
-"""The device's few large buffers, in which partitions lie one after the other.
+"""The device's few large buffers, which hold one partition after another.
 
-    one slot     the buffer is reused, and made anew when a larger partition comes
-    two slots    one partition computes while the previous one goes home out of the other buffer and the next one comes
-    three slots  the previous one goes home while the next one comes, where each has a link of its own
-    its own      of a partition that stays: nobody else is ever in it
+    one slot     the buffer is reused, and allocated anew when a larger partition comes
+    two slots    one partition computes while the previous one is saved from the other buffer and the next one is loaded
+    three slots  the previous one is saved while the next one is loaded, if each direction has a link of its own
+    own slot     for a partition that stays on the device: no other ever uses it
 
 A slot never outgrows its capacity, so a partition may have to wait for a large one although a small one is idle. A buffer
-that was given back may still be on its way home: who takes it gets the wait along with it, and its copies come
-behind that.
+that was given back may still be being saved: whoever takes it also gets the function that waits for that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +23,18 @@ Wait = Callable[[], object]
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A flat uint8 buffer of at most `capacity` bytes, page-aligned on the CPU; what is issued to the current stream behind
-    `free` finds it unused."""
+    """A flat uint8 buffer of at most `capacity` bytes, page-aligned on the CPU; work issued to the current stream after a
+    call of `free` finds it unused."""
 
     buffer: torch.Tensor
     free: Wait
     capacity: int = 0
     owner: int | None = None
-    """The partition that has it alone; None: all that come and go use it in turn."""
+    """The only partition that uses it; None: all partitions without a slot of their own use it in turn."""
 
 
 def divided(buffer: torch.Tensor, groups: Sequence[Sequence[Layout]]) -> list[list[torch.Tensor]]:
-    """Of each layout the region of `buffer`, one behind the other."""
+    """Divides `buffer` into one region per layout, in order."""
     offset, found = 0, []
     for layouts in groups:
         regions = []
@@ -47,8 +46,8 @@ def divided(buffer: torch.Tensor, groups: Sequence[Sequence[Layout]]) -> list[li
 
 
 def bring_back(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
-    """A module may assign a new tensor to a name instead of writing into it: its value goes into the view of that name."""
-    # Each name, also of a tensor that has two; and all values before any place, since they may lie in one another's.
+    """Copies into its view each tensor that the module assigned anew to a name, instead of changing it in place."""
+    # Every name, also if a tensor has two; and all values are cloned first, as one may lie in another's view.
     named = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
     moved = [
         (views[name], tensor.detach().clone())
@@ -60,18 +59,18 @@ def bring_back(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
 
 
 def at_once() -> None:
-    """Nothing to wait for."""
+    """Returns at once: there is nothing to wait for."""
 
 
 class Slots:
-    """One buffer of at most so many bytes for each of `capacities`, and one for each partition in `own` (number to bytes).
+    """One buffer of at most that many bytes for each of `capacities`, and one for each partition in `own` (number to bytes).
 
-    They are this object's memory, and last as long as it.
+    This object owns the buffers, which live as long as it does.
     """
 
     def __init__(self, capacities: Sequence[int], device: Device, own: Mapping[int, int] | None = None) -> None:
         self.count, self._device, self._owners = len(capacities), device, frozenset(own or ())
-        """Of those that partitions use in turn."""
+        """count: number of slots that partitions use in turn."""
         every = [(capacity, None) for capacity in capacities] + [(capacity, p) for p, capacity in (own or {}).items()]
         self._idle = [
             Slot(torch.empty(0, dtype=torch.uint8), at_once, capacity, owner)
@@ -90,7 +89,7 @@ class Slots:
         return bool(self._free_for(p, nbytes))
 
     def take(self, p: int, nbytes: int) -> Slot:
-        """A buffer of at least `nbytes` for partition `p`. There must be a free one."""
+        """Returns a slot of at least `nbytes` for partition `p`. There must be a free one."""
         free = self._free_for(p, nbytes)
         assert free, "more or larger partitions are loaded than the plan has slots for"
         ready = [slot for slot in free if len(slot.buffer) >= nbytes]
@@ -98,23 +97,23 @@ class Slots:
         self._idle.remove(best)
         if not ready:
             best.free()
-            self._drop(best)  # before the larger one comes
+            self._drop(best)  # before the larger one is allocated
             try:
                 best.buffer = self._device.empty(nbytes)
             except BaseException:
-                self._idle.append(best)  # who began too early asks again when its turn has come
+                self._idle.append(best)  # a prefetch that came too early tries again at its own LOAD
                 raise
-            made = self._device.mark()  # what computes may not be through with what its memory was before
+            made = self._device.mark()  # kernels may still use what its memory was before
             best.free = lambda: self._device.after(made)
         return best
 
     def give(self, slot: Slot, free: Wait) -> None:
-        """Back again; behind `free` its bytes are no longer needed."""
+        """Gives a slot back; after a call of `free` its bytes are no longer needed."""
         slot.free = free
         self._idle.append(slot)
 
     def close(self) -> None:
-        """Let go of the idle buffers, which nobody uses any more."""
+        """Frees the idle buffers."""
         for slot in self._idle:
             self._drop(slot)
 

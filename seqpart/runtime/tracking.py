@@ -1,7 +1,7 @@
 """A run's numbers for trackers: loss, accuracy, learning rate, memory and rows per second, by the number of updates.
 
-They are told behind every pass, and in between every few seconds: reading a loss makes a CUDA device wait. What a killed run
-has told of updates behind its last checkpoint is not told again: those updates give the same bits.
+They are logged after every pass, and every few seconds in between: reading a loss synchronizes with a CUDA device. What a
+killed run has logged of updates after its last checkpoint is not logged again: those updates give the same bits.
 """
 
 import json
@@ -36,22 +36,22 @@ from seqpart.store.direct import explained
 
 TRACKED = "tracking.json"
 _SECONDS = 5.0
-"""Between two tellings within a pass."""
+"""Seconds between two logged points within a pass."""
 
 
 @dataclass(slots=True)
 class _Since:
-    """What was so when something was last told."""
+    """The state when a point was last logged."""
 
     time: float
     metrics: Metrics | None
-    """None within a pass that went on, until its first update: its sums have earlier rows in them."""
+    """None in a resumed pass until its first update, because its sums include earlier rows."""
     highest: int = 0
     rows: int = 0
 
 
 class Tracking:
-    """Told of a run's events; tells its trackers. `open` it before the first step."""
+    """Logs a run's events to its trackers. Call `open` before the first step."""
 
     def __init__(self, names: Sequence[TrackerName], sampler: Sampler, reporter: Reporter) -> None:
         self._names, self._reporter = names, reporter
@@ -59,18 +59,18 @@ class Tracking:
         self._since = _Since(time.monotonic(), Metrics())
         self._phases: Sequence[Phase] = ()
         self._floors: dict[TrackerName, int] = {}
-        """The step up to which each was told by an earlier process, and that still holds."""
+        """The step up to which an earlier process has logged to each tracker."""
         self._before, self._told, self._rate = 0, 0, math.nan
         self._partition: weakref.ref[Partition] | None = None
-        """The one that was updated last; its memory is not ours to hold."""
+        """The partition that was updated last; a weak reference, as it must not be kept alive."""
         self._path: Path | None = None
         self._latest = 0
-        """Bytes that were held at the sampler's last look."""
+        """Bytes in use at the sampler's last sample."""
         self._run = ""
         sampler.told.append(self._memory)
 
     def open(self, directory: RunDirectory, phases: Sequence[Phase], resumed: ResumePoint | None, settings: Settings) -> None:
-        """resumed: what the run goes on from; then it is the run that it was for the trackers, too."""
+        """Opens the trackers. resumed: the checkpoint that the run goes on from; it then keeps its run name in the trackers."""
         at = resumed.position if resumed is not None else Position()
         self._phases, self._path = phases, directory.result(TRACKED)
         behind = updates_before(phases, at.phase) + at.updates
@@ -80,7 +80,7 @@ class Tracking:
             self._note()
         for name in self._names:
             voids_behind = behind if known is not None else None
-            # TensorBoard voids what was told behind the checkpoint; others keep it.
+            # TensorBoard voids what was logged after the checkpoint; others keep it.
             self._floors[name] = behind if name == "tensorboard" else earlier
             try:
                 self._trackers[name] = opened(name, directory.root, self._run, settings.to_json(), voids_behind)
@@ -88,7 +88,7 @@ class Tracking:
                 raise explained(error, directory.root) from None
             except OptionError:
                 raise
-            except Exception as error:  # whatever a library of others raises: no login, no server
+            except Exception as error:  # whatever the tracker's library raises: no login, no server
                 raise OptionError(f"--log {name} cannot begin: {type(error).__name__}: {error}. Leave it out.") from error
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Tracking:
             self._pass_done(event)
 
     def at_rest(self, executor: Executor) -> bool:
-        """An update is over, or a step of a pass without updates."""
+        """Logs a point if it is time to, after an update or a step of a pass without updates."""
         at, now = executor.position, time.monotonic()
         metrics, since = executor.compute.committed, self._since
         if at.updates and since.metrics is None:
@@ -141,7 +141,7 @@ class Tracking:
             self._tell(self._before, self._named(phase, values), Metrics())
             return
         self._look_at_rate()
-        if self._since.rows:  # it told of its updates already, and this is the mean of all
+        if self._since.rows:  # points of its updates were logged already, and this is the mean of all
             values = {f"pass_{name}": value for name, value in values.items()}
         self._tell(self._before + phase.updates, self._named(phase, values), Metrics())
 
@@ -156,14 +156,14 @@ class Tracking:
     # --- what is told ---------------------------------------------------------------------------------------------
 
     def _named(self, phase: Phase, values: dict[str, float]) -> dict[str, float]:
-        """`train/loss`, or `partition_2/train/loss` where partitions are trained or tested one after the other."""
+        """Names values: `train/loss`, or `partition_2/train/loss` if partitions are trained or tested one after another."""
         kind = phase.kind.value
         alone = phase.through is None and any(other.partition != phase.partition for other, _ in counted(self._phases))
         where = f"partition_{phase.partition}/{kind}" if alone and not self._ends(phase) else kind
         return {f"{where}/{name}": value for name, value in values.items()}
 
     def _ends(self, phase: Phase) -> bool:
-        """Whether it is a test whose outputs are the network's."""
+        """True if it is a test of the network's outputs."""
         end = max(other.last for other, _ in counted(self._phases)) if phase.ends is None else phase.ends
         return phase.kind is PhaseKind.TEST and phase.last == end
 
@@ -172,7 +172,7 @@ class Tracking:
             values["learning_rate"] = self._rate
         values["memory_GB"] = (self._since.highest or self._latest) / 1e9
         self._since = _Since(time.monotonic(), metrics, rows=metrics.rows)
-        if step < self._told:  # updates that are made again behind a failed allocation
+        if step < self._told:  # updates that are made again after a failed allocation
             return
         self._told = step
         for name in list(self._trackers):
@@ -181,10 +181,10 @@ class Tracking:
         self._note()
 
     def _attempt(self, name: TrackerName, work: Callable[[], None]) -> None:
-        """A tracker that fails is left out from there on: training goes on."""
+        """Calls `work`; a tracker that fails is left out from then on, and training goes on."""
         try:
             work()
-        except Exception as error:  # whatever a library of others raises
+        except Exception as error:  # whatever the tracker's library raises
             self._trackers.pop(name, None)
             self._reporter.warn(f"--log {name} is told nothing more: {type(error).__name__}: {error}")
 
@@ -196,7 +196,7 @@ class Tracking:
 def tracked(
     names: Sequence[TrackerName], observer: Observer, sampler: Sampler, reporter: Reporter, stack: ExitStack
 ) -> tuple[Observer, Tracking | None]:
-    """`observer`, which also tells trackers, where there are some. `stack` closes them."""
+    """Returns `observer`, which also logs to the trackers, if there are any. `stack` closes them."""
     if not names:
         return observer, None
     tracking = Tracking(names, sampler, reporter)
@@ -206,12 +206,12 @@ def tracked(
 
 
 def updates_before(phases: Sequence[Phase], number: int) -> int:
-    """Of all passes before phase `number`."""
+    """Returns the number of updates in all passes before phase `number`."""
     return sum(times * phase.updates for phase, times in counted(phases[:number]) if phase.kind is PhaseKind.TRAIN)
 
 
 def _known(root: Path) -> tuple[str, int] | None:
-    """The name that a run has for its trackers, and the last step that they were told; None where it had none."""
+    """Returns the run's name in its trackers, and the last step that was logged; None if it had no trackers."""
     path = latest(root, TRACKED)
     try:
         with open(owned.opened(path), "rb") as file:

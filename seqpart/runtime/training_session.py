@@ -1,8 +1,8 @@
-"""A loop of one's own: the same plan, homes and executor, one update for each batch that somebody else brings.
+"""The user's own training loop: the same plan, homes and executor, and one update for each batch that the user passes.
 
-A batch is an epoch of one update. Its rows are those of boundary 0 as long as it lasts; the executor pauses behind it, with
-partitions on the device that stay there, until the next batch comes. A batch with other rows, an evaluation, and an export
-bring everything home first.
+A batch is an epoch of one update, and its rows are boundary 0 during it; the executor pauses after it until the next batch
+comes, with the partitions that stay still on the device. A batch with another number of rows, an evaluation, and an export
+save everything to the homes first.
 """
 
 from collections.abc import Generator, Iterator
@@ -43,11 +43,11 @@ _OF_FIT = (
     "output_dir", "overwrite", "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
     "log", "cache", "workers",
 )  # fmt: skip
-"""Settings that mean something to `fit` alone."""
+"""Settings that only `fit` uses."""
 
 
 def loop_settings(settings: Settings, folder: Path) -> Settings:
-    """Those of a loop of one's own, with all files in `folder`. Raises OptionError for what it cannot honour."""
+    """Returns the settings of a session, with all files in `folder`. Raises OptionError for those it cannot honour."""
     methods = methods_named(settings.method)
     if not methods[0].exact or methods[0].in_pairs:
         raise OptionError(
@@ -71,9 +71,9 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
 
 
 def as_batch(batch: object, name: str = "the batch", padding: Padding | None = None, form: Form = ()) -> Split:
-    """(x, y), a tuple with its labels last, or a dict with `labels`, as rows that are checked. Raises DataError.
+    """Checks (x, y), a tuple with its labels last, or a dict with `labels`, and returns it as a Split. Raises DataError.
 
-    form: of the rows of the example.
+    form: the form of the example's rows.
     """
     batch = as_pair(batch, name)
     if isinstance(batch, tuple | list) and len(batch) > 2 and is_several(batch):
@@ -87,13 +87,13 @@ def as_batch(batch: object, name: str = "the batch", padding: Padding | None = N
 
 
 class TrainingSession:
-    """What `Trainer.session` gives. Its methods raise what `fit` raises; after an error there are no more steps.
+    """Returned by `Trainer.session`. Its methods raise what `fit` raises; after an error there are no more steps.
 
-    A signal (SIGINT, SIGTERM, SIGHUP; in the main thread) waits until a step or an evaluation is done. What it raises then,
-    KeyboardInterrupt, leaves the session as it is, so that a handler of the caller's can still export what was trained. A
-    second one ends the step at once, and the session with it.
+    A signal (SIGINT, SIGTERM, SIGHUP; in the main thread) waits until a step or an evaluation is done. The KeyboardInterrupt
+    that it then raises leaves the session as it is, so that the caller's handler can still export what was trained. A
+    second signal ends the step at once, and the session with it.
 
-    example: as many rows as the largest batch has.
+    example: rows, as many as the largest batch has.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class TrainingSession:
         self._settings, self._padding = settings, padding
         self._steps: Generator[None, None, None] | None = None
         self._batch_rows = self.updates = 0
-        """updates: those that are done."""
+        """updates: number of finished updates."""
         self._stopping, self._ended, self._untouched, self._interrupts = False, False, False, Interrupts()
         self._pause = ExitStack()
-        """While the user's program has its turn."""
+        """Holds the pause of the run while the user's code runs."""
 
     @property
     def observer(self) -> Observer:
-        """Of the session that it begins with."""
+        """The observer that the run must be built with."""
         return Observer(at_rest=lambda _: not self._stopping, shaped=self._shaped, counts_updates=True)
 
     def begin(self, session: Run) -> None:
-        """With the homes filled."""
+        """Starts the session on a run whose homes are filled."""
         self._session, self._planned = session, session.prepared
         self._rows = FedRows(session.prepared.input_layout, self._example.count, self._device)
         session.homes.boundaries.keep_in_memory(())  # an evaluation may have any number of rows
@@ -122,25 +122,25 @@ class TrainingSession:
         self._pause.enter_context(session.pauses.pause())
 
     def _shaped(self, planned: ExecutionPlan) -> ExecutionPlan:
-        """A plan that was made anew, for batches of the size of now."""
+        """Takes a new plan and returns it for batches of the current size."""
         self._planned = planned
         return self._with_updates()
 
     def _with_updates(self) -> ExecutionPlan:
-        """Of the plan, one epoch for each batch of `_batch_rows`."""
+        """Returns the plan with one epoch for each batch of `_batch_rows` rows."""
         whole, rows = self._planned.phases.stretches[0], self._batch_rows
         train = replace(whole.train, rows=rows, batch=rows, micro_batch=min(whole.train.micro_batch, rows))
         return self._with_phases(Epochs(train=train, epochs=whole.epochs, behind=()))
 
     def _with_phases(self, first: Epochs, *others: Epochs) -> ExecutionPlan:
-        """To be run to the end of the first."""
+        """Returns the plan with these phases, to be run to the end of the first stretch."""
         stage = replace(self._planned.stages[0], end=len(first))
         return replace(self._planned, phases=Phases([first, *others]), stages=(stage,))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Random numbers inside are ours, and a signal waits until all is done. An error ends it all, but for one of rows that
-        leaves everything as it was before them."""
+        """Inside, random numbers are seqpart's own, and a signal waits until the work is done. An error ends the session,
+        unless the weights are still those of a finished update, as after an error in the rows."""
         if self._ended:
             raise OptionError("session: it has ended, by an error or with its `with` block.")
         try:
@@ -175,19 +175,19 @@ class TrainingSession:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Inside rows may be refused, and nothing else is done."""
+        """Inside, rows may be refused, and nothing is trained."""
         self._untouched = True
         yield
         self._untouched = False
 
     def _is_whole(self) -> bool:
-        """Behind an error: whether the weights are what the last update left."""
+        """True if the weights after an error are those of a finished update."""
         untouched, self._untouched = self._untouched, False
         return untouched or self._session.failed_at is not None
 
     def _left_of(self, updates: int) -> int:
-        """Behind an error, the updates that are left: fewer, where it came when some partitions had made their step and there
-        are others, or weights, that stay on the device."""
+        """Returns the updates that are left after an error: fewer, if some partitions had made their optimizer step already
+        and other partitions, or weights, stay on the device."""
         at, self._session.failed_at = self._session.failed_at, None
         if at is None:
             return updates
@@ -196,8 +196,8 @@ class TrainingSession:
         return left
 
     def step(self, batch: object, *others: object) -> float:
-        """One update by the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its loss
-        before the update: the mean over the rows, or over what the loss counted of them. Nothing goes beside it."""
+        """Makes one update with the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its
+        loss before the update: the mean over the rows, or over what the loss counted of them. It takes no other arguments."""
         if others:
             raise DataError("step: expected one batch; found several arguments. Give x and y as one: step((x, y)).")
         split = as_batch(batch, padding=self._padding, form=self._example.form)
@@ -221,7 +221,7 @@ class TrainingSession:
             return self._session.heard.latest().mean_loss
 
     def _refuse_unlike(self, split: Split) -> None:
-        """Raises DataError for rows or labels of another kind than the example's."""
+        """Raises DataError for rows or labels of another shape, type or form than the example's."""
         example = self._example
         if (split.shape, split.dtype, split.form) != (example.shape, example.dtype, example.form):
             raise DataError(
@@ -244,7 +244,7 @@ class TrainingSession:
         self._steps = self._session.stages(Position(self.updates))
 
     def _bring_home(self) -> None:
-        """Nothing is on the device, and the homes are up to date."""
+        """Saves everything to the homes; nothing stays on the device."""
         if self._steps is not None:
             self._stopping = True
             try:
@@ -254,15 +254,15 @@ class TrainingSession:
                 self._stopping, self._steps = False, None
 
     def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
-        """Loss and accuracy on `data`, as `Trainer.evaluate` has it, of the model as it is now. Rows are kept: a loader's as it
-        gives them once."""
+        """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
+        iterated once."""
         session = self._session
         split = kept_rows(data, self._settings, "evaluation", self._padding)
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()
             boundaries = session.homes.boundaries
-            boundaries.discard("test", 0)  # of an evaluation that an error ended
+            boundaries.discard("test", 0)  # left by an evaluation that an error ended
             boundaries.labels["test"], boundaries.label_types["test"] = split.labels, split.label_type
             with self._refusing():
                 rows = boundaries.create("test", 0, self._planned.input_layout, split.count)
@@ -271,7 +271,7 @@ class TrainingSession:
             whole = self._planned.phases.stretches[0]
             assert isinstance(whole, Epochs)
             tests = tuple(replace(phase, rows=split.count) for phase in whole.behind)
-            # Training comes behind it: what optimizers know is needed again.
+            # Training follows: optimizer state is needed again.
             session.prepared = self._with_phases(Epochs(train=whole.train, epochs=0, behind=tests), replace(whole, behind=()))
             session.heard.own = own_metrics(compute_metrics)
             session.run_stages(Position())
@@ -281,7 +281,7 @@ class TrainingSession:
             return Evaluation(loss=found.loss, accuracy=found.accuracy, proof=session.proof(), metrics=found.metrics)
 
     def export(self, weights: str | Path) -> Path:
-        """Write the model as it is now as a safetensors file of its own parameter names. Returns its path."""
+        """Writes the current model as a safetensors file with its own parameter names. Returns its path."""
         path = Path(weights)
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._working():
@@ -290,24 +290,24 @@ class TrainingSession:
         return path
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's tensors as they are now, by name, on the CPU: all in memory at once, beside what the plan knows."""
+        """Returns the current model's tensors by name, on the CPU: all in memory at once, outside the plan."""
         return load_file(self.export(self._folder / "state.safetensors"))
 
     def proof(self) -> Proof:
-        """What was measured until now. Raises LimitExceeded."""
+        """Returns the memory measured until now. Raises LimitExceeded."""
         return self._session.proof()
 
     def finish(self) -> None:
-        """The loop is over: modules that were given alive get what was trained."""
+        """Ends the loop and copies the trained weights into the modules that the user passed built."""
         with self._working():
             self._bring_home()
             self._session.homes.give_back()
             self._ended = True
 
     def close(self) -> None:
-        """However it ended."""
+        """Closes the session, however it ended."""
         self._ended = True
-        with suppress(ModelError, OptionError):  # what is to learn from now on is no matter
+        with suppress(ModelError, OptionError):  # requires_grad no longer matters
             self._pause.close()
         if self._steps is not None:
             self._steps.close()
@@ -315,7 +315,7 @@ class TrainingSession:
 
 
 def largest_batch(example: object, settings: Settings, padding: Padding | None = None) -> Split:
-    """The first rows of the example, as many as a batch may have. Raises DataError where it has fewer."""
+    """Returns the first rows of the example, as many as a batch may have. Raises DataError if it has fewer."""
     (batch_size,), said = values_of(settings.batch_size), "the example"
     split = first_batch(example, settings, said, padding) if is_loader(example) else as_batch(example, said, padding)
     if split.count < batch_size:
@@ -327,6 +327,6 @@ def largest_batch(example: object, settings: Settings, padding: Padding | None =
 
 
 def rows_of_a_window(example: Split) -> Split:
-    """Test rows for the plan of such a loop: as many as are read at once of any larger number."""
+    """Returns stand-in test rows for a session's plan: as many as are read at once from any larger number."""
     layout = RowLayout(example.shape, example.dtype)
     return replace(example, name="test", count=max(example.count, WINDOW * layout.chunk_rows))

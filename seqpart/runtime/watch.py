@@ -1,4 +1,4 @@
-"""Who looks on while a run trains: callbacks are called, evaluations compared, and an early end is asked for."""
+"""Calls the callbacks of a run, compares its evaluations, and requests an early end."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,33 +23,33 @@ from seqpart.schedule.steps import Position, Verb
 
 
 class Watch:
-    """Hears what the executor tells, and speaks when everything stands at a position.
+    """Collects the executor's events, and calls callbacks where the whole run stands at a position.
 
-    state: what a checkpoint says of the evaluations so far, and of an end that was asked for.
+    state: from the checkpoint, the evaluations so far, and an end that was requested.
     """
 
     def __init__(
         self, observer: Observer, asked: Testing, sampler: Sampler, state: Kept,
         pause: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        """pause: what a callback is called in."""
+        """pause: context manager in which callbacks are called."""
         self._calls, self._pause = callers(observer.callbacks), pause
         self.evaluations = Evaluations.of(criterion_of(asked.best_by), state.evaluations)
         self.ending = Ending()
         why, self._ends_in = state.ending
-        """Why, and the stretch of phases whose end was asked for."""
+        """Why an end was requested, and the stretch of phases that is to end."""
         self.ending.ask(why)
         self._patience, self._keeps, self._sampler = asked.early_stopping, asked.keep_best, sampler
         self._metrics = observer.metrics
         self._sums = Metrics() if self._calls["on_step"] or observer.counts_updates else None
         self._over: list[PhaseDone] = []
-        """Passes that were told of and nobody has heard of yet."""
+        """Passes that are over and that no callback has seen yet."""
         self._since = time.perf_counter()
         self.has_new_best = False
-        """Whether the weights of now are to be kept."""
+        """True if the current weights are the best and must be kept."""
 
     def heard(self, partitions: int) -> MetricSinks:
-        """What the executor's computations tell."""
+        """Returns the sinks for the outputs of the executor's computations."""
         return MetricSinks(partitions, self._sums, self._metrics)
 
     def state(self) -> Kept:
@@ -60,12 +60,12 @@ class Watch:
             self._over.append(event)
 
     def begin(self) -> None:
-        """Nothing is trained yet."""
+        """Calls on_begin, before anything is trained."""
         if self._calls["on_begin"]:
             self._call("on_begin", BeginEvent(memory=self._sampler.sample(), limit=self._sampler.limit))
 
     def at_rest(self, executor: Executor, phases: Phases, heard: MetricSinks) -> None:
-        """Call whom this concerns. Whatever a callback raises comes through."""
+        """Calls the callbacks whose events have come. Raises whatever a callback raises."""
         step = executor.step
         if self._calls["on_step"] and step.verb is Verb.UPDATE and phases[step.phase].kind is PhaseKind.TRAIN:
             self._step_done(executor, phases[step.phase], heard)
@@ -104,7 +104,7 @@ class Watch:
         )  # fmt: skip
 
     def _tested(self, done: PhaseDone, phases: Phases, number: int, *, ends: bool) -> None:
-        """ends: at the network's end."""
+        """Handles an evaluation. ends: true if it is at the network's end."""
         assert done.loss is not None
         update, epoch = trained_before(phases, number)
         is_best = False
@@ -138,13 +138,13 @@ class Watch:
                 raise told from error
 
     def taken(self) -> list[Evaluated]:
-        """The evaluations so far, which count no longer."""
+        """Returns the evaluations so far and forgets them."""
         found = self.evaluations.all
         self.evaluations.all, self.evaluations.best = [], None
         return found
 
     def tell_end(self, reporter: Reporter, update: int) -> None:
-        """The training under way has ended where it was asked to, behind that update."""
+        """Reports that the current training ended after `update`, as was requested."""
         reporter.say(f"training ends behind update {update}: {self.ending.asked}")
         reporter.record("ended early", update=update, why=self.ending.asked)
         self._forget_end()
@@ -154,27 +154,27 @@ class Watch:
 
     @property
     def best_update(self) -> int | None:
-        """Updates before the best evaluation; None where there was one alone."""
+        """Updates before the best evaluation; None if there were fewer than two evaluations."""
         best = self.evaluations.best
         return best.update if best is not None and len(self.evaluations.all) > 1 else None
 
     @property
     def metrics(self) -> dict[str, MetricValue]:
-        """The user's own, of the evaluation that the result is of."""
+        """The user's metrics in the evaluation that the result reports."""
         last = self.evaluations.all[-1] if self.evaluations.all else None
         found = self.evaluations.best if self._keeps and self.evaluations.best is not None else last
         return found.metrics if found is not None else {}
 
     def end_behind(self, phases: Phases, at: Position) -> Position | None:
-        """Where a run that stands at `at` goes on, so that the training under way has ended; None: it goes on as it is.
+        """Returns the position after the current training, for a run at `at`, if its end was requested; else None.
 
-        A round of subnets is finished first: until then the network is in parts.
+        A round of subnetworks is finished first: until then the network is in parts.
         """
         if not self.ending.asked or at.phase >= len(phases):
             return None
         which, epochs, behind = phases.stands(at.phase)
         stretch, phase = phases.stretches[which], phases[at.phase]
-        if which != self._ends_in or (behind is not None and epochs == stretch.epochs):  # it is over as it is
+        if which != self._ends_in or (behind is not None and epochs == stretch.epochs):  # it is over anyway
             self._forget_end()
             return None
         if isinstance(stretch, Rounds) and (phase.is_turn or phase.kind is PhaseKind.MERGE):
@@ -187,12 +187,12 @@ class Watch:
 
 
 def _behind(phases: Phases, which: int, first: int) -> int:
-    """How many phases stretch `which` has behind its training, which begin with number `first`."""
+    """Returns how many phases stretch `which` has after its training; `first` is the number of the first of them."""
     return len(phases.stretches[which]) - (first - phases.number_of(which, 0, None))
 
 
 def trained_before(phases: Phases, number: int) -> tuple[int, float]:
-    """(updates, epochs) that were done before phase `number`, by what trained last."""
+    """Returns (updates, epochs) of the last training phase up to phase `number`."""
     while number >= 0:
         phase = phases[number]
         if phase.kind is PhaseKind.TRAIN:

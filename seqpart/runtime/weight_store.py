@@ -1,4 +1,4 @@
-"""Where weights and rows rest while a run lasts: filled from the model and the data or from a checkpoint, and given back."""
+"""Homes of weights and rows during a run: filled from the model and the data or from a checkpoint, and given back."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -39,11 +39,11 @@ from seqpart.store.store import Store
 from seqpart.units import format_size, now
 
 PlanWording = Callable[[str], AbstractContextManager[None]]
-"""Says when memory ran out."""
+"""Context manager that names, in an out-of-memory error, what was being done."""
 
 
 class WeightStore:
-    """The store of weights, the boundary cache of rows, and the rooms in host memory of boundaries and graphs.
+    """The store of weights, the boundary cache of rows, and the host memory for boundaries and graphs.
 
     `stack` closes them.
     """
@@ -66,8 +66,8 @@ class WeightStore:
         stack.callback(self.boundaries.close)
 
     def graph_rooms(self, sizes: GraphRooms) -> dict[int, list[torch.Tensor]]:
-        """Host memory for graphs, in the place of what was given before: of partitions for all of whose graphs there is room.
-        After a halved micro-batch there may be too little: then they go to the disk."""
+        """Returns host memory for graphs by partition, replacing what was given before, for partitions whose graphs all fit.
+        After the micro-batch was halved there may be too little: the graphs of the others are offloaded to disk."""
         if {p: tuple(room.nbytes for room in rooms) for p, rooms in self._graphs.items()} == dict(sizes):
             return self._graphs
         for p in list(self._graphs):
@@ -87,7 +87,7 @@ class WeightStore:
             self._pool.give(room)
 
     def fill(self, resumed: ResumePoint | None, *, rows: bool = True) -> None:
-        """Weights and, where they are asked for, rows: from the checkpoint, or from the model and the data."""
+        """Fills the homes with weights, and with `rows` the data's rows, from the checkpoint or from the model and the data."""
         for name, split in (("train", self._planner.train), ("test", self._planner.test)):
             self.boundaries.labels[name], self.boundaries.label_types[name] = split.labels, split.label_type
             if (passing := self._planner.reading.rows(name, self._planner.device)) is not None:
@@ -99,11 +99,11 @@ class WeightStore:
             homes = resumed.homes(self._prepared)
             with self._told("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
-                # What learns since has no state yet.
+                # Newly trainable parameters have no optimizer state yet.
                 self.store.lay_anew(homes.layouts, growing={block.state_home for block in self._prepared.chain})
                 manifests.refuse_others(manifest, self.store, homes.layouts, homes.needed, homes.best)
                 self._write_missing_rows(resumed.position)
-            if self._planner.settings.ema is None:  # an average is kept to the end
+            if self._planner.settings.ema is None:  # a moving average is kept to the end
                 for name in homes.unused:
                     self.store.discard(name)
             return
@@ -114,13 +114,13 @@ class WeightStore:
                 self._write_rows(name)
 
     def recall(self) -> None:
-        """The weights become what they were when they were to be remembered."""
+        """Restores the weights of the last `remember`."""
         self.store.recall()
         layouts = {block.home: cost.layout for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True)}
         self.store.lay_anew(layouts)
 
     def _write_missing_rows(self, at: Position) -> None:
-        """Rows of the data that were let go of, and that a recovery which was not planned then reads once more."""
+        """Writes the data's rows again that were deleted, and that a recovery which was not planned then reads once more."""
         ahead = {phase.reads for phase, _ in counted(self._prepared.phases[at.phase :])}
         for name in ("train", "test"):
             if (name, 0) in ahead and (name, 0) not in self.boundaries:
@@ -131,7 +131,7 @@ class WeightStore:
         self._write_rows(name)
 
     def _write_rows(self, name: str) -> None:
-        """Boundary 0: the data set's rows, checked and sent home, where there are any."""
+        """Checks the data set's rows and writes them to boundary 0, unless there are none or they stay in their source."""
         split = self._planner.train if name == "train" else self._planner.test
         if not split.count or split.source is not None:
             return
@@ -140,19 +140,19 @@ class WeightStore:
         rows.finish()
 
     def _build(self, *, keep: bool) -> None:
-        """Every block is built alone and goes straight home: the model never exists whole. `keep`: homes are there."""
+        """Builds one block at a time and saves it at once, so that the model never exists whole. keep: the homes exist."""
         device, seed = self._planner.device, self._planner.settings.seed
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(device, seed)
             tensors = {} if block.alive is not None else block.own(tensors_of(module))
             if block.alive is None and layout_of(tensors) != cost.layout:
                 raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
-            if not keep and block.number < len(self._prepared.chain.whole):  # a part's home is cut out of it later
+            if not keep and block.number < len(self._prepared.chain.whole):  # a subnetwork's home is cut out of it later
                 self._send_home(block, cost.layout, tensors)
             detach(module)
 
     def _send_home(self, block: Block, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: those of a module that was built for it, which is not copied whole."""
+        """Writes a block's weights home. tensors: those of a module built for it, which are written one by one, not copied."""
         if block.alive is not None:
             staging = aligned(layout.padded_nbytes)
             found = layout.views(staging)
@@ -171,18 +171,18 @@ class WeightStore:
                 sink.append(bytes_of(flat))
 
     def remember(self) -> None:
-        """The weights as they are now are what `store.recall` comes back to."""
+        """Remembers the weights as they are now, for `recall`."""
         self.store.remember([block.home for block in self._prepared.chain.whole if block.home in self.store])
 
     def export(self, weights: Path, *, averages: bool = False) -> None:
-        """averages: of what has a moving average that."""
+        """Writes the weights to a file. averages: weights that have a moving average are written as that."""
         with self._told("the weights were written"):
             whole = self._prepared.chain.whole
             export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store, averages=averages)
 
     def give_back(self) -> None:
-        """The trained weights, to modules that were given alive, unless these had no memory of their own. A run that ends early
-        leaves them as they came."""
+        """Copies the trained weights into the modules that the user passed built, unless these had no memory of their own. A
+        run that ends early leaves them as they were."""
         if self._planner.live_modules.empty:
             return
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
@@ -197,12 +197,12 @@ class WeightStore:
 
 
 UNBEGUN = "unbegun"
-"""The state of a run whose rows and weights were not all there yet."""
+"""The state of a run whose rows and weights have not all been written yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """`scratch` has the homes and rows; it may be `directory` itself."""
+    """Directories of a run: `scratch` has the homes and rows, and may be `directory` itself."""
 
     directory: RunDirectory
     scratch: RunDirectory
@@ -212,7 +212,7 @@ def open_places(
     plan: Plan, settings: Settings, reporter: Reporter, stack: ExitStack,
     *, resumed: ResumePoint | None, job: dict[str, Any] | None, state: Callable[[], str],
 ) -> Places:  # fmt: skip
-    """`stack` closes them, in the `state` of then. The plan and `job` are written, and the log is begun."""
+    """Opens a run's directories, writes the plan and `job`, and begins the log. `stack` closes them with the final `state`."""
     manifest = resumed.manifest if resumed is not None else None
     name = new_name(plan.method)
     root = resumed.root if resumed is not None else settings.output_dir or Path("runs") / name
@@ -242,7 +242,7 @@ def open_places(
 
 
 def refuse_taken_places(output_dir: Path | None, resume: str | Path | None, *, overwrite: bool) -> None:
-    """Before anything is read or planned: raises what `open_places` would, of the directory of the results."""
+    """Raises what `open_places` would for the results' directory, before anything is read or planned."""
     if resume is not None:
         refuse_taken(Path(resume) if Path(resume).is_dir() else Path(resume).parent, resume=True)
     elif output_dir is not None:
@@ -250,7 +250,7 @@ def refuse_taken_places(output_dir: Path | None, resume: str | Path | None, *, o
 
 
 def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:
-    """Raises DiskFull; `written`: what of the plan's bytes is there already."""
+    """Raises DiskFull if the plan does not fit. written: bytes of the plan that are on the disk already."""
     free = written + shutil.disk_usage(existing(folder)).free
     if free < plan.disk_bytes:
         raise DiskFull(

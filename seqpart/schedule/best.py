@@ -1,4 +1,4 @@
-"""The evaluations of a run: which was the best, and whether it is time to stop."""
+"""The evaluations of a run: which was the best, and how many came after it."""
 
 import math
 import re
@@ -16,14 +16,14 @@ EXPECTED = "loss (smaller is better), accuracy (larger is), or a metric of compu
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What evaluations are compared by."""
+    """The number by which evaluations are compared."""
 
     name: str = "loss"
     larger: bool = False
-    """Whether larger is better."""
+    """True if larger is better."""
 
     def value(self, found: "Evaluated") -> float:
-        """Of an evaluation, so that smaller is better. Raises OptionError where it has none."""
+        """Returns an evaluation's number, signed so that smaller is better. Raises OptionError if it has none."""
         values = {"loss": found.loss, "accuracy": found.accuracy, **found.metrics}
         value = values.get(self.name)
         if value is None or isinstance(value, list):
@@ -33,7 +33,7 @@ class Criterion:
 
 
 def criterion_of(text: str | None) -> Criterion:
-    """Raises OptionError."""
+    """Parses the value of --best-by. Raises OptionError."""
     if text is None or text in ("loss", "accuracy"):
         return Criterion(text or "loss", larger=text == "accuracy")
     match = re.fullmatch(r"(min|max):(.+)", text)
@@ -44,10 +44,10 @@ def criterion_of(text: str | None) -> Criterion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """What a pass over the test rows found, at the network's end."""
+    """The results of a pass over the test rows, at the network's end."""
 
     phase: Whole
-    """Its number."""
+    """The number of the phase."""
     update: Whole
     epoch: Finite
     loss: float
@@ -56,7 +56,7 @@ class Evaluated:
 
 
 class Kept(msgspec.Struct):
-    """What a checkpoint says of the loop: `Evaluations`, an end that was asked for, and who learns by now."""
+    """A checkpoint's entry for the loop: the evaluations, a requested end, and the parameters that are frozen or trained."""
 
     class Found(msgspec.Struct):
         all: list[Evaluated] = []
@@ -64,15 +64,15 @@ class Kept(msgspec.Struct):
 
     evaluations: Found = msgspec.field(default_factory=Found)
     ending: tuple[str, Whole | None] = ("", None)
-    """Why, and the stretch of phases whose end it is."""
+    """Why an end was requested, and the stretch of phases that is to end."""
     frozen: list[str] = []
-    """Names of parameters that the user has frozen since, though the plan has room for them."""
+    """Names of parameters that the user froze during the run, although the plan has room for them."""
     learns: list[str] = []
     """Names of parameters that did not learn when the run began."""
 
 
 class Evaluations:
-    """All of a run, in order; the best counts also where the run has gone back behind it and comes there again."""
+    """All evaluations of a run, in order; the best still counts after the run has gone back to before it."""
 
     def __init__(self, criterion: Criterion) -> None:
         self.all: list[Evaluated] = []
@@ -80,7 +80,7 @@ class Evaluations:
         self._criterion = criterion
 
     def add(self, found: Evaluated) -> bool:
-        """Whether none before it was as good."""
+        """Adds an evaluation. Returns True if none before it was as good."""
         self.all.append(found)
         value = self._criterion.value(found)
         if math.isnan(value) or (self.best is not None and value >= self._criterion.value(self.best)):
@@ -90,11 +90,11 @@ class Evaluations:
 
     @property
     def since(self) -> int:
-        """Evaluations behind the best."""
+        """Number of evaluations after the best."""
         return len(self.all) if self.best is None else sum(one.phase > self.best.phase for one in self.all)
 
     def go_back(self, phase: int) -> None:
-        """The run goes on with that phase: what came from it on will come again."""
+        """Forgets the evaluations from `phase` on, as the run goes on with that phase and makes them again."""
         self.all = [one for one in self.all if one.phase < phase]
 
     @property

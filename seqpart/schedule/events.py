@@ -1,4 +1,4 @@
-"""What the executor tells of: each step, and the beginning and the end of each pass."""
+"""Events of the executor: each step, and the beginning and the end of each pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,19 +20,19 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseDone:
-    """One pass is over. `loss` is the mean over its rows, `accuracy` None where the outputs say nothing of classes."""
+    """One pass is over. `loss` is the mean over its rows, `accuracy` is None if the outputs are no scores of classes."""
 
     phase: Phase
     loss: float | None
-    """None where no loss stands behind the partition."""
+    """None if the partition has no loss."""
     accuracy: float | None
     rows: int
     earlier: int = 0
-    """Of these rows: those of updates that were made before, where a run went on within the pass."""
+    """Those of `rows` from updates made before, if a run was resumed within the pass."""
     seconds: float
-    """Without those of earlier rows."""
+    """Seconds of the pass, without those of earlier rows."""
     metrics: Mapping[str, MetricValue] = field(default_factory=dict)
-    """What the user's own found."""
+    """Values of the user's own metrics."""
 
     @property
     def rows_per_second(self) -> float:
@@ -44,7 +44,7 @@ class PhaseBegun:
     phase: Phase
     number: int
     earlier: int = 0
-    """As of PhaseDone."""
+    """Rows of updates made before, as in PhaseDone."""
 
 
 Event = StepDone | PhaseDone | PhaseBegun

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: a factor of the learning rate as a function of how many updates are done, and of nothing else.
+"""Learning-rate schedules: a factor of the learning rate as a function only of how many updates are done.
 
-So a run that is resumed, or cut otherwise, takes the same steps.
+So a run that is resumed, or cut differently, makes the same steps.
 """
 
 import math
@@ -15,7 +15,7 @@ NAMES = ("constant", "linear", "cosine")
 
 
 def rate_schedule(name: str, warmup: int) -> RateSchedule:
-    """`constant`, `linear` or `cosine` down to zero, after `warmup` updates of linear growth.
+    """Returns the schedule `constant`, `linear` or `cosine` (down to zero), after `warmup` updates of linear growth.
 
     Raises OptionError for another name or a negative warm-up.
     """

@@ -14,18 +14,18 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Between two evaluations: so many epochs or so many updates. The one that does not count is None."""
+    """The distance between two evaluations, in epochs or in updates; the other one is None."""
 
     epochs: int | None = None
     updates: int | None = None
 
 
 AT_THE_END = Interval()
-"""And at no other time."""
+"""One evaluation, at the end of training."""
 
 
 def interval_of(every: str | int | None, epochs: int | None) -> Interval:
-    """Of --eval-every, and of --test-every, which counts epochs. Raises OptionError."""
+    """Returns the interval of --eval-every (`every`) or of --test-every (`epochs`). Raises OptionError."""
     if every is None:
         return Interval(epochs=epochs)
     match = re.fullmatch(r"(\d+)\s*(epochs?|updates?|)", str(every).strip())
@@ -40,15 +40,15 @@ class Length:
     """How long a partition, or the network, trains."""
 
     epochs: int
-    """That are begun."""
+    """Number of epochs, the last of which may be a part of one."""
     updates: int
-    """In all."""
+    """Number of updates in all."""
     counted: int | None = None
-    """The same, where it was not given as whole epochs."""
+    """Equals `updates` if the length was not given as whole epochs, else None."""
 
 
 def length_of(epochs: float, max_steps: int | None, per_epoch: int) -> Length:
-    """max_steps: updates in the place of `epochs`. per_epoch: updates of a whole epoch."""
+    """Returns the length of `epochs`, or of `max_steps` updates. per_epoch: updates of a whole epoch."""
     if max_steps is None and float(epochs).is_integer():
         return Length(int(epochs), int(epochs) * per_epoch)
     updates = max_steps if max_steps is not None else math.ceil(epochs * per_epoch - _ROUNDING)
@@ -56,18 +56,18 @@ def length_of(epochs: float, max_steps: int | None, per_epoch: int) -> Length:
 
 
 def whole_where_it_is(epochs: float) -> float:
-    """3.0 as 3: what a run says of itself, and what its checkpoints compare."""
+    """Returns 3.0 as 3, the form that a run prints and its checkpoints compare."""
     return int(epochs) if float(epochs).is_integer() else epochs
 
 
 def refuse_untested(names: Sequence[str], rows: int) -> None:
-    """names: of settings that say something of evaluations. Raises OptionError where there are no `rows` to test on."""
+    """Raises OptionError if `names`, settings about evaluations, were given and there are no test `rows`."""
     if names and not rows:
         raise OptionError(f"{', '.join(names)}: there is no test set to evaluate on. Give one, or leave this out.")
 
 
 def refuse_endless_warmup(warmup: int, updates: dict[str, int]) -> None:
-    """updates: of each that warms up anew, by what it is called. Raises OptionError where it would be over before."""
+    """Raises OptionError if a training would end before its warm-up. updates: number of updates by the training's name."""
     for what, count in updates.items():
         if warmup >= count > 0:
             raise OptionError(

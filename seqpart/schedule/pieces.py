@@ -1,4 +1,4 @@
-"""The phases of training that is counted in updates: it is tested in the midst of epochs, or ends there."""
+"""The phases of training that is counted in updates: it is tested within epochs, or ends within one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,32 +14,32 @@ class Pieces:
     """A stretch of phases: `updates` updates of `train`, epoch after epoch, with `behind` after each `every`-th of them and
     after the last.
 
-    `train` is a whole epoch. A piece ends where an epoch does, where `behind` comes, or with the last update.
+    `train` is a whole epoch. A piece ends at the end of an epoch, before `behind`, or with the last update.
     """
 
     train: Phase
     updates: int
     behind: tuple[Phase, ...]
     every: int | None = None
-    """Updates."""
+    """Updates between two times `behind`; None: only at the end."""
 
     @property
     def epochs(self) -> int:
-        """That are begun."""
+        """Number of epochs, the last of which may be a part of one."""
         return -(-self.updates // self.train.updates)
 
     def __len__(self) -> int:
         return self._begins(self.updates - 1) + 1 + len(self.behind)
 
     def _begins(self, update: int) -> int:
-        """Phases before the piece that `update` is in."""
+        """Returns the number of phases before the piece that has `update`."""
         epoch, every = self.train.updates, self.every
         if every is None:
             return update // epoch
         return update // epoch + update // every - update // lcm(epoch, every) + len(self.behind) * (update // every)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(the first update of the last piece that begins before `index` or there, phases since)."""
+        """Returns (first update of the last piece that begins at or before `index`, phases since)."""
         low, high = 0, self.updates - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -53,7 +53,7 @@ class Pieces:
         return self._piece(first) if at == 0 else self.behind[at - 1]
 
     def _piece(self, first: int) -> Phase:
-        """From update number `first` on, which counts from 0."""
+        """Returns the piece that begins with update number `first`, from 0."""
         train, done = self.train, first % self.train.updates
         stop = min(first - done + train.updates, self.updates)
         if self.every is not None:
@@ -67,11 +67,11 @@ class Pieces:
 
     @property
     def _last(self) -> int:
-        """Number of the first phase behind all pieces."""
+        """Number of the first phase after all pieces."""
         return len(self) - len(self.behind)
 
     def stands(self, index: int) -> tuple[int, int | None]:
-        """(epochs that are over before `index`, phases since; None: none). All are over behind the last piece."""
+        """Returns (epochs that are over before `index`, phases since; None: none). All are over after the last piece."""
         if index >= self._last:
             return self.epochs, index - self._last
         epoch = self._place(index)[0] // self.train.updates
@@ -79,12 +79,12 @@ class Pieces:
         return epoch, since or None
 
     def index_of(self, epochs: int, behind: int | None) -> int:
-        """Where `stands` says so."""
+        """Inverse of `stands`."""
         return (self._last if epochs >= self.epochs else self._begins(epochs * self.train.updates)) + (behind or 0)
 
     def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
-        """Phases among those from `first` to `stop`, and how often each comes. Pieces are not told apart: they have as many
-        rows as they have on average."""
+        """Yields the phases from `first` to `stop`, and how often each comes. Pieces count as one, with their average number
+        of rows."""
         behind = [self._tests(stop, which) - self._tests(first, which) for which in range(len(self.behind))]
         pieces = stop - first - sum(behind)
         if pieces:
@@ -94,23 +94,23 @@ class Pieces:
         yield from ((phase, times) for phase, times in zip(self.behind, behind, strict=True) if times)
 
     def _tests(self, index: int, which: int) -> int:
-        """How often number `which` of `behind` came before `index`."""
+        """Returns how often number `which` of `behind` comes before `index`."""
         first, at = self._place(index)
         return (first // self.every if self.every is not None else 0) + (at > which + 1)
 
     def _rows(self, index: int) -> int:
-        """Of the pieces before `index`."""
+        """Returns the rows of all pieces before `index`."""
         first, at = self._place(index)
         epoch, done = divmod(first, self.train.updates)
         return epoch * self.train.rows + done * self.train.batch + (self._piece(first).rows if at else 0)
 
     def trainings(self) -> Iterator[tuple[int, Phase]]:
-        """The last piece, with its number in the stretch."""
+        """Yields the last piece, with its number in the stretch."""
         yield self._last - 1, self._piece(self._place(self._last - 1)[0])
 
     def walked(self) -> Iterator[tuple[Phase, int]]:
-        """The first piece, one that stands for all others, and what is behind them; and how many phases of the stretch each of
-        these stands for."""
+        """Yields the first piece, one that stands for all others, and the phases after them; each with how many phases of the
+        stretch it stands for."""
         tests = (self.updates - 1) // self.every if self.every is not None else 0
         pieces = self._last - tests * len(self.behind)
         first = self._piece(0)
@@ -124,7 +124,7 @@ class Pieces:
 
 
 def training(train: Phase, epochs: int, updates: int | None, behind: tuple[Phase, ...], tests: Interval) -> Epochs | Pieces:
-    """`train`, a whole epoch, for so many of them or for `updates`, with `behind` as often as `tests` says and at the end."""
+    """Returns `epochs` passes of `train`, a whole epoch, or `updates` of it, with `behind` at every `tests` and at the end."""
     if updates is None and tests.updates is None:
         return Epochs(train=replace(train, epochs=epochs), epochs=epochs, behind=behind, every=tests.epochs)
     every = tests.updates if tests.epochs is None else tests.epochs * train.updates
@@ -132,11 +132,11 @@ def training(train: Phase, epochs: int, updates: int | None, behind: tuple[Phase
 
 
 _WALKED = 4
-"""Updates of a pass that are walked through."""
+"""Most updates of a pass that are simulated."""
 
 
 def shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], dict[tuple[int, int | None], int]]:
-    """Phases with few updates, epochs and micro-batches, and what these stand for.
+    """Returns phases with few updates, epochs and micro-batches, and how many each of them stands for.
 
     {number of a phase: (updates it stands for, passes left out)}, {(phase, micro-batch): micro-batches it stands for}.
     """
@@ -153,17 +153,18 @@ def shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], 
     return short, more, stands_for
 
 
-# [Note: equal micro-batches] Those of an update differ in the rows of the last alone, and memory rises or falls by the same
-# bytes from one to the next. So the first (there are no gradients yet), the second, the last two and those between make the
-# highest peaks, and the second stands for those between: of a forward pass, which takes more with each, the last but one
-# is looked at, and of a backward pass, which takes less with each, the second before those that it stands for have gone.
+# [Note: equal micro-batches] Micro-batches of an update differ only in the rows of the last, and memory rises or falls by the
+# same bytes from one to the next. So only the first (there are no gradients yet), the second, the last two and those between
+# can make the highest peak, and the second stands for those between: in a forward pass, whose memory grows with each, the
+# last but one is simulated, and in a backward pass, whose memory shrinks with each, the second, before those that it stands
+# for are over.
 
 _ALONE = 4
-"""Micro-batches of an update that are walked through."""
+"""Most micro-batches of an update that are simulated."""
 
 
 def _with_few_micro_batches(phase: Phase) -> tuple[Phase, dict[int, int]]:
-    """`phase` with at most so many micro-batches in an update, and {micro-batch: how many it stands for}."""
+    """Returns `phase` with at most `_ALONE` micro-batches per update, and {micro-batch: how many it stands for}."""
     size, batch = phase.micro_batch, min(phase.batch, phase.rows)
     count, updates = -(-batch // size), phase.updates
     if phase.kind is not PhaseKind.TRAIN or count <= _ALONE or phase.in_pairs:
@@ -171,7 +172,7 @@ def _with_few_micro_batches(phase: Phase) -> tuple[Phase, dict[int, int]]:
     short = (_ALONE - 1) * size + (batch % size or size)
     stands_for = {update * _ALONE + 1: count - _ALONE + 1 for update in range(updates)}
     last = phase.rows - (updates - 1) * batch
-    if last < batch:  # one fewer, so that it stays the shortest
+    if last < batch:  # one fewer, so that the last update stays the shortest
         count = -(-last // size)
         stands_for[(updates - 1) * _ALONE + 1] = max(1, count - _ALONE + 2)
         last = (_ALONE - 2) * size + (last % size or size) if count >= _ALONE else last

@@ -1,4 +1,4 @@
-"""How far a run is behind each of its steps: one account, for who checks a schedule, who simulates it and who runs it."""
+"""A run's progress after each of its steps, for checking a schedule, for simulating it and for running it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,18 +12,18 @@ _UPDATED = {PhaseKind.TRAIN, PhaseKind.STATISTICS}
 
 
 class Progress:
-    """Moved by `begin` before each step and by `finish` behind it.
+    """The state of a schedule: call `begin` before each step and `finish` after it.
 
-    Without `phases` it knows the rules and no position; who runs steps that are `checked` moves it by `finish` alone.
+    Without `phases` it checks the rules and has no position; for steps that are `checked` already, call only `finish`.
     """
 
     def __init__(self, phases: Sequence[Phase] = (), start: Position = START, at_once: int | None = None) -> None:
         self.position = start
-        """The unfinished update is behind it."""
+        """The end of the last finished update."""
         self.updated: set[int] = set()
-        """Partitions that have made the step of the unfinished update."""
+        """Partitions that have made the optimizer step of the unfinished update."""
         self.loaded: dict[int, bool] = {}
-        """Partitions on the device; whether their optimizer state came along."""
+        """Partitions on the device, and whether they were loaded with optimizer state."""
         self.away: set[int] = set()
         """Partitions whose gradients wait at home."""
         self._worked, self._gradients = set[int](), set[int]()
@@ -31,7 +31,7 @@ class Progress:
         self._last = last_trainings(phases)
 
     def begin(self, step: Step) -> None:
-        """Raises ScheduleError, naming the step, where it breaks a rule.
+        """Checks a step before it runs. Raises ScheduleError, naming the step, if it breaks a rule.
 
         Rules: a partition is loaded before it is used, never twice at once, at most `at_once` at a time; an update follows
         work on the same partition; gradients are never lost; homes are cut and put back while nothing is loaded.
@@ -81,7 +81,7 @@ class Progress:
             self.away.add(p)
 
     def finish(self, step: Step) -> bool:
-        """Whether that ended an update, or a pass."""
+        """Records a step after it ran. Returns True if it ended an update, or a pass."""
         phase, p, before = self._phases[step.phase], step.partition, self.position
         if step.verb is Verb.UPDATE:
             self.updated.add(p)
@@ -98,14 +98,14 @@ class Progress:
         return self.position != before
 
     def end(self) -> None:
-        """Raises ScheduleError where a schedule that is over leaves something behind."""
+        """Raises ScheduleError if the schedule ends with loaded partitions or unused gradients."""
         if self.loaded:
             raise ScheduleError(f"the schedule ends with partitions {sorted(self.loaded)} loaded")
         if self._gradients:
             raise ScheduleError(f"the schedule ends with gradients of partitions {sorted(self._gradients)} unused")
 
     def needs_state(self, p: int, stage: int) -> bool:
-        """Whether the optimizer state of `p` in `stage` will be used again."""
+        """True if the optimizer state of `p` in `stage` will be used again."""
         at = self.position
         if at.phase < len(self._phases):
             now = self._phases[at.phase]
@@ -115,7 +115,7 @@ class Progress:
 
 
 def checked(steps: Iterable[Step], at_once: int = 1) -> Iterator[Step]:
-    """Pass `steps` through and raise ScheduleError at the first that breaks a rule, see `Progress.begin`."""
+    """Yields `steps` unchanged; raises ScheduleError at the first that breaks a rule, see `Progress.begin`."""
     progress = Progress(at_once=at_once)
     for step in steps:
         refuse_misspelt(step)

@@ -11,8 +11,8 @@ class Rounds:
     """A stretch of phases: `split`, each of `turns` for `local` updates, `merge`, again and again; `behind` after each
     `every`-th epoch and after the last.
 
-    A turn is a part's pass over its rows of an epoch; all have as many. An epoch is as many rounds as one takes, the last of
-    them with the updates that are left.
+    A turn is a part's pass over its rows of an epoch; all parts have equally many. An epoch has as many rounds as a turn needs,
+    the last of them with the updates that are left.
     """
 
     split: Phase
@@ -29,7 +29,7 @@ class Rounds:
 
     @property
     def rounds(self) -> int:
-        """Of an epoch."""
+        """Number of rounds in an epoch."""
         return -(-self.train.updates // self.local)
 
     @property
@@ -42,7 +42,7 @@ class Rounds:
 
     @property
     def _tests(self) -> int:
-        """How often `behind` comes before the last time."""
+        """How often `behind` comes, without the last time."""
         return 0 if self.every is None else max(0, self.epochs - 1) // self.every
 
     def __len__(self) -> int:
@@ -67,8 +67,8 @@ class Rounds:
         )  # fmt: skip
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(epochs that are over, phases since): behind the last epoch those of `behind`; of an earlier epoch that has some
-        behind it these too."""
+        """Returns (epochs that are over, phases since). After the last epoch the phases are those of `behind`; an earlier epoch
+        includes the phases of `behind` after it."""
         every = self.every if self.every is not None and self._tests else max(1, self.epochs)
         chunk = every * self._per_epoch + len(self.behind)
         before = min(index // chunk, self._tests)
@@ -76,22 +76,22 @@ class Rounds:
         here = min(every, self.epochs - before * every)
         epoch = min(index // self._per_epoch, here)
         if epoch == here and before * every + here < self.epochs:
-            epoch -= 1  # what is behind it still belongs to it
+            epoch -= 1  # the phases after it still belong to it
         return before * every + epoch, index - epoch * self._per_epoch
 
     def stands(self, index: int) -> tuple[int, int | None]:
-        """(epochs that are over before `index`, phases since; None: none)."""
+        """Returns (epochs that are over before `index`, phases since; None: none)."""
         epoch, at = self._place(index)
         return epoch, at if at or epoch == self.epochs else None
 
     def index_of(self, epochs: int, behind: int | None) -> int:
-        """Where `stands` says so."""
+        """Inverse of `stands`."""
         tests = 0 if self.every is None else min(epochs // self.every, self._tests)
         return epochs * self._per_epoch + tests * len(self.behind) + (behind or 0)
 
     def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
-        """Each different phase among those from `first` to `stop`, and how often it comes; rounds are not told apart, but for
-        the last of an epoch."""
+        """Yields each different phase from `first` to `stop`, and how often it comes; rounds count as one, except for the last
+        of an epoch."""
         last = (self.rounds - 1) * self._per_round
         counts = [there - here for here, there in zip(self._counts(first), self._counts(stop), strict=True)]
         for which in range(self._per_round):
@@ -103,8 +103,8 @@ class Rounds:
         )  # fmt: skip
 
     def _counts(self, index: int) -> list[int]:
-        """How often each came before `index`: of each phase of a round in other rounds than the last of an epoch, and in these;
-        then of `behind`."""
+        """Returns how often each phase comes before `index`: for each phase of a round, in rounds that are not the last of an
+        epoch, and in those that are; then for each of `behind`."""
         epoch, at = self._place(index)
         tests = 0 if self.every is None else min(epoch // self.every, self._tests)
         round_, which = divmod(min(at, self._per_epoch) if epoch < self.epochs else 0, self._per_round)
@@ -116,12 +116,12 @@ class Rounds:
         return [*counts, *(tests + (over > number) for number in range(len(self.behind)))]
 
     def trainings(self) -> Iterator[tuple[int, Phase]]:
-        """The last turn of each part, with its number in the stretch."""
+        """Yields the last turn of each part, with its number in the stretch."""
         first = len(self) - len(self.behind) - 1 - len(self.turns)
         yield from ((first + part, turn) for part, turn in enumerate(self.turns) if self.epochs)
 
     def walked(self) -> Iterator[tuple[Phase, int]]:
-        """The first two rounds, what is behind them, and how many phases of the stretch each of these stands for."""
+        """Yields the first two rounds and the phases after them, each with how many phases of the stretch it stands for."""
         count = self.epochs * self.rounds
         for number, stands_for in ((0, 1), (1, count - 1))[: min(count, 2)]:
             epoch, round_ = divmod(number, self.rounds)

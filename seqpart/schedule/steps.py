@@ -1,7 +1,7 @@
-"""The grammar of a run: verbs, the steps made of them, and the phases that the steps belong to.
+"""The grammar of a run: verbs, the steps made of them, and the schedule of given phases.
 
 A schedule is data. The same stream of steps is printed for the user, simulated by the planner and run by the
-executor, so the three cannot drift apart. No torch here: only ints.
+executor, so the three cannot drift apart. It has only ints, no torch.
 
     [train 0.1] L0+ B0.0 U0 B0.1 U0 ... [cache 0] F0.0 F0.1 ... [test 0] F0.0 D0 [train 1.1] L1+ ...
     [train 0-2.1] L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 ...
@@ -21,27 +21,27 @@ from seqpart.schedule.phase import Phase, PhaseKind
 
 class Verb(enum.Enum):
     LOAD = "L"
-    """Bring partition p to the device: weights; `L0+`: also optimizer state, and gradients that went home."""
+    """Load the weights of partition p to the device; `L0+`: also optimizer state, and offloaded gradients."""
     FORWARD = "F"
-    """Run p on micro-batch m; keep its output boundary, and its graph where the phase says so."""
+    """Run p on micro-batch m; keep its output boundary, and its graph if the phase says so."""
     BACKWARD = "B"
-    """Run p on m with a graph, unless FORWARD kept it, and back-propagate p's own loss or the gradient that p+1 left."""
+    """Recompute p on m with a graph, unless FORWARD kept it, and back-propagate p's own loss or the gradient that p+1 left."""
     UPDATE = "U"
-    """Optimizer step for p, then free its gradients; where nothing is trained, keep the buffers as they are now."""
+    """Optimizer step for p, then free its gradients; if nothing is trained, keep the buffers as they are now."""
     DROP = "D"
-    """Send p home; `D0+`: with gradients that wait for their norm."""
+    """Save p to its homes and free its slot; `D0+`: with gradients that wait for the total norm."""
     SPLIT = "S"
-    """Cut the homes of p into those of the network's parts. Nothing is on the device."""
+    """Cut the homes of p into those of the network's parts, while nothing is on the device."""
     MERGE = "M"
-    """Put what parts have of p back into its homes. Nothing is on the device."""
+    """Put the parts' pieces of p back into its homes, while nothing is on the device."""
 
-    __hash__ = object.__hash__  # a planner looks millions of them up: Enum's own is not in C
+    __hash__ = object.__hash__  # the planner makes millions of lookups, and Enum's own hash is not in C
 
 
 _HAS_MICRO_BATCH = {Verb.FORWARD, Verb.BACKWARD}
 _HAS_MORE = {Verb.LOAD, Verb.DROP}
 AT_HOME = {Verb.SPLIT, Verb.MERGE}
-"""Verbs that move homes into homes."""
+"""Verbs that rewrite homes while nothing is loaded."""
 
 
 class Step(NamedTuple):
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run stands: `updates` finished in phase number `phase`."""
+    """The position of a run: `updates` finished in phase number `phase`."""
 
     phase: int = 0
     updates: int = 0
@@ -69,7 +69,7 @@ START = Position()
 
 
 class _Loaded(dict[int, int | None]):
-    """Partitions on the device, each with the stage whose optimizer state came along (None: weights only)."""
+    """Partitions on the device, each with the stage whose optimizer state was loaded too (None: weights only)."""
 
     def bring(self, p: int, phase: Phase, index: int, *, to_update: bool) -> Iterator[Step]:
         stage = phase.stage if to_update else None
@@ -89,7 +89,7 @@ _AT_HOME = {PhaseKind.SPLIT: Verb.SPLIT, PhaseKind.MERGE: Verb.MERGE}
 
 
 def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]:
-    """The steps of `phases` from `start` on. A partition stays on the device from phase to phase while it is needed."""
+    """Yields the steps of `phases` from `start` on. A partition stays on the device from phase to phase while it is needed."""
     loaded = _Loaded()
     for index in range(start.phase, len(phases)):
         phase = phases[index]
@@ -109,14 +109,14 @@ def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]
 
 
 def _depth_first(phase: Phase, index: int, loaded: _Loaded, first_update: int) -> Iterator[Step]:
-    """All partitions of the phase at once: L0+ L1+ F0.0 B1.0 B0.0 U1 U0 F0.1 ..., or of one: L0+ B0.0 U0 B0.1 U0."""
+    """Yields a phase with all its partitions loaded: L0+ L1+ F0.0 B1.0 B0.0 U1 U0 F0.1 ..., or one: L0+ B0.0 U0 B0.1 U0."""
     for p in [p for p in loaded if p not in phase.partitions]:
         yield from loaded.send(p, max(index - 1, 0))
     for p in phase.partitions:
         yield from loaded.bring(p, phase, index, to_update=phase.trains(p))
     training = phase.kind is PhaseKind.TRAIN
     for m, span in phase.spans(first_update):
-        # A training phase's last partition runs forward in its BACKWARD, if there is one.
+        # A training phase's last partition runs forward in its BACKWARD, if it has one.
         lowest = phase.lowest if training else phase.last + 1
         for p in range(phase.partition, phase.last + (lowest > phase.last)):
             yield Step(Verb.FORWARD, p, m, index)
@@ -128,11 +128,11 @@ def _depth_first(phase: Phase, index: int, loaded: _Loaded, first_update: int) -
 
 
 def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
-    """One update, one partition after the other, all micro-batches of it before the next.
+    """Yields one update, one partition after the other, with all micro-batches of each before the next.
 
-    The first partition stays for the next update's forward pass: so each is loaded twice at most, and saved once. A partition
-    is updated as soon as its gradients are there, and so no others' are; where updates wait for a norm, those of partitions
-    that stream wait at home, and those of partitions that stay on the device.
+    The first partition stays for the next update's forward pass, so each is loaded twice at most, and saved once. A partition
+    is updated as soon as it has its gradients, so only one holds gradients at a time; if updates wait for the total norm,
+    gradients of streamed partitions wait at home, and those of partitions that stay wait on the device.
     """
     micro_batches, training = [m for m, _ in phase.spans_of(update)], phase.kind is PhaseKind.TRAIN
     first, last = phase.partition, phase.last
@@ -169,10 +169,10 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
 
 
 def _in_pairs(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
-    """One update, one pair of scores j < k after the other: L1+ L2+ F0.0 F1.0 B2.0 B1.0 B0.0 D2+ L3+ ... U1 D1 ... U0.
+    """Yields one update, pair by pair of scores j < k: L1+ L2+ F0.0 F1.0 B2.0 B1.0 B0.0 D2+ L3+ ... U1 D1 ... U0.
 
-    The first partition is common to all scores, and stays. A pair's rows pass with graphs, one micro-batch after the other;
-    who comes later owns the loss. Gradients of a score wait at home for its next pair, and behind its last it is updated.
+    The first partition is common to all scores, and stays. A pair's rows run with graphs, one micro-batch after the other; the
+    later score owns the loss. Gradients of a score wait at home for its next pair, and it is updated after its last.
     """
     common, scores = phase.partition, phase.partitions[1:]
     micro_batches = [m for m, _ in phase.spans_of(update)]
@@ -196,7 +196,7 @@ def _in_pairs(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterato
 
 
 def refuse_misspelt(step: Step) -> None:
-    """Raises ScheduleError for a micro-batch or a `+` where the verb has none, or none where it has one."""
+    """Raises ScheduleError for a micro-batch or a `+` that the verb does not have, and for a missing micro-batch."""
     if (step.micro_batch is None) == (step.verb in _HAS_MICRO_BATCH):
         raise ScheduleError(f"{step}: a micro-batch goes with F and B, and only with them")
     if step.more and step.verb not in _HAS_MORE:
@@ -207,7 +207,7 @@ _WORD = re.compile(rf"\[(?:{'|'.join(kind.value for kind in PhaseKind)}) \d+(?:-
 
 
 def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:
-    """`L0 B0.0 U0 D0`; with `phases`, each phase's name stands before its first step."""
+    """Returns the steps as text, `L0 B0.0 U0 D0`; with `phases`, each phase's name precedes its first step."""
     words: list[str] = []
     current: int | None = None
     for step in steps:
@@ -219,7 +219,7 @@ def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:
 
 
 def parse(text: str) -> list[Step]:
-    """The steps that `to_text` printed; phase names count the phases. Raises ScheduleError on any other word."""
+    """Parses the text of `to_text`; phase names count the phases. Raises ScheduleError on any other word."""
     steps: list[Step] = []
     phase = -1
     for word in _WORD.findall(text):
@@ -237,7 +237,7 @@ def parse(text: str) -> list[Step]:
 
 
 FARTHEST = 4096
-"""Steps that are looked at; a LOAD farther away is not begun yet."""
+"""Most steps to look ahead; a LOAD farther away is not begun yet."""
 
 
 class Lookahead:
@@ -258,7 +258,7 @@ class Lookahead:
         return step is not None
 
     def next_load(self, begun: set[int]) -> Step | None:
-        """The first LOAD ahead whose partition is not in `begun`; none behind a step that changes what is to be loaded."""
+        """Returns the first LOAD ahead whose partition is not in `begun`; none after a step that rewrites homes."""
         index = 0
         passed = set(begun)
         while index < FARTHEST and (index < len(self._seen) or self._fetch()):

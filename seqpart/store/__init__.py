@@ -1,1 +1,1 @@
-"""Where tensors rest off the device: files, direct I/O, host memory, and the directory that holds them."""
+"""Homes of tensors off the device: files, direct I/O, host memory, and the directory that holds them."""

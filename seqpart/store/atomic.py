@@ -16,7 +16,7 @@ from seqpart.text import parsed
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace a small file atomically and durably. `mode`: less what the user's umask takes away."""
+    """Replaces a small file atomically and durably. mode: permissions, before the user's umask."""
     if path.is_dir():
         raise DirectoryUnusable(f"cannot make {path}: it is a directory. Give a path in a directory that you may write to.")
     part = aside(path)
@@ -34,7 +34,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def write_synced(path: Path, text: str, mode: int = 0o666) -> None:
-    """A new file in the place of `path`, on the disk when this returns. Raises OSError."""
+    """Writes a new file in place of `path`, on the disk when this returns. Raises OSError."""
     handle = made(path, mode)
     try:
         write_all(handle, text.encode())
@@ -44,7 +44,7 @@ def write_synced(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def unusable(error: OSError, path: Path) -> StoreError:
-    """As `explained`, for a path that is being made: what is missing was not there before either, and no option moves it."""
+    """Like `explained`, for a file that is being made: it was not there before, and no option moves it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         full = f"the disk is full: could not write {shown(path)}"
         return DiskFull(f"{full}. Free some space, or give another path. Earlier files stay.")
@@ -61,7 +61,7 @@ def with_checksum(kind: str, body: object) -> str:
 
 
 def checked_body(kind: str, text: str) -> Any:
-    """The body. Raises ValueError unless the text is what `with_checksum` gave."""
+    """Returns the body of a text that `with_checksum` made. Raises ValueError for any other."""
     try:
         body = parsed(text)[kind]
         whole = text == with_checksum(kind, body)

@@ -1,8 +1,8 @@
-"""Files read and written around the page cache, into buffers that we reuse.
+"""Reads and writes files around the page cache, into buffers that are reused.
 
 Why not mmap or plain read(): pages of the cache are memory that the limit does not see, and a private file mapping
-counts against RLIMIT_DATA whole. O_DIRECT wants addresses, offsets and sizes in multiples of a page; where the file
-system refuses it the same calls go through the cache and drop the pages behind them.
+counts against RLIMIT_DATA whole. O_DIRECT needs addresses, offsets and sizes in multiples of a page; where the file
+system refuses it the same calls go through the cache and drop the pages afterwards.
 """
 
 import errno
@@ -29,20 +29,20 @@ class DirectFile:
     def __init__(
         self, path: Path, *, write: bool = False, keep: bool = False, patch: bool = False, mode: int = PRIVATE
     ) -> None:  # fmt: skip
-        """To be read; or, with `write`, a new and empty file of that name.
+        """Opens a file to be read; or, with `write`, a new and empty file of that name.
 
-        keep: the old file is written over, unless it has another name, too: its blocks on the disk are used again. patch:
-        the file that is there is written to. mode: of a new file, less what the user's umask takes away.
+        keep: write over the old file, unless it has another name too: its blocks on the disk are reused. patch: write to the
+        existing file. mode: permissions of a new file, before the user's umask.
         """
         self.path = path
         self._take(lambda flags: _descriptor(path, write=write, keep=keep, patch=patch, mode=mode, flags=flags))
 
     @classmethod
     def unnamed(cls, folder: Path, *, hidden: bool = False) -> Self:
-        """A file in `folder` that has no name and is gone when it is closed, also if this process is killed.
+        """Opens a file in `folder` without a name, which is gone when it is closed, also if this process is killed.
 
-        Where the file system knows no such files it has a name of its own until it is open; with `hidden` it lies in the
-        directory for temporary files then.
+        Where the file system has no such files it has a name of its own until it is open; with `hidden` it is then in the
+        directory for temporary files.
         """
         file = cls.__new__(cls)
         file.path = folder
@@ -79,7 +79,7 @@ class DirectFile:
         return os.fstat(self._fd).st_size
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill `memory` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+        """Fills `memory` from `offset` on; returns the bytes read, fewer only at the end of the file."""
         done = 0
         tell_watchers(memory, write=True)
         while done < len(memory):
@@ -108,7 +108,7 @@ class DirectFile:
         self._written = max(self._written, offset + done)
 
     def finish(self, length: int, *, durable: bool = False) -> None:
-        """Cut the padded end off at `length`; with `durable` the data is on the disk when this returns."""
+        """Cuts the padded end off at `length`; with `durable` the data is on the disk when this returns."""
         try:
             os.ftruncate(self._fd, length)
             if durable or not self.direct:
@@ -118,7 +118,7 @@ class DirectFile:
         self._forget(0, length)
 
     def _gave_up_direct(self, error: OSError) -> bool:
-        """Some file systems take the flag and refuse the transfer: go through the cache from here on."""
+        """True if direct I/O was given up after `error`: some file systems accept the flag and refuse the transfer."""
         if error.errno != errno.EINVAL or not self.direct:
             return False
         self.direct = False
@@ -153,7 +153,7 @@ def _nameless(folder: Path, flags: int, *, hidden: bool) -> int:
 
 
 def sync(path: Path) -> None:
-    """Return when the file, or the folder's list of files, is on the disk also after a loss of power."""
+    """Returns when the file, or the folder's list of files, would survive a loss of power."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -161,13 +161,13 @@ def sync(path: Path) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        # A folder that cannot be opened or synced is one of a file system that orders its names itself, or not at all.
+        # A folder that cannot be opened or synced is on a file system that orders its names itself, or not at all.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.EACCES)):
             raise explained(error, path) from None
 
 
 def explained(error: OSError, path: Path) -> StoreError:
-    """The user's words for what the operating system said."""
+    """Translates an OSError into words for the user."""
     said = shown(path)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
@@ -186,17 +186,17 @@ def explained(error: OSError, path: Path) -> StoreError:
 
 
 def probe_disk(folder: Path, nbytes: int = 64 << 20, *, hidden: bool = False) -> tuple[float, float]:
-    """(read, write) speed in bytes/s of the disk under `folder`, from `nbytes` of a file without a name.
+    """Measures (read, write) speed in bytes/s of the disk under `folder`, with `nbytes` of a file without a name.
 
-    Written over, as homes are in each update: a file that is new took 1.8 times as long, for its places on the disk.
-    Costs one request's worth of memory, and never more than half of what is free on the disk. `hidden`: as of
-    `DirectFile.unnamed`. Raises StoreError where the folder cannot be written.
+    The file is written over, as homes are in each update: a new file took 1.8 times as long, for its places on the disk.
+    Takes the memory of one request, and at most half of the disk's free space. hidden: as in `DirectFile.unnamed`. Raises
+    StoreError where the folder cannot be written.
     """
     if not folder.is_dir():
         raise DirectoryUnusable(f"cannot use {folder}: it is not a directory. Give a directory that you may write to.")
     nbytes = min(nbytes, max(PAGE, _free(folder) // 2 // PAGE * PAGE))
     memory, page = bytes_of(aligned(REQUEST)), os.urandom(PAGE)
-    for begin in range(0, REQUEST, PAGE):  # in place: such bytes beside it would be most of what a small network takes
+    for begin in range(0, REQUEST, PAGE):  # in place: a second buffer would be most of the memory of a small network
         memory[begin : begin + PAGE] = page
     try:
         with DirectFile.unnamed(folder, hidden=hidden) as file:

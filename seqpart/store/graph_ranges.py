@@ -1,14 +1,14 @@
-"""Where graphs wait that are gathered outside of the device: ranges of bytes, one for each partition and micro-batch.
+"""Places for offloaded graphs: ranges of bytes, one for each partition and micro-batch.
 
-    DiskRanges     of a file
-    SharedRanges   of host memory that is the device's own: what is gathered is used where it lies
-    HostRanges     of host memory, and two buffers on the device
+    DiskRanges     ranges of a file
+    SharedRanges   ranges of host memory that is the device's own: graphs are used in place
+    HostRanges     ranges of host memory, and two buffers on the device
 
-        FORWARD 0.0 in buffer A   FORWARD 0.1 in buffer B   FORWARD 0.2 in A, behind (1)     ...   BACKWARD 0.0 behind (2)
-                                  (1) A goes down           B goes down              (2) 0.0 comes up in A, behind (1)
+        FORWARD 0.0 in buffer A   FORWARD 0.1 in buffer B   FORWARD 0.2 in A, after (1)      ...   BACKWARD 0.0 after (2)
+                                  (1) A goes down           B goes down              (2) 0.0 comes up in A, after (1)
 
-Of two buffers each has its turn: one is gathered in or used, while the other one goes down or comes up. So what waits takes
-no memory of the device but theirs, however far the link is behind the computation, and nobody blocks: streams wait for events.
+Two buffers take turns: one is gathered in or used, while the other goes down or comes up. So offloaded graphs take no memory of
+the device beyond the buffers, however slow the link is, and no thread blocks: streams wait for events.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,42 +24,42 @@ from seqpart.store.streams import BufferedFile
 Key = tuple[int, int]
 """(partition, micro-batch)."""
 GRAPH_BUFFERS = 2
-"""One is gathered in or used, while the other is written or read."""
+"""Number of buffers: one is gathered in or used, while the other is written or read."""
 Rooms = Mapping[int, Sequence[torch.Tensor]]
-"""By partition, host memory of graphs that wait at the same time: of all micro-batches of an update, or of one."""
+"""{partition: host memory of its graphs that wait at the same time}: of all micro-batches of an update, or of one."""
 
 
 class Ranges(Protocol):
     """Memory in which graphs are gathered and found again."""
 
     def begin(self, key: Key) -> torch.Tensor:
-        """Flat bytes to gather the saved tensors of `key` in."""
+        """Returns flat bytes to gather the saved tensors of `key` in."""
 
     def gather(self, whole: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy a storage to its place in them."""
+        """Copies a storage to its place in these bytes."""
 
     def finish(self, key: Key, used: int) -> None:
-        """The first `used` bytes are to be kept."""
+        """Ends gathering; the first `used` bytes are kept."""
 
     def open(self, key: Key) -> torch.Tensor:
-        """The bytes again, on the device, until `release`."""
+        """Returns the bytes of `key` on the device, valid until `release`."""
 
     def release(self, key: Key) -> None:
-        """Nobody needs them; begin to bring what is needed next."""
+        """Frees the bytes of `key`, and begins to prefetch the graph that is needed next."""
 
     def fetch(self) -> None:
-        """Begin to bring what BACKWARD needs first: a partition behind all of these runs it now."""
+        """Begins to prefetch the graphs that BACKWARD needs first, while a later partition runs it."""
 
     def close(self) -> None: ...
 
 
 def _coming(waiting: Collection[Key]) -> list[Key]:
-    """Those that are needed first: of the last partition that is left, its first micro-batches."""
+    """The graphs that are needed first: the first micro-batches of the last partition that is left."""
     return sorted(waiting, key=lambda key: (-key[0], key[1]))[:GRAPH_BUFFERS]
 
 
 class DiskRanges:
-    """Ranges of a file, written behind the next forward pass and read behind the last backward one, through two buffers."""
+    """Ranges of a file, written during the next forward pass and read during the previous backward one, through two buffers."""
 
     def __init__(self, path: Path, capacities: Mapping[int, int], micro_batches: int, device: Device) -> None:
         self._device, self._capacities = device, capacities
@@ -114,7 +114,7 @@ class DiskRanges:
 
 
 class SharedRanges:
-    """Host memory beside the limit, on a device that shares the processor's: nothing comes or goes."""
+    """Ranges of host memory beside the limit, on a device that shares the processor's memory: nothing is copied."""
 
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
@@ -144,28 +144,28 @@ def _room(rooms: Rooms, key: Key) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """Memory of the device."""
+    """A buffer on the device."""
 
     flat: torch.Tensor
     key: Key | None = None
-    """Whose graph is in it, whole."""
+    """The graph that it holds whole."""
     filled: Event = None
-    """Behind it that graph is there."""
+    """Event after which that graph is there."""
     until: list[Event] = field(default_factory=list)
-    """Behind them it may be filled again."""
+    """Events after which it may be filled again."""
 
 
 class HostRanges:
-    """Host memory of the device's, to which the streams of copies go and from which they come. See the figure above."""
+    """Ranges of pinned host memory, to and from which the streams of copies move graphs. See the figure above."""
 
     def __init__(self, rooms: Rooms, device: Device) -> None:
         self._rooms, self._device = rooms, device
         largest = max(room.nbytes for own in rooms.values() for room in own)
         self._buffers = [_Buffer(device.empty(largest)) for _ in range(GRAPH_BUFFERS)]
-        """The longest unused first."""
+        """Buffers, the longest unused first."""
         self._used: dict[Key, int] = {}
         self._left: dict[Key, Event] = {}
-        """When what was gathered is all in host memory."""
+        """Events after which a gathered graph is all in host memory."""
 
     def begin(self, key: Key) -> torch.Tensor:
         buffer = self._buffers.pop(0)
@@ -182,7 +182,7 @@ class HostRanges:
         self._used[key] = used
         buffer, gathered = self._buffers[-1], self._device.mark()
         with self._device.copying(DOWN):
-            self._device.after(gathered)  # and so behind the update before, which has used what is in its range
+            self._device.after(gathered)  # and so after the update before, which has used the earlier bytes of its range
             self._device.copy(buffer.flat[:used], _room(self._rooms, key)[:used])
             self._left[key] = self._device.mark()
         buffer.until = [self._left[key]]
@@ -206,7 +206,7 @@ class HostRanges:
                 self._bring(key)
 
     def _bring(self, key: Key) -> _Buffer:
-        """Into a buffer that none of those that come is in."""
+        """Begins to copy a graph into a buffer that holds none of the graphs needed next."""
         coming, used = {key, *_coming(self._used)}, self._used[key]
         buffer = next((buffer for buffer in self._buffers if buffer.key not in coming), self._buffers[0])
         with self._device.copying(UP):
@@ -221,7 +221,7 @@ class HostRanges:
         return next((buffer for buffer in self._buffers if buffer.key == key), None)
 
     def close(self) -> None:
-        """Copies are over, and the memory may go back to its owner."""
+        """Waits for all copies, so that the memory may go back to its owner."""
         for buffer in self._buffers:
             for event in buffer.until:
                 self._device.wait(event)

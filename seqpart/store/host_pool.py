@@ -34,7 +34,7 @@ class Extents:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Return a range; neighbours are joined."""
+        """Frees a range; free neighbours are joined."""
         ranges = sorted([*self.free, (start, round_up(max(nbytes, 1)))])
         joined = [ranges[0]]
         for begin, length in ranges[1:]:
@@ -47,7 +47,7 @@ class Extents:
 
 
 def piece_sizes(budget: int, *, powers_of_two: bool) -> list[int]:
-    """Sizes of the pieces that make up `budget` bytes, never more than it."""
+    """Sizes of the pieces that make up at most `budget` bytes."""
     if not powers_of_two:
         return [budget // PAGE * PAGE] if budget >= PAGE else []
     sizes = []
@@ -64,9 +64,9 @@ def first_piece(nbytes: int, *, powers_of_two: bool) -> int:
 
 
 def pieces_for(need: int, groups: Sequence[Sequence[int]], budget: int, *, powers_of_two: bool) -> tuple[int, frozenset[int]]:
-    """(bytes of a pool inside `budget` for `need` bytes, groups of buffers that all fit in it, taken in their order).
+    """Returns (bytes of a pool within `budget` for `need` bytes, numbers of the groups of buffers that fit in it, in order).
 
-    Powers of two may have to be more than what goes into them, so that the last one does.
+    With powers of two the pool may have to be larger than `need`, so that the last group fits.
     """
     sizes, fit = list[int](), frozenset[int]()
     for quarters in (4, 5, 6, 8) if powers_of_two else (4,):
@@ -102,9 +102,9 @@ class _HostDevice(Protocol):
 
 
 class HostPool:
-    """`take` and `give` flat uint8 buffers inside `budget` bytes; what does not fit is refused with None.
+    """A pool that hands out flat uint8 buffers within `budget` bytes (`take`, `give`); `take` returns None if none fits.
 
-    first: a piece of its own, inside the budget, for whoever takes it first.
+    first: bytes of a separate piece, within the budget, which is handed out first.
     """
 
     def __init__(self, budget: int, device: _HostDevice, *, first: int = 0) -> None:
@@ -133,13 +133,13 @@ class HostPool:
 
 
 class OwnMemory:
-    """Memory under the limit, a mapping of its own for each buffer, for who has planned it."""
+    """Planned memory under the limit, with a mapping of its own for each buffer."""
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         return aligned(nbytes)
 
     def give(self, flat: torch.Tensor) -> None:
-        """It goes with its last user."""
+        """Does nothing: the buffer is freed with its last reference."""
 
 
 def _shared(size: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""How named tensors lie in one flat buffer, and the safetensors header that says so.
+"""Layouts of named tensors in one flat buffer, and the safetensors headers that describe them.
 
 A block's home is one file: a header padded with spaces to a whole page, then the tensors one after the other. The
 buffer on the device has the same bytes in the same order, so loading is one read and saving is one write, and any
 safetensors reader can open the file. Every tensor begins on a cache line, as torch's own do, since kernels round differently
-where memory begins elsewhere: a filler may stand before it, which has a name of its own in the file.
+for other alignments: a filler may stand before it, which has a name of its own in the file.
 """
 
 import json
@@ -29,12 +29,12 @@ _CODES = {
 DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 LINE = 64
-"""Bytes at whose multiples tensors begin, as torch's own do on the CPU."""
+"""Alignment of tensors in bytes, as of torch's own on the CPU."""
 _FILLER = "seqpart.filler."
 
 
 class _Entry(msgspec.Struct):
-    """Of a safetensors header."""
+    """An entry of a safetensors header."""
 
     dtype: Annotated[str, word_of(*DTYPES)]
     shape: list[Whole]
@@ -43,7 +43,7 @@ class _Entry(msgspec.Struct):
 
 _LARGEST_HEADER = 64 << 20
 _STRIDES = "seqpart.strides"
-"""Of a home: JSON of shape and strides by name, for tensors that do not lie row by row."""
+"""Metadata key in a home's header: JSON of shape and strides by name, for tensors that do not lie row by row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class TensorSpec:
     offset: int = 0
     """Bytes from the start of the data."""
     stride: tuple[int, ...] | None = None
-    """How its elements lie, where that is not row by row: as kernels of `channels_last` want it."""
+    """Strides of a tensor that does not lie row by row, as with `channels_last`; None: row by row."""
 
     @property
     def nbytes(self) -> int:
@@ -63,8 +63,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors one after the other, widest elements first, each on a cache line. Numbers without a dimension, as counts of
-    steps, come behind the others of their type in a row: each would take a line of its own."""
+    """Tensors one after the other, widest elements first, each on a cache line. Scalars, such as step counts, follow the others
+    of their type without gaps: otherwise each would take a line of its own."""
 
     specs: tuple[TensorSpec, ...]
 
@@ -82,19 +82,19 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Asked for by every partition that a plan considers."""
+        """Bytes of all tensors, with the gaps between them. Cached: planning reads it for every candidate partition."""
         return max((spec.offset + spec.nbytes for spec in self.specs), default=0)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(offset, bytes) of what lies between tensors."""
+        """(offset, bytes) of the gaps between tensors."""
         ends = [0, *(spec.offset + spec.nbytes for spec in self.specs)]
         starts = [spec.offset for spec in self.specs]
         return tuple((end, start - end) for end, start in zip(ends, starts, strict=False) if start > end)
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes of a buffer that can take this layout by whole pages."""
+        """Bytes of a buffer of whole pages for this layout."""
         return round_up(self.nbytes)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,13 +111,13 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """How its elements lie; None where they lie row by row, or with gaps, which no home keeps."""
+    """Strides of a tensor; None if it lies row by row, or with gaps, which no home keeps."""
     rows = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
     return None if tensor.stride() == rows or not lies_dense(tensor) else tuple(tensor.stride())
 
 
 def lies_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a piece of memory, each its own place, in whatever order."""
+    """True if the elements fill a piece of memory without gaps or overlap, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:
@@ -130,7 +130,7 @@ def lies_dense(tensor: torch.Tensor) -> bool:
 
 
 def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The file's first bytes: length, JSON, spaces up to a whole page."""
+    """Returns the file's first bytes: length, JSON, spaces up to a whole page."""
     specs = list(specs)
     strides = {spec.name: [spec.shape, spec.stride] for spec in specs if spec.stride is not None}
     more = {_STRIDES: json.dumps(strides, separators=(",", ":"))} if strides else {}
@@ -148,7 +148,7 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> b
 
 
 def _fillers(layout: Layout) -> dict[str, object]:
-    """Entries of a header for what lies between tensors: readers of safetensors refuse a file with gaps."""
+    """Header entries for the gaps between tensors: readers of safetensors refuse a file with gaps."""
     return {
         f"{_FILLER}{offset}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [offset, offset + nbytes]}
         for offset, nbytes in layout.gaps
@@ -156,7 +156,7 @@ def _fillers(layout: Layout) -> dict[str, object]:
 
 
 def _as_it_lies(spec: TensorSpec) -> list[int]:
-    """The shape that another reader may take the bytes for: the longest stride first."""
+    """Shape that fits the bytes for other readers, which know no strides: the longest stride first."""
     if spec.stride is None:
         return list(spec.shape)
     axes = sorted(range(len(spec.shape)), key=lambda axis: -(spec.stride or ())[axis])
@@ -164,13 +164,13 @@ def _as_it_lies(spec: TensorSpec) -> list[int]:
 
 
 def decode_header(head: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
-    """Layout and metadata from a file's first bytes. Raises CorruptFile, naming `path`."""
+    """Returns layout and metadata from a file's first bytes. Raises CorruptFile, naming `path`."""
     length = header_size(head, path)
     return decode_entries(head[8:length] if len(head) >= length else b"", path)
 
 
 def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
-    """The same from the JSON of a header, whoever wrote it."""
+    """Returns layout and metadata from the JSON of a header, whoever wrote it. Raises CorruptFile, naming `path`."""
     try:
         found = as_type(dict[str, Any], parsed(text))
         metadata = as_type(dict[str, str], found.pop("__metadata__", {}))

@@ -1,4 +1,4 @@
-"""Threads that read and write files beside the one that computes, and who watches them."""
+"""Threads that read and write files beside the one that computes, and hooks to observe them."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -6,12 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 _STACK = 1 << 20
-"""Bytes of a thread's stack: it moves bytes by system calls. The usual 8 MB are reserved and not used, and the kernel's limit
-charges them."""
+"""Bytes of a thread's stack: it moves bytes by system calls. The usual 8 MB would be charged to the kernel's limit, unused."""
 
 
 def movers(count: int, name: str) -> ThreadPoolExecutor:
-    """`count` threads of that name, started now, so that their stacks are nobody's partition."""
+    """Starts `count` threads of that name at once, so that their stacks are not charged to a partition."""
     before, ready = threading.stack_size(_STACK), threading.Barrier(count + 1)
     try:
         pool = ThreadPoolExecutor(count, thread_name_prefix=name)
@@ -27,13 +26,13 @@ def movers(count: int, name: str) -> ThreadPoolExecutor:
 
 
 class Watched(Protocol):
-    """What a stream is asked to stand in while it does `what`, and moves `nbytes` over `link`."""
+    """A function that returns a context for the work `what` of a stream, which moves `nbytes` over `link`."""
 
     def __call__(self, stream: str, what: str, *, link: str = "", nbytes: int = 0) -> AbstractContextManager[None]: ...
 
 
 def unwatched(stream: str, what: str, *, link: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
-    """Where nobody looks."""
+    """A `Watched` that observes nothing."""
     return _NOBODY
 
 

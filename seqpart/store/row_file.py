@@ -1,4 +1,4 @@
-"""One boundary's rows at home: a row is one sample's tensor, rows are kept in order, in chunks of whole pages.
+"""Rows of one boundary at home: a row is one sample's tensor, rows are kept in order, in chunks of whole pages.
 
 A file of rows is a safetensors file with one tensor, `rows`, (n, row width); rows are padded to a stride that keeps
 chunks on page boundaries. A checksum per chunk is compared at every read; `persist` writes them into a file beside.
@@ -26,7 +26,7 @@ from seqpart.store.layout import TensorSpec, encode_header
 from seqpart.text import parsed
 
 CHUNK = 1 << 20
-"""About this many bytes are read at a time."""
+"""Bytes that are read at a time, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RowLayout:
     shape: tuple[int, ...]
     dtype: torch.dtype
     becomes: torch.dtype | None = None
-    """On the device, where that is another type."""
+    """Type on the device, if it differs."""
 
     @property
     def nbytes(self) -> int:
@@ -60,25 +60,25 @@ class RowLayout:
         return round_up(rows * self.stride)
 
     def converted_bytes(self, rows: int) -> int:
-        """Of so many rows in the type that they become; 0 where that is theirs."""
+        """Bytes of `rows` rows in their type on the device; 0 if that is the same type."""
         becomes = self.becomes or self.dtype
         return 0 if becomes == self.dtype else rows * prod(self.shape) * becomes.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PassingLayout(RowLayout):
-    """Of rows that are read anew in every pass, and not kept."""
+    """Layout of rows that are read anew in every pass, and not kept."""
 
     unit: int = 0
-    """Rows that are read at once; 0: those of a micro-batch."""
+    """Rows that are read at once; 0: the rows of a micro-batch."""
     label_row: int = 0
     """Bytes of one row's labels."""
     work: int = 0
     """Bytes that reading takes beside the rows themselves."""
     order: int = 0
-    """Bytes of the order of an epoch."""
+    """Bytes of the order of rows in an epoch."""
     processes: int = 0
-    """That read; 0: the run's own does."""
+    """Number of reading processes; 0: the run's own reads."""
 
     def home_bytes(self, rows: int) -> int:
         return 0
@@ -88,7 +88,7 @@ class PassingLayout(RowLayout):
         return self.processes * ((self.unit or micro_batch) * (self.nbytes + self.label_row) + self.work)
 
     def reading_bytes(self, micro_batch: int) -> int:
-        """Of all processes."""
+        """Bytes that reading takes in all processes."""
         own = round_up((self.unit or micro_batch) * self.nbytes) + (self.unit or micro_batch) * self.label_row
         work = 0 if self.processes else self.work
         return own + work + self.order + self.converted_bytes(micro_batch) + self.of_workers(micro_batch)
@@ -101,7 +101,7 @@ class Rows:
         self, layout: RowLayout, count: int, path: Path, device: Device, host_pool: HostPool | OwnMemory | None,
         checksums: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """Empty rows to be appended to; with `checksums`, of its chunks, what another process wrote at `path`."""
+        """Makes empty rows to append to; with `checksums` (one per chunk), opens rows that another process wrote at `path`."""
         self.layout, self.count, self.path = layout, count, path
         self.bytes_read = self.bytes_written = 0
         self._device, self._host_pool = device, host_pool
@@ -133,14 +133,14 @@ class Rows:
 
     @property
     def in_memory(self) -> torch.Tensor | None:
-        """All rows, (count, row bytes) of uint8, where they lie in this process's own memory and are not to be copied first."""
+        """All rows, (count, row bytes) of uint8, if they lie in this process's own memory; otherwise None."""
         if self._host is None or not isinstance(self._host_pool, OwnMemory):
             return None
         rows = self._host[: self.count * self.layout.stride].view(self.count, self.layout.stride)
         return rows[:, : self.layout.nbytes]
 
     def leave_memory(self) -> None:
-        """From now on they lie on the disk, if they are all in."""
+        """Moves finished rows from memory to the disk."""
         if self.in_memory is not None and self.finished:
             self.persist()
             self._host = self._host_pool = None
@@ -155,7 +155,7 @@ class Rows:
         return min(self.layout.chunk_rows, self.count - chunk * self.layout.chunk_rows)
 
     def append(self, batch: torch.Tensor) -> None:
-        """Add the rows of `batch`, (rows, *shape), from any device; cast to the layout's type."""
+        """Appends the rows of `batch`, (rows, *shape), from any device; cast to the layout's type."""
         rows = batch.detach().to(self.layout.dtype).reshape(len(batch), -1)
         rows = self._device.download(rows).contiguous().view(torch.uint8)
         held = self._done * self.layout.chunk_rows + self._filled
@@ -172,7 +172,7 @@ class Rows:
                 self._flush(stage)
 
     def _stage_rows(self) -> torch.Tensor:
-        """The chunk being filled, (chunk_rows, stride) bytes: in the host pool itself, or a buffer to be written."""
+        """The chunk being filled, (chunk_rows, stride) bytes: in place in the host pool, or a buffer to be written."""
         layout = self.layout
         if self._host is not None:
             start = self._done * layout.chunk_bytes
@@ -191,7 +191,7 @@ class Rows:
         self._done, self._filled = self._done + 1, 0
 
     def finish(self) -> None:
-        """The last row is in: cut the padding off and free the buffer."""
+        """Ends writing after the last row: cuts the padding off and frees the buffer."""
         assert self._done == self.chunks, f"{self.path.name}: {self._done} of {self.chunks} chunks were written"
         self._stage = None
         if self._file is not None:
@@ -203,7 +203,7 @@ class Rows:
         return _size_of(self.layout, self.count)
 
     def read_chunk(self, chunk: int, into: torch.Tensor) -> None:
-        """Copy chunk number `chunk` to the start of `into`, a page-aligned uint8 buffer of chunk_bytes."""
+        """Copies chunk number `chunk` to the start of `into`, a page-aligned uint8 buffer of chunk_bytes."""
         nbytes, start = self.rows_in(chunk) * self.layout.stride, chunk * self.layout.chunk_bytes
         if self._host is not None:
             # Not tensor.copy_: in this thread it would start an OpenMP team of its own, with stacks that nobody planned.
@@ -226,7 +226,7 @@ class Rows:
             raise CorruptFile(f"{self.path} is damaged in its rows from {first} on. It was not used.", self.path)
 
     def persist(self) -> dict[str, Any]:
-        """Bring finished rows to the disk, once; says how another process can `adopt` them."""
+        """Writes finished rows to the disk, once; returns a description with which another process can `adopt` them."""
         assert self.finished, f"{self.path.name}: rows that are not all in are nothing to come back to"
         if not self._described:
             if self._host is not None:
@@ -256,7 +256,7 @@ class Rows:
 
     @classmethod
     def adopt(cls, described: Mapping[str, Any], folder: Path, device: Device, host_pool: HostPool | OwnMemory | None) -> Self:
-        """Rows that another process persisted in `folder`; in host memory again where there is room.
+        """Opens rows that another process persisted in `folder`; in host memory again if there is room.
 
         Raises CorruptFile, naming a file that is missing, or damaged in its checksums, header or length; on the disk
         the rows themselves are read by `verify`.
@@ -294,7 +294,7 @@ class Rows:
             self._file = None
 
     def verify(self) -> None:
-        """Read every row on the disk once. Raises CorruptFile, naming the file, unless they are what was written."""
+        """Reads every row on the disk once. Raises CorruptFile, naming the file, unless they are what was written."""
         if self._file is not None:
             buffer = aligned(self.layout.chunk_bytes)
             for chunk in range(self.chunks):
@@ -302,7 +302,7 @@ class Rows:
                 self._compare(chunk, buffer)
 
     def close(self) -> None:
-        """Give memory and file handle back; the files stay."""
+        """Releases memory and file handle; the files stay."""
         if self._host is not None and self._host_pool is not None:
             self._host_pool.give(self._host)
             self._host = None
@@ -317,7 +317,7 @@ class Rows:
 
 
 def _bytes_of_file(path: Path) -> bytes:
-    """Raises StoreError, naming it, where it is no plain file."""
+    """Reads a file; empty if it is missing. Raises StoreError, naming it, if it is no plain file."""
     try:
         with open(opened(path), "rb") as file:
             return file.read()
@@ -333,7 +333,7 @@ def _size_of(layout: RowLayout, count: int) -> int:
 
 
 def _refuse_other_size(path: Path, nbytes: int) -> None:
-    """Raises CorruptFile, before memory is taken for it."""
+    """Raises CorruptFile for a file of another size, before memory is taken for it."""
     if not path.is_file():
         raise CorruptFile(f"{path} is missing.", path)
     if (size := path.stat().st_size) != nbytes:

@@ -1,6 +1,6 @@
-"""Homes, rows and checkpoints by their names: what is in a run's directory, and what goes with it.
+"""Names of homes, rows and checkpoints in a run's directory, and removal of what a run left behind.
 
-Only plain files of names that we give are counted or removed, in directories that are no links. Anything else in them is
+Only plain files with names that we give are counted or removed, in directories that are no links. Anything else in them is
 the user's.
 """
 
@@ -22,16 +22,16 @@ RESULT = "result.json"
 CHECKPOINT = "checkpoint.json"
 PREVIOUS = "checkpoint.previous.json"
 WEIGHTS = "model.safetensors"
-"""A directory that holds it holds a finished run."""
+"""File of the trained weights: a directory that holds it holds a finished run."""
 AVERAGE = "average.safetensors"
-"""Of a run that averages its weights, these; written before WEIGHTS."""
+"""File of the averaged weights, in a run that averages; written before WEIGHTS."""
 NEW = ".seqpart-new"
-"""Ends the name of a result that is to take another's place when its run is done."""
+"""Suffix of a result that will replace another when its run is done."""
 PUBLISHING = "seqpart-publishing.json"
-"""Lists the results that are taking the earlier ones' places this moment, or were when the run was killed."""
+"""File that lists the results that are replacing earlier ones, or were when the run was killed."""
 HOME_FILES = re.compile(r"block-[0-9]+(\.[a-z]+)*\.[0-9]+\.safetensors")
 ROWS = re.compile(r"(train|test)(\.[0-9]+)?(-once)?-[0-9]+")
-"""Names of places: of which split, which view of it, what of it is kept once, and the partition that it enters."""
+"""Names of rows: the split, its view, `-once` for what all rows share, and the partition that they enter."""
 ROW_FILES = re.compile(
     rf"{ROWS.pattern}\.[0-9]+\.(safetensors|sums\.json(\.seqpart-[0-9a-f]{{8}}\.part)?)|(relay|graphs)\.part"
 )
@@ -42,9 +42,9 @@ _NEW_RESULT = re.compile(rf"[\w.-]+{re.escape(NEW)}(\.part)?")
 
 @contextmanager
 def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory that nobody else has or looks into; removed at the end. Raises StoreError.
+    """A context with a new private directory, removed at the end. Raises StoreError.
 
-    Its path is absolute, and without links: what runs inside may change the working directory.
+    Its path is absolute, and without links: code inside may change the working directory.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -58,9 +58,9 @@ def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def clear_scratch(folder: Folder) -> int:
-    """Remove homes, rows and half-written results that a run left behind; returns their bytes.
+    """Removes homes, rows and half-written results that a run left behind; returns their bytes.
 
-    Where there is a checkpoint, which may name them, only what was about to take another file's place goes.
+    If there is a checkpoint, which may name them, removes only half-written files.
     """
     freed = remove_half_written(folder)
     if has_checkpoint(folder):
@@ -76,12 +76,12 @@ def clear_scratch(folder: Folder) -> int:
 
 
 def remove_half_written(folder: Folder) -> int:
-    """Remove what a killed run was about to put in another file's place; returns its bytes."""
+    """Removes files with which a killed run was about to replace others; returns their bytes."""
     return sum(folder.remove(name) for name in folder.names() if name in _PARTS or HALF_WRITTEN.fullmatch(name))
 
 
 def scratch_bytes(folder: Folder) -> int:
-    """Of homes and rows."""
+    """Bytes of homes and rows."""
     held = 0
     for name, pattern in FOLDERS.items():
         with folder_inside(folder, name) as inside:
@@ -96,7 +96,7 @@ def has_checkpoint(root: Path | Folder) -> bool:
 
 
 def named_scratch(folder: Folder) -> tuple[set[Path], bool]:
-    """The directories of homes and rows that the checkpoints in `folder` name, and whether all of them could be read."""
+    """(directories of homes and rows that the checkpoints in `folder` name, True if all checkpoints could be read)."""
     found, readable = set(), True
     for name in filter(folder.holds, (CHECKPOINT, PREVIOUS)):
         try:

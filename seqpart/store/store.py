@@ -1,8 +1,8 @@
-"""Named flat tensors at home: in host memory while the budget lasts, else on disk.
+"""Stores named flat tensors at home: in host memory while the budget lasts, otherwise on disk.
 
 `put` copies bytes in, `get` copies them out into memory that the caller owns, `discard` forgets. A disk home has
-numbered versions: `put` writes one that nobody needs and then makes it current, so a home is always whole. The blocks
-of a version that is written over are used again, which doubles the speed against a new file that is renamed over the
+numbered versions: `put` writes one that is not needed and then makes it current, so a home is always whole. The disk blocks
+of a version that is written over are reused, which doubles the speed against a new file that is renamed over the
 old (benchmarks/LOG.md).
 
     needed   the current version; the one that was current at the last `mark`, for `rollback`; those that a
@@ -48,13 +48,13 @@ class Traffic:
 class Home:
     layout: Layout
     host: torch.Tensor | None
-    """The bytes, when the home is in host memory; owned by the host pool."""
+    """The bytes of a home in host memory; owned by the host pool."""
     now: Version | None = None
-    """The file with the bytes; of a home in host memory, the copy that was persisted of what it holds now."""
+    """The file with the bytes; for a home in host memory, the persisted copy of its present bytes."""
     marked: Version | None = None
-    """What `now` was at the mark before the last put."""
+    """Value of `now` at the mark before the last put."""
     epoch: int = -1
-    """How many marks there were before the last put."""
+    """Number of marks before the last put."""
     files: set[str] = field(default_factory=set)
     """All versions on the disk, needed and spare."""
 
@@ -64,22 +64,22 @@ def named(version: Version | None) -> set[str]:
 
 
 class Transfer:
-    """Tensors on their way between home and the device; `nbytes` of them by way of the disk."""
+    """A transfer of tensors between home and the device; `nbytes` of it go by the disk."""
 
     def __init__(self, device: Device, parts: "Sequence[Future[Event]]" = (), nbytes: int = 0) -> None:
         self._device, self._parts, self.nbytes = device, parts, nbytes
-        """Of each part the event behind it, once it was issued."""
+        """Futures of the parts; the result of each is the event after it, once it was issued."""
 
     def wait(self) -> None:
-        """Return when every part is over; raise the first error of any."""
+        """Returns when every part is over; raises the first error of any."""
         wait(self._parts)
         for part in self._parts:
             self._device.wait(part.result())
 
     def follow(self) -> None:
-        """What is issued to the current stream from now on begins when every part is over; raise the first error of any.
+        """Makes later work of the current stream wait until every part is over; raises the first error of any.
 
-        Returns when every part was issued: on the CPU it is over then, and so is what goes by way of the disk."""
+        Returns when every part was issued: on the CPU it is over then, and so are transfers by the disk."""
         if not self._parts:
             return
         wait(self._parts)
@@ -87,14 +87,15 @@ class Transfer:
             self._device.after(part.result())
 
     def settle(self) -> None:
-        """Return when every part is over, however it ended: its error is told elsewhere."""
+        """Returns when every part is over, however it ended: errors are reported elsewhere."""
         wait(self._parts)
         for part in self._parts:
             if part.exception() is None:
                 self._device.wait(part.result())
 
     def going_on(self) -> "Transfer":
-        """What of it is not over, on the device too, or failed and has not been heard; its bytes were told before."""
+        """A transfer of the parts that are not over, on the device too, or failed; its bytes count as 0, since they were
+        reported before."""
         return Transfer(self._device, [part for part in self._parts if not self._is_over(part)])
 
     def _is_over(self, part: "Future[Event]") -> bool:
@@ -105,7 +106,7 @@ class Transfer:
 
 
 class RetainedFiles:
-    """Names of kept files in `folder`. Whoever wants a file away asks here; a kept one goes as soon as it is let go.
+    """Names of kept files in `folder`. Removing a kept file is delayed until it is no longer kept.
 
     Raises StoreError where the disk fails.
     """
@@ -119,14 +120,14 @@ class RetainedFiles:
         return name in self._names
 
     def keep(self, names: Iterable[str]) -> None:
-        """From now on these are kept and no others."""
+        """Keeps the files of these names and no others."""
         self._names = frozenset(names)
         for name in self._unwanted - self._names:
             self.remove(name)
         self._unwanted &= self._names
 
     def remove(self, name: str) -> None:
-        """Delete `name`, now or when it is let go."""
+        """Deletes `name`, now or when it is no longer kept."""
         if name in self._names:
             self._unwanted.add(name)
         else:
@@ -136,7 +137,7 @@ class RetainedFiles:
                 raise explained(error, self._folder / name) from None
 
     def sweep(self, ours: re.Pattern[str], used: Iterable[str]) -> None:
-        """Remove what a killed run left here beside what is used; `ours` matches the names that runs give."""
+        """Removes files that a killed run left, except those in `used`; `ours` matches the names that runs give."""
         found = {path.name for path in self._folder.iterdir() if ours.fullmatch(path.name)}
         for name in found.difference(used):
             self.remove(name)
@@ -151,23 +152,23 @@ class Store:
     def __init__(self, folder: Path, device: Device, host_pool: HostPool | None = None) -> None:
         self.folder, self.traffic = folder, Traffic()
         self.watched: Watched = unwatched
-        """What the I/O threads stand in while they move a home."""
+        """Makes the context in which an I/O thread moves a home."""
         self._device, self._host_pool = device, host_pool
         self._files, self._retained = TensorFiles(device), RetainedFiles(folder)
         self.remembered: dict[str, dict[str, str]] = {}
-        """What `recall` comes back to, as `persist` says it."""
+        """The homes that `recall` restores, as `persist` describes them."""
         self._kept: frozenset[str] = frozenset()
         self._homes: dict[str, Home] = {}
         self._reserved: dict[str, torch.Tensor] | None = None
-        """Host memory of homes that are planned to be there; None: whoever comes first gets it."""
+        """Host memory of homes that are planned to be there; None: given to homes as they come."""
         self._gone: dict[str, Home] = {}
-        """Discarded since the mark: a rollback brings them back."""
+        """Homes discarded since the mark: a rollback restores them."""
         self._epoch, self._host_epoch = 0, -1
-        """How many marks there were, and how many before the last put into host memory."""
+        """Number of marks so far, and number before the last put into host memory."""
         self._puts: list[Future[Event]] = []
         self._lost: dict[str, tuple[int, Exception]] = {}
-        """Homes whose last put failed, how many marks there were when it began, and by what it failed: they are not what they
-        should be until they are put again, or rolled back to a mark before that."""
+        """{home whose last put failed: (number of marks when it began, error)}: its bytes are wrong until it is put again, or
+        rolled back to a mark before that."""
         self._count = threading.Lock()
         self._pool = movers(IO_THREADS, "seqpart-io")
 
@@ -175,7 +176,7 @@ class Store:
         self._pool.shutdown()
 
     def reserve(self, homes: Mapping[str, int]) -> None:
-        """Keep host memory for these homes of so many bytes, in this order while there is some, and for no others."""
+        """Reserves host memory for these homes (name: bytes), in this order while there is some, and for no others."""
         taken = {name: self._host_pool.take(nbytes) if self._host_pool is not None else None for name, nbytes in homes.items()}
         self._reserved = {name: host for name, host in taken.items() if host is not None}
 
@@ -203,11 +204,11 @@ class Store:
         return now.checksum if now is not None else 0
 
     def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
-        """Copy `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
+        """Copies `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
         self._put(name, layout, flat, self._epoch, True)
 
     def get(self, name: str, flat: torch.Tensor) -> None:
-        """Copy the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
+        """Copies the bytes of `name` into `flat`. Raises CorruptFile, naming the file, unless they are what was put."""
         home = self._homes[name]
         if home.host is not None:
             self._copy(home.host[: home.layout.nbytes], flat[: home.layout.nbytes])
@@ -218,17 +219,17 @@ class Store:
             self.traffic.bytes_read += home.layout.nbytes
 
     def refuse_lost(self) -> None:
-        """Raises what a put failed by, where a home is not what it should be since then."""
+        """Raises the error of a failed put that has left a home with wrong bytes."""
         for _, error in self._lost.values():
             raise error
 
     def begin_put(
         self, items: Iterable[tuple[str, Layout, torch.Tensor]], after: Callable[[], object], *, checksummed: bool = True
     ) -> "Transfer":
-        """Start to `put` each of `items` in the I/O threads, behind what `after` waits for there. Their memory must rest.
+        """Starts to `put` each of `items` in the I/O threads, once `after` returns there. Their memory must not change.
 
-        It belongs before the next `mark`, also when it ends after that. Without `checksummed` files get their checksums when
-        they are persisted only.
+        The put counts as made before the next `mark`, also if it ends after that. Without `checksummed` files get their
+        checksums only when they are persisted.
         """
         work = list(items)
         for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
@@ -239,15 +240,15 @@ class Store:
         return Transfer(self._device, parts, nbytes)
 
     def begin_get(self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
-        """Start to `get` each of `items` in the I/O threads, behind what `after` waits for there; with no items, that alone."""
+        """Starts to `get` each of `items` in the I/O threads, once `after` returns there; with no items, runs `after` alone."""
         work = list(items)
         nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
         parts = [self._pool.submit(self._move, UP, after, self.get, [*item]) for item in work]
         return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, _at_once, [])], nbytes)
 
     def _move(self, way: str, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> Event:
-        """The event behind it. Takes the arguments out of their list: a thread of the pool lets go of a job, and of the memory
-        that it was given, only some time after it has said that the job is over."""
+        """Moves a home; returns the event after it. Takes the arguments out of their list: a thread of the pool releases a job,
+        and the memory that it was given, only some time after it has reported the job as done."""
         with self._device.copying(way):
             after()
             taken = tuple(arguments)
@@ -289,7 +290,7 @@ class Store:
             self._gone[name] = home
 
     def mark(self) -> None:
-        """The homes as they are now, with the puts that have begun, are what `rollback` comes back to."""
+        """Makes the present homes, with puts that have begun, the state that `rollback` restores."""
         self._epoch += 1
         for home in self._gone.values():
             for file in home.files:
@@ -302,7 +303,7 @@ class Store:
         return self._host_epoch < self._epoch
 
     def rollback(self) -> bool:
-        """Make every home what it was at the mark; False, and nothing done, where that cannot be. No put may be underway."""
+        """Restores every home to its state at the mark; returns False and does nothing if it cannot. No put may be underway."""
         self._assert_at_rest()
         if not self.can_roll_back:
             return False
@@ -318,11 +319,11 @@ class Store:
         return True
 
     def persist(self, names: Iterable[str] | None = None) -> dict[str, dict[str, str]]:
-        """Bring every home to the disk, or those of these names, and say by which file another process can `adopt` it. No put
-        may be underway.
+        """Writes all homes, or those of `names`, to the disk; returns the files with which another process can `adopt` them. No
+        put may be underway.
 
-        A home in host memory is written if it changed since it last was; it stays in host memory as well. Raises what a put
-        failed by that is not made good.
+        A home in host memory is written if it changed since the last time; it stays in host memory as well. Raises the error of
+        a failed put that was not repaired.
         """
         self._assert_at_rest()
         self.refuse_lost()
@@ -336,17 +337,17 @@ class Store:
         }
 
     def keep(self, files: Iterable[str]) -> None:
-        """From now on the files of these names, those that are remembered and no others, are safe from `put` and `discard`."""
+        """Protects these files, the remembered ones and no others from `put` and `discard`."""
         self._kept = frozenset(files)
         self._retained.keep(self._kept.union(entry["file"] for entry in self.remembered.values()))
 
     def remember(self, names: Iterable[str]) -> None:
-        """Keep these homes as they are now until others are remembered. No put may be underway."""
+        """Keeps the present versions of these homes until others are remembered. No put may be underway."""
         self.remembered = self.persist(names)
         self.keep(self._kept)
 
     def recall(self, *, check_only: bool = False) -> None:
-        """Make the remembered homes what they were, with no put underway. Raises CorruptFile, naming a file that is damaged."""
+        """Restores the remembered homes; no put may be underway. Raises CorruptFile, naming a file that is damaged."""
         self._assert_at_rest()
         for name, entry in self.remembered.items():
             version = self._files.found(self.folder / entry["file"], int(entry["header"], 16))
@@ -361,10 +362,10 @@ class Store:
                     self._fill(home)
 
     def adopt(self, described: Mapping[str, Mapping[str, str]]) -> None:
-        """Take over the homes that another process persisted in `folder`; other files there go, except kept ones.
+        """Takes over the homes that another process persisted in `folder`; removes other files there, except kept ones.
 
-        Raises CorruptFile, naming a file that is missing, of another length or of another header. The data on the disk
-        are read by `verify`; what goes to host memory is read, and verified, here.
+        Raises CorruptFile, naming a file that is missing, of another length or of another header. Data on the disk are read by
+        `verify`; data that go to host memory are read, and verified, here.
         """
         files = [self.folder / entry["file"] for entry in described.values()]
         digests = [int(entry["header"], 16) for entry in described.values()]
@@ -375,9 +376,9 @@ class Store:
         self._retained.sweep(HOME_FILES, [file.name for file in files])
 
     def lay_anew(self, layouts: Mapping[str, Layout], growing: Container[str] = ()) -> None:
-        """Let these homes, as far as there are any, lie as `layouts` say: an earlier version of seqpart laid them otherwise.
+        """Rewrites existing homes in these layouts: an earlier version of seqpart used others.
 
-        growing: homes that may have fewer tensors; the others become zeros. One that holds other tensors is left as it is.
+        growing: homes that may have fewer tensors; missing ones become zeros. A home with other tensors is left as it is.
         """
         for name, layout in layouts.items():
             if name not in self or self.layout(name) == layout:
@@ -395,16 +396,16 @@ class Store:
             self.put(name, layout, other)
 
     def verify(self) -> None:
-        """Read every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
+        """Reads every home on the disk once. Raises CorruptFile, naming the first one that is damaged."""
         parts = [home.now for home in self._homes.values() if home.host is None and home.now is not None]
         self._all([self._pool.submit(self._files.check, version) for version in parts])
 
     def _all(self, work: "Sequence[Future[None]]") -> None:
-        """Wait for it, none of which is of the device's; raises the first error of any."""
+        """Waits for work that does not use the device; raises the first error of any."""
         Transfer(self._device, work).wait()
 
     def _place(self, name: str, layout: Layout) -> Home:
-        """The home of `name`: where it is, where it was before it was discarded since the mark, or a new place."""
+        """Returns the home of `name`: the present one, one that was discarded since the mark, or a new one."""
         if name in self._gone:
             self._homes[name] = self._gone.pop(name)
         if name not in self._homes:
@@ -412,7 +413,7 @@ class Store:
         return self._homes[name]
 
     def source(self, name: str, request: int) -> Source:
-        """The tensors of `name` from the first to the last, read in pieces of `request` bytes. Close it."""
+        """Returns a source of the tensors of `name` in order, read in pieces of `request` bytes. It must be closed."""
         home = self._homes[name]
         return WithoutGaps(self._source(name, home, request), home.layout)
 
@@ -426,7 +427,7 @@ class Store:
 
     @contextmanager
     def sink(self, name: str, layout: Layout, request: int) -> Iterator[Sink]:
-        """Inside, the tensors of `name` are appended from the first to the last; behind it they are its home."""
+        """A context in which the tensors of `name` are appended in order; after it they are its home."""
         home = self._place(name, layout)
         if home.host is not None:
             self._will_change(home, self._epoch)
@@ -470,7 +471,7 @@ class Store:
 
     @contextmanager
     def _new_version(self, name: str, home: Home) -> Iterator[Path]:
-        """Where to write it."""
+        """A context with the path of a new version of a home."""
         spare = self._spare(name, home)
         home.files.add(spare)
         try:
@@ -482,7 +483,7 @@ class Store:
             raise
 
     def _spare(self, name: str, home: Home) -> str:
-        """A version to write: one whose blocks are on the disk already, or a new one."""
+        """File name of a version to write: an existing spare one, whose disk blocks are reused, or a new one."""
         needed = named(home.now) | named(home.marked)
         for file in sorted(home.files - needed):
             if file not in self._retained:
@@ -508,7 +509,7 @@ class Store:
         self._files.read(home.now, home.host)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Flat bytes. On the host by the calling thread alone: copy_ would start an OpenMP team in every I/O thread."""
+        """Copies flat bytes; on the host in the calling thread alone: copy_ would start an OpenMP team in every I/O thread."""
         if self._device.is_host(source) and self._device.is_host(target):
             bytes_of(target)[:] = bytes_of(source)
         else:
@@ -523,4 +524,4 @@ class Store:
 
 
 def _at_once() -> None:
-    """Nothing to wait for."""
+    """An `after` that waits for nothing."""

@@ -1,4 +1,4 @@
-"""A home's bytes from the first to the last, piece by piece: for homes that are cut and joined, never whole in memory.
+"""Reads and writes a home's bytes in order, piece by piece: for homes that are split and merged, never whole in memory.
 
 Memory is copied by the calling thread alone: torch would start a team of threads for every piece.
 """
@@ -21,26 +21,26 @@ from seqpart.store.tensor_file import TensorFiles, Version, Writing
 
 class Source(Protocol):
     def fill(self, memory: memoryview) -> None:
-        """Copy the next bytes into `memory`, as many as it has."""
+        """Copies the next bytes into `memory`, until it is full."""
 
     def close(self) -> None:
-        """Behind the last byte. Raises CorruptFile unless all of them are what was put."""
+        """Closes the source after its last byte. Raises CorruptFile unless all bytes are what was put."""
 
 
 class Sink(Protocol):
     def append(self, memory: memoryview) -> None:
-        """The next bytes."""
+        """Appends the next bytes."""
 
 
 class _Gaps:
-    """Where tensors lie with gaps between them, and who reads or writes them knows of none: `pieces` divides what is moved at
-    the gaps."""
+    """The gaps between the tensors of a layout, for callers that read or write the tensors without them: `pieces` divides their
+    memory at the gaps."""
 
     def __init__(self, layout: Layout) -> None:
         self._at, self._ahead = 0, list(layout.gaps)
 
     def pieces(self, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """(bytes to leave out, what comes behind them), to the end of `memory`."""
+        """Yields (bytes of gap to skip, piece of `memory` after it), to the end of `memory`."""
         while len(memory):
             gap = self._ahead.pop(0)[1] if self._ahead and self._ahead[0][0] == self._at else 0
             self._at += gap
@@ -51,7 +51,7 @@ class _Gaps:
 
 
 class WithoutGaps:
-    """The tensors of a home alone, out of all its bytes."""
+    """A source of a home's tensors without the gaps between them."""
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source, self._gaps = source, _Gaps(layout)
@@ -66,7 +66,7 @@ class WithoutGaps:
 
 
 class WithGaps:
-    """The bytes of a home, zeros between its tensors, of which only these are given."""
+    """A sink that is given a home's tensors alone, and writes zeros into the gaps between them."""
 
     def __init__(self, sink: Sink, layout: Layout) -> None:
         self._sink, self._gaps = sink, _Gaps(layout)
@@ -146,9 +146,9 @@ K = TypeVar("K")
 
 
 class BufferedFile(Generic[K]):
-    """A new file, and `count` buffers of `nbytes` that each hold the bytes of one key. name: of the thread.
+    """A new file, and `count` buffers of `nbytes` that each hold the bytes of one key. name: name of the I/O thread.
 
-    What a transfer raised is raised by the next `settle` or `claim` of its buffer.
+    An error of a transfer is raised by the next `settle` or `claim` of its buffer.
     """
 
     def __init__(self, path: Path, nbytes: int, count: int, name: str, device: Device) -> None:
@@ -161,11 +161,11 @@ class BufferedFile(Generic[K]):
         self._pool = movers(1, name)
 
     def number_of(self, key: K) -> int | None:
-        """The buffer that holds `key`."""
+        """Number of the buffer that holds `key`, or None."""
         return next((number for number, held in self._holds.items() if held == key), None)
 
     def claim(self, key: K) -> int:
-        """A buffer for `key`: an empty one, or the longest unused, whose bytes are in the file."""
+        """Returns the number of a buffer for `key`: an empty one, or the longest unused, whose bytes are in the file."""
         number = next((number for number in self._recent if number not in self._holds), self._recent[0])
         self.settle(number)
         self._holds[number] = key
@@ -173,33 +173,33 @@ class BufferedFile(Generic[K]):
         return number
 
     def touch(self, number: int) -> None:
-        """It is in use now."""
+        """Marks a buffer as most recently used."""
         self._recent.remove(number)
         self._recent.append(number)
 
     def empty(self, number: int) -> None:
-        """Nobody needs what it holds."""
+        """Marks a buffer as empty."""
         del self._holds[number]
 
     def write(self, number: int, nbytes: int, offset: int) -> None:
-        """Begin to write its first `nbytes` to `offset`."""
+        """Begins to write the first `nbytes` of a buffer to `offset`."""
         self._begin(self._file.write_from, number, nbytes, offset)
 
     def read(self, number: int, nbytes: int, offset: int) -> None:
-        """Begin to read them from there, behind all that is being written."""
+        """Begins to read `nbytes` from `offset` into a buffer, after all earlier transfers."""
         self._begin(self._file.read_into, number, nbytes, offset)
 
     def _begin(self, move: Callable[[memoryview, int], object], number: int, nbytes: int, offset: int) -> None:
         self._work[number] = self._pool.submit(move, bytes_of(self.buffers[number][: round_up(nbytes)]), offset)
 
     def settle(self, number: int) -> None:
-        """Its last transfer is over; raises what that raised."""
+        """Waits for the last transfer of a buffer; raises its error."""
         work, self._work[number] = self._work[number], None
         if work is not None:
             work.result()
 
     def close(self) -> None:
-        """The file is gone."""
+        """Waits for all transfers, and removes the file."""
         self._pool.shutdown()
         self._file.__exit__()
         remove(self._file.path)

@@ -1,11 +1,11 @@
-"""One version of a home as a safetensors file: written whole, read back with its checksum.
+"""Versions of a home as safetensors files: written whole, read back with a checksum.
 
-The checksum of the data stands in the header, so the header's own digest vouches for the whole file: that one number is
-all that a checkpoint has to remember of it.
+The checksum of the data is in the header, so the header's own digest vouches for the whole file: that one number is all that a
+checkpoint has to store of it.
 
-Checksums guard what rests on a disk. A home that the next update writes anew is read back within seconds, and its checksum
-would cost as much processor time as the rest of its way there and back: it is written without one, and gets it (`add_checksum`)
-when a checkpoint is to name it.
+Checksums protect data that stay on a disk. A home that the next update writes anew is read back within seconds, and its
+checksum would cost as much processor time as the rest of the transfer: it is written without one, and gets it (`add_checksum`)
+when a checkpoint will name it.
 """
 
 import functools
@@ -28,7 +28,7 @@ from seqpart.store.direct import REQUEST, DirectFile, sync
 from seqpart.store.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
 CHECK = 1 << 19
-"""Bytes read at a time where nobody waits for them: checking must not take a training buffer's memory."""
+"""Bytes read at a time for checks, which are not urgent and must not take a training buffer's memory."""
 
 
 @dataclass(slots=True)
@@ -38,13 +38,13 @@ class Version:
     header: int
     """Bytes before the data."""
     checksum: int
-    """Of the data; 0 while it has none."""
+    """Checksum of the data; 0 while it has none."""
     digest: int
-    """Of the header."""
+    """Digest of the header."""
     checksummed: bool = True
-    """Whether it has a checksum, which every read compares."""
+    """True if it has a checksum, which every read compares."""
     durable: bool = False
-    """On the disk also when the machine loses power."""
+    """True if it would survive a loss of power."""
 
     def make_durable(self) -> None:
         if not self.durable:
@@ -63,7 +63,7 @@ class Writing:
         self._header, self._digest, self._at = _header_without_checksum(layout.specs), xxhash.xxh3_64(), 0
 
     def append(self, memory: memoryview, nbytes: int) -> None:
-        """The next `nbytes`, in `memory` of whole pages: no fewer than a page's, but for the last."""
+        """Appends `nbytes`, in `memory` of whole pages: a multiple of a page, except for the last."""
         if self._checksummed:
             self._digest.update(memory[:nbytes])
         self._file.write_from(memory, len(self._header) + self._at)
@@ -80,12 +80,12 @@ class Writing:
 
 
 class _Staging(threading.local):
-    """A header's pages on the CPU, a request's worth each elsewhere. What was given last stands first."""
+    """Two buffers of a thread in host memory, the last used first: a header's pages on the CPU, a request's size elsewhere."""
 
     def __init__(self) -> None:
         self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self.busy: list[Event] = [None, None]
-        """When what was copied out of each is over."""
+        """Events after which copies out of each buffer are over."""
 
     @property
     def last(self) -> torch.Tensor:
@@ -100,7 +100,7 @@ class TensorFiles:
         self._staging = _Staging()
 
     def write(self, path: Path, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> Version:
-        """A version at `path`, over the blocks of the file that is there. What fails leaves no file."""
+        """Writes a version to `path`, over the disk blocks of an existing file. A failure leaves no file."""
         with self.writing(path, layout, checksummed=checksummed) as writing:
             for at in range(0, layout.nbytes, REQUEST):
                 want = min(REQUEST, layout.nbytes - at)
@@ -109,7 +109,7 @@ class TensorFiles:
 
     @contextmanager
     def writing(self, path: Path, layout: Layout, *, checksummed: bool = True) -> "Iterator[Writing]":
-        """Inside, a version at `path` is written piece by piece, and `finish` makes it whole. What fails leaves no file."""
+        """A context to write a version to `path` piece by piece; `finish` completes it. A failure leaves no file."""
         try:
             with DirectFile(path, write=True, keep=True) as file:
                 yield Writing(path, layout, file, self._page_of, checksummed=checksummed)
@@ -118,7 +118,7 @@ class TensorFiles:
             raise
 
     def add_checksum(self, version: Version) -> None:
-        """Read the data once more, and write their checksum into the header."""
+        """Reads the data once more, and writes their checksum into the header."""
         if version.checksummed:
             return
         buffer, digest = aligned(min(CHECK, version.layout.padded_nbytes)), xxhash.xxh3_64()
@@ -131,8 +131,8 @@ class TensorFiles:
         version.checksum, version.digest, version.checksummed = digest.intdigest(), xxhash.xxh3_64_intdigest(head), True
 
     def read(self, version: Version, flat: torch.Tensor) -> None:
-        """Copy the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written: by its header
-        and length, and by its checksum if it has one."""
+        """Copies the data into `flat`. Raises CorruptFile, naming the file, unless they are what was written, by header and
+        length, and by checksum if there is one."""
         if self._device.is_host(flat):
             for _ in self.pieces(version, REQUEST, lambda at, want: flat[at : at + round_up(want)]):
                 pass
@@ -142,13 +142,13 @@ class TensorFiles:
             self._staging.busy[0] = self._device.mark()
 
     def check(self, version: Version) -> None:
-        """Read the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
+        """Reads the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
         buffer = aligned(min(CHECK, version.layout.padded_nbytes))
         for _ in self.pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
             pass
 
     def found(self, path: Path, digest: int) -> Version:
-        """The version that an earlier process wrote at `path`, by its header. Raises CorruptFile, naming the file."""
+        """Opens the version that an earlier process wrote at `path`, by its header. Raises CorruptFile, naming the file."""
         if not path.is_file():
             raise CorruptFile(f"{path} is missing.", path)
         with DirectFile(path) as file:
@@ -166,7 +166,7 @@ class TensorFiles:
         return Version(path, layout, length, checksum, digest, durable=True)
 
     def pieces(self, version: Version, request: int, memory: Callable[[int, int], torch.Tensor]) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) of each piece of the data when it lies in `memory(offset, bytes)`; compares the checksum."""
+        """Yields (offset, bytes) of each piece of the data once it is in `memory(offset, bytes)`; compares the checksum."""
         nbytes, digest, path = version.layout.nbytes, xxhash.xxh3_64(), version.path
         with DirectFile(path) as file:
             head = self._head(file, version.header)
@@ -185,11 +185,11 @@ class TensorFiles:
 
     def _head(self, file: DirectFile, length: int) -> bytes:
         memory = bytes_of(self._stage(length)[:length])
-        got = file.read_into(memory, 0)  # the buffer may hold the header of an earlier file: look at what was read only
+        got = file.read_into(memory, 0)  # the buffer may hold the header of an earlier file: use only the bytes read
         return bytes(memory[:got])
 
     def _readable(self, flat: torch.Tensor, at: int, want: int) -> memoryview:
-        """`want` bytes of `flat` from `at`, rounded up to pages, in host memory."""
+        """Returns `want` bytes of `flat` from `at`, rounded up to pages, in host memory."""
         if self._device.is_host(flat):
             return bytes_of(flat[at : at + round_up(want)])
         stage = self._stage(want)[: round_up(want)]
@@ -203,7 +203,7 @@ class TensorFiles:
         return page
 
     def _stage(self, nbytes: int) -> torch.Tensor:
-        """Host memory of this thread's own, of two buffers in turn: one is filled while the other is copied to the device."""
+        """Returns host memory of this thread, two buffers in turn: one is filled while the other is copied to the device."""
         staging = self._staging
         staging.buffers.reverse()
         staging.busy.reverse()
