@@ -36,7 +36,7 @@ def trainer(method, **options):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.Linear(8, 3))
     cut = {"partitions": 2} if method in ("streamed", "sil") else {}
     return Trainer(
-        model, mem_limit="800MB", method=method, batch_size=8, micro_batch_size=8, epochs=2, save_every=2, quiet=True,
+        model, mem_limit="4GB", method=method, batch_size=8, micro_batch_size=8, epochs=2, save_every=2, quiet=True,
         **cut, **options,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_a_run_keeps_its_place_when_a_link_above_it_leads_elsewhere(tmp_path, el
 
 
 def test_sessions_and_evaluations_clean_up_where_they_began(tmp_path, elsewhere):
-    made = Trainer(nn.Linear(8, 3), mem_limit="800MB", method="full", batch_size=8, quiet=True)
+    made = Trainer(nn.Linear(8, 3), mem_limit="4GB", method="full", batch_size=8, quiet=True)
     with made.session((ROWS[0][:8], ROWS[1][:8])) as session:
         session.step((ROWS[0][:8], ROWS[1][:8]))
         os.chdir(elsewhere)
