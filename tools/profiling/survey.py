@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ def main() -> None:
     folder, *arguments = sys.argv[1:]
     place = Path(folder)
     try:
-        answer.write(place / "answer.json", answer.DONE, **_facts(arguments, place))
+        with ExitStack() as stack:
+            answer.write(place / "answer.json", answer.DONE, **_facts(arguments, place, stack))
     except SeqpartError as error:
         answer.write(place / "answer.json", answer.REFUSED, message=error.with_flags, exit_code=error.exit_code)
 
 
-def _facts(arguments: list[str], place: Path) -> dict[str, Any]:
-    job, trainer, train, _ = opened(parsed(arguments), Reporter(quiet=True))
+def _facts(arguments: list[str], place: Path, stack: ExitStack) -> dict[str, Any]:
+    job, trainer, train, _ = opened(parsed(arguments), Reporter(quiet=True), stack)
     device, chain = trainer.device, as_chain(trainer.model)
     batch = min(values_of(job.batch_size)[0], train.count)
     costs = measure_chain(chain, train.shape, batch, dtype=train.dtype, autocast=job.autocast)
