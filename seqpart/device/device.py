@@ -186,6 +186,12 @@ class Device:
         found = str(error) if isinstance(error, RuntimeError) else ""
         return any(text in found for text in _ALLOCATION_FAILED) or _ONEDNN_FAILED.search(found) is not None
 
+    def ran_out_of_memory(self, error: BaseException | None) -> bool:
+        """True if `error`, or what led to it, is a failed allocation: code of the user's that is called may run out, too."""
+        while error is not None and not self.is_out_of_memory(error):
+            error = error.__cause__ or error.__context__
+        return error is not None
+
     def release_cached(self) -> None:
         """Returns memory that the allocator caches to the system."""
         self.heap.trim()

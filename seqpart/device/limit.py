@@ -15,7 +15,7 @@ from seqpart.device.device import Device
 from seqpart.device.pages import PAGE
 from seqpart.device.process_limits import room
 from seqpart.device.usage import MemoryUsage, read_process
-from seqpart.errors import DoesNotFit, OptionError, OutOfMemory, SeqpartError
+from seqpart.errors import BadInput, DoesNotFit, OptionError, OutOfMemory, SeqpartError
 from seqpart.units import format_limit, format_size, parse_size
 
 _SLACK = 16 << 20
@@ -245,7 +245,10 @@ def translate_oom(device: Device, when: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, SeqpartError) or not device.is_out_of_memory(error):
+        refused = isinstance(error, SeqpartError) and not isinstance(
+            error, BadInput
+        )  # of another kind than the user's code or data
+        if refused or not device.ran_out_of_memory(error):
             raise
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")

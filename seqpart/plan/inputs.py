@@ -138,20 +138,12 @@ class Inputs:
             try:
                 yield
             except Exception as error:
-                if not self._ran_out(error):
+                if not self.device.ran_out_of_memory(error):
                     raise
                 raise DoesNotFit(
                     f"the limit of {format_size(self.limit)} is too small to plan in: looking at the model block by block "
                     f"takes more. Give more, for example {format_limit(self.limit * 3 // 2)}."
                 ) from error
-
-    def _ran_out(self, error: BaseException | None) -> bool:
-        """True if `error`, or one of its causes, is a failed allocation."""
-        while error is not None:
-            if self.device.is_out_of_memory(error):
-                return True
-            error = error.__cause__
-        return False
 
     def _check_model(self, trains: bool) -> None:
         self._refuse_giants()

@@ -12,14 +12,15 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.device.device import Device
-from seqpart.device.limit import WARM_UP_BYTES, enforced, growth_beside, measure_runtime, too_small, warm_up
+from seqpart.device.limit import WARM_UP_BYTES, enforced, growth_beside, measure_runtime, too_small, translate_oom, warm_up
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import HighWater, MemoryUsage, Reading, read_process
-from seqpart.errors import DoesNotFit
+from seqpart.errors import DataError, DoesNotFit, OptionError, OutOfMemory
 from seqpart.model.optimizers import chosen
 from seqpart.profile.fake_mode import LiveBytes
 from seqpart.profile.machine import measure_speeds, seconds_of
 from seqpart.units import parse_size
+from seqpart.zoo.libraries import called
 from tests import machine
 
 MB = 10**6
@@ -112,6 +113,26 @@ def test_an_allocation_beyond_the_limit_fails_and_can_be_caught(allocate):
         assert device.is_out_of_memory(caught.value)
         torch.ones(16 << 20, dtype=torch.uint8)  # what fits goes on
     torch.empty(4 << 30, dtype=torch.uint8)  # reserved and not touched; the limit is gone
+
+
+def runs_out():
+    raise MemoryError("no room for 262144 bytes")
+
+
+def test_memory_that_runs_out_in_code_of_the_user_s_is_no_mistake_of_the_user_s():
+    """A failed allocation in the function of --model ended with the exit code of a wrong option."""
+    said = r"while the model was read: .*runs_out\(\) failed: MemoryError: no room"
+    with pytest.raises(OutOfMemory, match=said), translate_oom(Device(), "the model was read"):
+        called(f"{__name__}:runs_out", "--model")
+
+
+@pytest.mark.parametrize("error", [OptionError("wrong"), DataError("bad"), DoesNotFit("too large")], ids=repr)
+def test_a_mistake_that_no_failed_allocation_led_to_stays_what_it_is(error):
+    with pytest.raises(type(error)), translate_oom(Device(), "the model was read"):
+        try:
+            raise ValueError("of another kind")
+        except ValueError as cause:
+            raise error from cause
 
 
 def test_memory_that_is_reserved_for_generated_code_is_granted_on_top_of_the_limit():
